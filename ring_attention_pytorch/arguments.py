@@ -157,19 +157,3 @@ def check_least(least: float, **numbers: float | None) -> None:
         if number is not None and not least <= number < math.inf:
             finite = " and finite" if number == math.inf else ""
             raise ValueError(f"{name} must be at least {least}{finite}, got {number}")
-
-
-def as_problem(check: Callable[..., object]) -> Callable[..., str | None]:
-    """Return a function that returns what a check raises, as a text."""
-
-    def problem(*args: Any, **kwargs: Any) -> str | None:
-        try:
-            check(*args, **kwargs)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    return problem
-
-
-least_problem = as_problem(check_least)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import ProcessGroup
 
-from ring_attention_pytorch.arguments import as_problem
 from ring_attention_pytorch.comm.agreement import agree, error_of
 from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.plan.checks import agreed_shapes, check_shapes
@@ -140,9 +139,6 @@ def check_plain(name: str, x: Tensor) -> None:
             f"{name} must be a plain tensor, got a DTensor: its to_local() is this rank's part, "
             "its full_tensor() the whole"
         )
-
-
-dtensor_problem = as_problem(check_plain)
 
 
 def _is_dtensor(t: object) -> bool:

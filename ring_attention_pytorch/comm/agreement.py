@@ -28,9 +28,8 @@ def agree(
     caller: str,
     same: Mapping[str, Any],
     own: Mapping[str, int] | None = None,
-    problem: Check | str | None = None,
-    everywhere: Mapping[str, Any] | None = None,
     check: Check | None = None,
+    everywhere: Mapping[str, Any] | None = None,
 ) -> list[dict[str, int]]:
     """Return the `own` numbers of each rank of the ring, once `same` is the same on all of them.
 
@@ -42,7 +41,7 @@ def agree(
         ValueError: ranks are in different calls, the check of one raises, or they differ; the same
             text on all ranks.
     """
-    return agree_on(ring, caller, Claim(same, everywhere or {}), own, problem, check)
+    return agree_on(ring, caller, Claim(same, everywhere or {}), own, check)
 
 
 def agree_on(
@@ -50,11 +49,11 @@ def agree_on(
     caller: str,
     claim: Claim,
     own: Mapping[str, int] | None = None,
-    problem: Check | str | None = None,
     check: Check | None = None,
 ) -> list[dict[str, int]]:
     """Do what `agree` does for a claim that may be told again."""
-    own, problem = dict(own or {}), shortened(_text_of(problem or check) or ring.problem)
+    own, error = dict(own or {}), error_of(check)
+    problem = shortened(ring.problem if error is None else str(error))
     if ring.size == 1 and ring.group is None:
         ring.steps.compare(caller)
         ring.steps.mend()
@@ -75,18 +74,6 @@ def agree_on(
             _check_same(caller, [each.same for each in of_ring], first)
     _check_numbers(caller, [each.own for each in told])
     return [each.own for each in told[ring.first : ring.first + ring.size]]
-
-
-def problem_of(find: Callable[[], object]) -> str | None:
-    """Return what `find` says is wrong with one rank's arguments, or the error that it raises.
-
-    >>> problem_of(lambda: [][1])
-    'IndexError: list index out of range'
-    """
-    found: list[object] = []
-    if (error := error_of(lambda: found.append(find()))) is not None:
-        return str(error)
-    return found[0] if isinstance(found[0], str) else None
 
 
 def error_of(check: Check | None) -> ValueError | None:
@@ -111,13 +98,6 @@ def as_told(error: Exception) -> ValueError:
     """Return an error as ranks are told it: with its kind, if it is no plain ValueError."""
     kind = "" if type(error) is ValueError and str(error) else f"{type(error).__name__}: "
     return ValueError(f"{kind}{error}")
-
-
-def _text_of(check: Check | str | None) -> str | None:
-    """Return what a check raises, in the words that ranks are told; None if it raises nothing."""
-    if isinstance(check, str):
-        return check
-    return None if (error := error_of(check)) is None else str(error)
 
 
 def told_by_group(
@@ -162,21 +142,19 @@ def in_the_same_call(ring: Ring, block: AbstractContextManager[object]) -> Itera
         yield
 
 
-def raise_together(
-    ring: Ring, caller: str, problem: Check | str | None = None, check: Check | None = None
-) -> None:
-    """Check what ranks of this ring have told: `check` raises on all of them, or on none.
+def raise_together(ring: Ring, caller: str, check: Check | None) -> None:
+    """Raise what a check of what the ranks of this ring have said raises, on all of them.
 
     Other rings of the group are told, too: else they would wait for these ranks in the next
-    exchange of the whole group. All ranks of the group call this, whether it raises or not.
+    exchange of the whole group. All ranks of the group call this, with a check or without.
 
     Raises:
         ValueError: the check of a ring raises; the same text on all ranks of the group.
     """
     if ring.several:
-        agree(ring, caller, {}, problem=problem, check=check)
-    elif (text := _text_of(problem or check)) is not None:
-        raise Disagreement(f"{caller}: {text}")
+        agree(ring, caller, {}, check=check)
+    elif (error := error_of(check)) is not None:
+        raise Disagreement(f"{caller}: {error}")
 
 
 def typed(

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import as_problem
 from ring_attention_pytorch.geometry.segments import Documents, Run
 
 Borders = Tensor | Sequence[int] | Sequence[Tensor] | Sequence[Sequence[int]]
@@ -83,9 +82,6 @@ def check_cu_seqlens(cu_seqlens: Borders) -> list[list[int]]:
     if len(set(ends)) > 1:
         raise ValueError(f"cu_seqlens must end alike, got {ends[:8]}")
     return samples
-
-
-documents_problem, end_problem = as_problem(check_documents), as_problem(check_end)
 
 
 def as_lists(cu_seqlens: Borders) -> list[list[int]]:

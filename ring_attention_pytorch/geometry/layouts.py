@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import as_problem, checked
+from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.geometry.segments import (
     Segment,
     Segments,
@@ -139,9 +139,6 @@ def check_layout(layout: Layout, ring_size: int | None = None, length: int | Non
     elif layout not in LAYOUTS:
         names = ", ".join(map(repr, LAYOUTS))
         raise ValueError(f"layout must be one of {names}, got {layout!r}")
-
-
-layout_problem = as_problem(check_layout)
 
 
 def resolve_layout(layout: Layout | None, striped: bool) -> Layout | None:

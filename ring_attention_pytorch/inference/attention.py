@@ -11,17 +11,19 @@ So what travels depends on the queries alone, however many keys there are.
 """
 
 import os
+from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
-from ring_attention_pytorch.geometry.layouts import Layout, all_segments, layout_problem
+from ring_attention_pytorch.arguments import checks_of
+from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
+from ring_attention_pytorch.geometry.layouts import Layout, all_segments, check_layout
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.inference.cache import RingCache
-from ring_attention_pytorch.inference.checks import call_problem, option_problem, triton_problem
+from ring_attention_pytorch.inference.checks import check_call, check_options, triton_refusal
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.prefill import Chunk, plan_chunk, prefill
@@ -40,10 +42,38 @@ _STATE = "what the cache holds"
 _CHUNK = "chunk"  # under which a cache has the last chunk's kind and plan
 
 
-def _tell(given: dict[str, Any], problem: str) -> None:
+class Given(NamedTuple):
+    """The tensors of a call."""
+
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+
+
+class StepOptions(NamedTuple):
+    """The layer, and the options of a call."""
+
+    layer: int
+    scale: float | None
+    softclamp: float | None
+    window: int | None
+    kernel: str | None
+    check: str | None
+
+    def scores(self, q: Tensor) -> Scores:
+        """Return what a score of these queries is."""
+        default = max((1, *q.shape[-1:])) ** -0.5
+        return Scores(
+            default if self.scale is None else float(self.scale), self.softclamp, self.window
+        )
+
+
+def _tell(given: dict[str, Any], error: ValueError) -> None:
     cache = given.get("cache")
     if isinstance(cache, RingCache):
-        told_by_group(_CALLER)({"group": cache.ring}, problem)
+        told_by_group(_CALLER)({"group": cache.ring}, error)
 
 
 @typed(_tell)
@@ -105,126 +135,102 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     >>> out.shape, cache.lengths
     (torch.Size([1, 1, 4, 4]), [3])
     """
-    q, k, v = resolved(q), resolved(k), resolved(v)
-    given = q, k, v, sinks, alibi_slopes = q, k, v, resolved(sinks), resolved(alibi_slopes)
+    given = Given(resolved(q), resolved(k), resolved(v), resolved(sinks), resolved(alibi_slopes))
+    options = StepOptions(layer, scale, softclamp, window, kernel, check)
+    at_once = cache.holder(layer).at_once if cache.circles and k is not None else None
     if layout is not None:
-        scores = _scores(q, scale, softclamp, window)
-        out, lse = _sharded(given, cache, layer, layout, scores, kernel)
-        return (out, lse) if return_lse else out
-    step = cache.holder(layer).at_once if cache.circles and k is not None else None
-    if step is not None and q.ndim == 4 and q.shape[1] > step:
-        scores = _scores(q, scale, softclamp, window)
-        options = dict(sinks=sinks, alibi_slopes=alibi_slopes, kernel=kernel, check=check)
-        out, lse = _in_pieces(given, cache, layer, scores, options)
-        return (out, lse) if return_lse else out
-    kind = (
-        layer, _kind(q), _kind(k), _kind(v), _kind(sinks), _kind(alibi_slopes),
-        scale, softclamp, window, kernel, check, cache.has_starts,
-    )  # fmt: skip
-    plan = cache.checked.get(kind)
-    if plan is None:
-        scores = _scores(q, scale, softclamp, window)
-        plan = cache.checked[kind] = _checked(given, cache, layer, scores, kernel, check)
-    if in_graph := cache.in_graph:
-        _check_capture(plan)
-    elif plan.checks:
+        out, lse = _sharded_chunk(given, cache, layout, options)
+    elif at_once is not None and q.ndim == 4 and q.shape[1] > at_once:
+        out, lse = _in_pieces(given, cache, options)
+    elif cache.in_graph:
+        out, lse = _captured_step(given, cache, options, return_lse)
+    else:
+        out, lse = _decode_step(given, cache, options, return_lse)
+    return (out, lse) if return_lse and lse is not None else out
+
+
+def _decode_step(
+    given: Given, cache: RingCache, options: StepOptions, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attend from tokens that all ranks have: new ones, which are appended, or the last ones."""
+    (q, k, v, sinks, slopes), layer = given, options.layer
+    kind = _kind(given, cache, options)
+    plan = cache.checked.get(kind) or _checked(kind, given, cache, options)
+    if plan.checks:
         same = {"values of q, k and v": digest(q, k, v), "layer": layer, _STATE: cache.told(layer)}
         agree(cache.ring, _CALLER, same)
-    n = 0 if k is None else q.shape[1]
-    if n or q.shape[1] > 1:
-        cache.make_ready(q.shape[1], layer, n > 0, in_graph)
+    n, eager = q.shape[1], plan.asked.kernel == "eager"
+    try:
+        if k is not None:
+            cache.prepare(n, layer)
+        elif n > 1:
+            cache.check_last(n, layer)
+    except ValueError as error:  # which all have alike, or the others wait
+        cache.ring.say(f"raised ValueError: {error}")
+        raise
     number = layer if plan.capturable else cache.mark(layer) + layer  # of messages
-    terms = sinks, alibi_slopes
-    out, found = plan.run(q, k, v, layer, terms, return_lse=return_lse, number=number)
-    if n:
-        cache.advance(n, layer, plan.asked.kernel == "eager", in_graph)
-    return out if found is None else (out, found.transpose(1, 2))
+    terms = sinks, slopes
+    found = plan.run(q, k, v, layer, terms, return_lse=return_lse, number=number)
+    if k is not None:
+        cache.advance(n, layer, on_device=eager)
+    return found
 
 
-def _kind(t: Tensor | None) -> Any:
-    """Return all of a tensor that decides whether a call is right."""
-    return None if t is None else (type(t), t.shape, t.dtype, t.device)
+def _captured_step(
+    given: Given, cache: RingCache, options: StepOptions, return_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Do as `_decode_step` in a CUDA graph that is being captured: the device counts tokens.
 
-
-def _scores(q: Tensor, scale: float | None, softclamp: float | None, window: int | None) -> Scores:
-    default = max((1, *q.shape[-1:])) ** -0.5
-    return Scores(default if scale is None else float(scale), softclamp, window)
-
-
-def _checked(
-    given: tuple[Tensor | None, ...],
-    cache: RingCache,
-    layer: int,
-    scores: Scores,
-    kernel: str | None,
-    check: str | None,
-) -> DecodePlan:
-    """Return the plan for such a call; all ranks agree on a new one."""
-    q, k, _, sinks, slopes = given
-    assert q is not None
-    terms = tuple(None if t is None else t.dtype for t in (sinks, slopes))
-    key = q.shape, q.dtype, k is not None, terms, cache.has_starts, scores, kernel, check
-    plans = cache.holder(layer).plans
-    plan = plans.get(key)
-    if plan is None:
-        if cache.in_graph:
-            raise ValueError(_UNSEEN)
-        plan = plans[key] = _plan(given, cache, layer, scores, kernel, check)
-    elif (problem := call_problem(given, cache, layer)) is not None:
-        cache.ring.say(f"raised ValueError: {problem}")
-        raise ValueError(f"{_CALLER}: {problem}")
-    return plan
-
-
-def _in_pieces(
-    given: tuple[Tensor | None, ...],
-    cache: RingCache,
-    layer: int,
-    scores: Scores,
-    options: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    """Attend with more new tokens than a layer with a window takes at once: some after others."""
-    q, k, v, *_ = given
-    assert q is not None
-    problem = problem_of(lambda: call_problem(given, cache, layer))
-    same = {"tokens": q.shape[1], "layer": layer, _STATE: cache.told(layer, problem)}
-    agree(cache.ring, _CALLER, same, problem=problem)
-    assert k is not None
-    assert v is not None
-    cache.prepare(q.shape[1], layer, cache.in_graph)
-    options |= scores._asdict() | dict(layer=layer, return_lse=True)
-    each = zip(*(t.split(cache.holder(layer).at_once or 1, dim=1) for t in (q, k, v)))
-    found: list[Any] = [ring_attn_with_cache(a, b, c, cache, **options) for a, b, c in each]
-    outs, lses = zip(*found)
-    return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
-
-
-def _check_capture(plan: DecodePlan) -> None:
-    """Raise ValueError if a CUDA graph that is being captured can't hold what the plan does."""
+    Raises:
+        ValueError: a graph can't hold what this call does.
+    """
+    (q, k, v, sinks, slopes), layer = given, options.layer
+    kind = _kind(given, cache, options)
+    plan = cache.checked.get(kind) or _checked(kind, given, cache, options)
     if not plan.ran:
         raise ValueError(_UNSEEN)
     if not plan.capturable:
         raise ValueError(
             f"{_CALLER}: ranks exchange messages, which a CUDA graph can't hold; call it outside"
         )
+    if k is not None:
+        cache.prepare(q.shape[1], layer, in_graph=True)
+    return plan.run(q, k, v, layer, (sinks, slopes), return_lse=return_lse, number=layer)
+
+
+def _in_pieces(
+    given: Given, cache: RingCache, options: StepOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with more new tokens than a layer with a window takes at once: some after others."""
+    (q, k, v, *terms), layer = given, options.layer
+    same = {"tokens": q.shape[1], "layer": layer, _STATE: cache.told(layer)}
+    agree(cache.ring, _CALLER, same, check=partial(check_call, given, cache, layer))
+    assert k is not None
+    assert v is not None
+    cache.prepare(q.shape[1], layer, cache.in_graph)
+    outs, lses = [], []
+    for some in zip(*(t.split(cache.holder(layer).at_once or 1, dim=1) for t in (q, k, v))):
+        piece = Given(*some, *terms)
+        if cache.in_graph:
+            out, lse = _captured_step(piece, cache, options, return_lse=True)
+        else:
+            out, lse = _decode_step(piece, cache, options, return_lse=True)
+        assert lse is not None
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
 
 
 @torch.no_grad()
-def _sharded(
-    given: tuple[Tensor | None, ...],
-    cache: RingCache,
-    layer: int,
-    layout: LayoutOption,
-    scores: Scores,
-    kernel: str | None,
-) -> tuple[Tensor, Tensor]:
-    """Compute attention of a chunk of which each rank has a shard."""
-    q, k, v, sinks, slopes = given
-    chunk, plan = _agreed_chunk(given, cache, layer, layout, scores, kernel)
-    assert q is not None
+def _sharded_chunk(
+    given: Given, cache: RingCache, layout: LayoutOption, options: StepOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with a chunk of which each rank has a shard."""
+    (q, k, v, sinks, slopes), layer, scores = given, options.layer, options.scores(given.q)
+    chunk, plan = _agreed_chunk(given, cache, layout, options)
     assert k is not None
     assert v is not None
-    if scores.window is None and slopes is None and kernel is None and not cache.has_starts:
+    if scores.window is None and slopes is None and options.kernel is None and not cache.has_starts:
         if plan is None:
             plan = plan_chunk((q, k, v), cache, layout, scores, sinks)
             cache.plans[_CHUNK] = _kind_of_chunk(given, layout, scores), plan
@@ -233,118 +239,72 @@ def _sharded(
         q, k, v = (chunk.in_order([*t]) for t in zip(*chunk.gather(q, k, v)()))
     out, lse = ring_attn_with_cache(
         q, k, v, cache, layer=layer, window=scores.window, scale=scores.scale,
-        softclamp=scores.softclamp, sinks=sinks, alibi_slopes=slopes, kernel=kernel,
+        softclamp=scores.softclamp, sinks=sinks, alibi_slopes=slopes, kernel=options.kernel,
         return_lse=True,
     )  # fmt: skip
     mine = chunk.positions(cache.ring.rank).to(q.device)
     return out[:, mine], lse[..., mine]
 
 
-def _agreed_chunk(
-    given: tuple[Tensor | None, ...],
-    cache: RingCache,
-    layer: int,
-    layout: LayoutOption,
-    scores: Scores,
-    kernel: str | None,
-) -> tuple[Chunk, RingPlan | None]:
-    """Return the chunk that all ranks agreed on, and the last one's plan if all can take it."""
-    q = given[0]
-    assert q is not None
-    problem = problem_of(lambda: _sharded_problem(given, cache, layer, scores))
-    same = {
-        "layout": str(layout),
-        "layer": layer,
-        "dtype": q.dtype,
-        "scores": list(scores),
-        "given": [t is not None for t in given],
-        "kernel": kernel,
-        _STATE: cache.told(layer, problem),
-    }
-    kind, plan = cache.plans.get(_CHUNK, (None, None))
-    if problem or kind != _kind_of_chunk(given, layout, scores):
-        plan = None
-    own = {"tokens": q.shape[1] if q.ndim > 1 else 0, "plan": plan.number if plan else 0}
-    notes = agree(cache.ring, _CALLER, same, own, problem)
-    counts = tuple(note["tokens"] for note in notes)
-    if (wrong := _layout_problem(layout, counts)) is not None:
-        raise ValueError(f"{_CALLER}: {wrong}")
-    cache.prepare(sum(counts), layer, in_graph=False)
-    kept = len({note["plan"] for note in notes}) == 1
-    return Chunk(cache.ring, layout, counts), plan if kept else None
+def _kind(given: Given, cache: RingCache, options: StepOptions) -> tuple[object, ...]:
+    """Return all that decides whether a call is right, and by which plan it is done."""
+    kinds = [None if t is None else (type(t), t.shape, t.dtype, t.device) for t in given]
+    return *kinds, options, cache.has_starts
 
 
-def _kind_of_chunk(
-    given: tuple[Tensor | None, ...], layout: LayoutOption, scores: Scores
-) -> tuple[object, ...]:
-    """Return all that the plan of a chunk depends on, but for other ranks' tokens."""
-    q = given[0]
-    assert q is not None
-    tensors = [None if t is None else (t.shape, t.dtype, t.device) for t in given]
-    return (*tensors, layout, scores, settings(q.device.type))
-
-
-def _sharded_problem(
-    given: tuple[Tensor | None, ...], cache: RingCache, layer: int, scores: Scores
-) -> str | None:
-    if given[1] is None:
-        return "a chunk in a layout comes with its k and v"
-    if cache.in_graph:
-        return "a chunk in a layout can't be captured in a CUDA graph; decoding can"
-    problem = call_problem(given, cache, layer, some=False)
-    return problem or cache.holder(layer).problem_of(scores.window, 0, new=True)
-
-
-def _layout_problem(layout: Layout, counts: tuple[int, ...]) -> str | None:
-    """Say why ranks can't have so many tokens each; None if they can."""
-    if (problem := layout_problem(layout, len(counts), sum(counts))) is not None:
-        return problem
-    wanted = [count(each) for each in all_segments(layout, len(counts), sum(counts))]
-    if wanted != [*counts]:
-        return f"shards of {layout!r} would have {wanted} tokens, got {[*counts]}"
-    return None if sum(counts) else "a chunk must have a token"
-
-
-def plan_decoding(
-    q: Tensor, cache: RingCache, scores: Scores, tuning: Tuning | None = None
+def _checked(
+    kind: tuple[object, ...], given: Given, cache: RingCache, options: StepOptions
 ) -> DecodePlan:
-    """Make a plan for queries like q whose keys are appended; for benchmarks, with `tuning`."""
-    kernel = "triton" if cache.device.type == "cuda" else "eager"
-    asked = Asked(tuple(q.shape), True, cache.has_starts, scores, False, False, kernel)
-    return DecodePlan(cache, asked, tuning)
+    """Return the plan for calls of a kind that was not seen before; all ranks agree on a new one.
+
+    Raises:
+        ValueError: this call can't be.
+    """
+    q, layer = given.q, options.layer
+    terms = tuple(None if t is None else t.dtype for t in (given.sinks, given.alibi_slopes))
+    scores, new = options.scores(q), given.k is not None
+    key = q.shape, q.dtype, new, terms, cache.has_starts, scores, options.kernel, options.check
+    plans = cache.holder(layer).plans
+    plan = plans.get(key)
+    if plan is None:
+        if cache.in_graph:
+            raise ValueError(_UNSEEN)
+        plan = plans[key] = _plan(given, cache, scores, options)
+    else:
+        try:
+            check_call(given, cache, layer)
+        except ValueError as error:
+            cache.ring.say(f"raised ValueError: {error}")
+            raise ValueError(f"{_CALLER}: {error}") from None
+    cache.checked[kind] = plan
+    return plan
 
 
-def _plan(
-    given: tuple[Tensor | None, ...],
-    cache: RingCache,
-    layer: int,
-    scores: Scores,
-    kernel: str | None,
-    check: str | None,
-) -> DecodePlan:
+def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) -> DecodePlan:
     """Make a plan, once all ranks agree on what it depends on."""
-    q, k, _, sinks, slopes = given
-    assert q is not None
-    problem = problem_of(lambda: call_problem(given, cache, layer)) or option_problem(
-        scores, kernel, check
-    )
+    (q, k, _, sinks, slopes), layer, kernel = given, options.layer, options.kernel
     holder = cache.holder(layer)
-    problem = problem or holder.problem_of(scores.window, q.shape[1], k is not None)
+
+    def check() -> None:
+        check_call(given, cache, layer)
+        check_options(scores, kernel, options.check)
+        holder.check_window(scores.window, q.shape[1], k is not None)
+        if kernel == "triton" and (refusal := triton_refusal(cache, q.dtype)) is not None:
+            raise ValueError(refusal)
+
     if kernel is None:
-        kernel = "triton" if q.is_cuda and triton_problem(cache, q.dtype) is None else "eager"
-    elif problem is None and kernel == "triton":
-        problem = triton_problem(cache, q.dtype)
+        kernel = "triton" if q.is_cuda and triton_refusal(cache, q.dtype) is None else "eager"
     same = {
         "q": list(q.shape),
         "dtype": q.dtype,
         "scores": list(scores),
         "kernel": kernel,
-        "check": check,
+        "check": options.check,
         "given": [t is not None for t in given],
         "padded on the left": cache.has_starts,
-        _STATE: cache.told(layer, problem),
+        _STATE: cache.told(layer),
     }
-    agree(cache.ring, _CALLER, same, problem=problem)
+    agree(cache.ring, _CALLER, same, check=check)
     asked = Asked(
         tuple(q.shape),
         k is not None,
@@ -355,8 +315,72 @@ def _plan(
         kernel,
     )
     plan = DecodePlan(holder, asked)
-    plan.checks = "always" in (check, os.environ.get("RING_ATTENTION_CHECK"))
+    plan.checks = "always" in (options.check, os.environ.get("RING_ATTENTION_CHECK"))
     return plan
+
+
+def _agreed_chunk(
+    given: Given, cache: RingCache, layout: LayoutOption, options: StepOptions
+) -> tuple[Chunk, RingPlan | None]:
+    """Return the chunk that all ranks agreed on, and the last one's plan if all can take it."""
+    q, layer, scores = given.q, options.layer, options.scores(given.q)
+    same = {
+        "layout": str(layout),
+        "layer": layer,
+        "dtype": q.dtype,
+        "scores": list(scores),
+        "given": [t is not None for t in given],
+        "kernel": options.kernel,
+        _STATE: cache.told(layer),
+    }
+    kind, plan = cache.plans.get(_CHUNK, (None, None))
+    if kind != _kind_of_chunk(given, layout, scores):
+        plan = None
+    own = {"tokens": q.shape[1] if q.ndim > 1 else 0, "plan": plan.number if plan else 0}
+    check = partial(_check_shard, given, cache, layer, scores)
+    notes = agree(cache.ring, _CALLER, same, own, check=check)
+    counts = tuple(note["tokens"] for note in notes)
+    _check_layout(layout, counts)
+    cache.prepare(sum(counts), layer, in_graph=False)
+    kept = len({note["plan"] for note in notes}) == 1
+    return Chunk(cache.ring, layout, counts), plan if kept else None
+
+
+def _kind_of_chunk(given: Given, layout: LayoutOption, scores: Scores) -> tuple[object, ...]:
+    """Return all that the plan of a chunk depends on, but for other ranks' tokens."""
+    tensors = [None if t is None else (t.shape, t.dtype, t.device) for t in given]
+    return (*tensors, layout, scores, settings(given.q.device.type))
+
+
+def _check_shard(given: Given, cache: RingCache, layer: int, scores: Scores) -> None:
+    if given.k is None:
+        raise ValueError("a chunk in a layout comes with its k and v")
+    if cache.in_graph:
+        raise ValueError("a chunk in a layout can't be captured in a CUDA graph; decoding can")
+    check_call(given, cache, layer, some=False)
+    cache.holder(layer).check_window(scores.window, 0, new=True)
+
+
+def _check_layout(layout: Layout, counts: tuple[int, ...]) -> None:
+    """Raise ValueError, which all ranks do alike, if they can't have so many tokens each."""
+    with checks_of(_CALLER):
+        check_layout(layout, len(counts), sum(counts))
+    wanted = [count(each) for each in all_segments(layout, len(counts), sum(counts))]
+    if wanted != [*counts]:
+        raise ValueError(
+            f"{_CALLER}: shards of {layout!r} would have {wanted} tokens, got {[*counts]}"
+        )
+    if not sum(counts):
+        raise ValueError(f"{_CALLER}: a chunk must have a token")
+
+
+def plan_decoding(
+    q: Tensor, cache: RingCache, scores: Scores, tuning: Tuning | None = None
+) -> DecodePlan:
+    """Make a plan for queries like q whose keys are appended; for benchmarks, with `tuning`."""
+    kernel = "triton" if cache.device.type == "cuda" else "eager"
+    asked = Asked(tuple(q.shape), True, cache.has_starts, scores, False, False, kernel)
+    return DecodePlan(cache, asked, tuning)
 
 
 def digest(*tensors: Tensor | None) -> str:

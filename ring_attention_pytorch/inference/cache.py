@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import agree, problem_of, told_by_group, typed
+from ring_attention_pytorch.arguments import checked, checks_of
+from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.inference.page_table import Copies
 from ring_attention_pytorch.inference.rolling import RollingTokens, Windows
 from ring_attention_pytorch.inference.scaled import SCALED, WIDE, as_integers, restored, stored
-from ring_attention_pytorch.inference.states import longest_of, problem_of_states
+from ring_attention_pytorch.inference.states import check_states, longest_of
 from ring_attention_pytorch.inference.storage import PagedStorage, Sizes
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import has_triton
@@ -93,13 +93,17 @@ class RingCache(PagedStorage):
         of_layers = Windows((None,) * layers if windows is None else tuple(windows), spare)
         same = {**sizes._asdict(), "capacity": capacity, "page": page, "dtype": dtype}
         same |= {"windows": list(of_layers.of), "spare": spare}
-        problem = _problem(sizes._asdict(), capacity, page, dtype) or of_layers.problem(layers)
-        if problem is None:
+
+        def check() -> None:
+            _check_sizes(sizes._asdict(), capacity, page, dtype)
+            of_layers.check(layers)
             try:
-                super().__init__(ring, sizes, capacity, page, dtype, _indexed(device), of_layers)
+                storage(ring, sizes, capacity, page, dtype, _indexed(device), of_layers)
             except (RuntimeError, MemoryError) as error:
-                problem = _memory_problem(sizes, capacity, ring.size, error)
-        agree(ring, "RingCache", same, problem=problem)
+                raise ValueError(_without_memory(sizes, capacity, ring.size, error)) from error
+
+        storage = super().__init__
+        agree(ring, "RingCache", same, check=check)
         self.checked: dict[Any, Any] = {}  # the plans for calls whose arguments were right
 
     @property
@@ -148,9 +152,8 @@ class RingCache(PagedStorage):
             ValueError: they don't fit the cache, or a sequence has no room for them.
         """
         k, v = resolved(k), resolved(v)
-        problem = self.problem(k, v, layer)
-        if problem is not None:
-            raise ValueError(f"RingCache: {problem}")
+        with checks_of("RingCache"):
+            self.check_new(k, v, layer)
         self.prepare(k.shape[1], layer, self.in_graph)
         holder = self.holder(layer)
         step = holder.at_once or max(1, k.shape[1])
@@ -167,7 +170,8 @@ class RingCache(PagedStorage):
                 (k, v), self.pools_of(layer), holder.tables, self.layer_lengths[layer], self.rooms,
                 self.overflown, holder.pages, holder.ring.rank,
             )  # fmt: skip
-            self.advance(k.shape[1], layer, on_device=False, in_graph=self.in_graph)
+            if not self.in_graph:
+                self.advance(k.shape[1], layer, on_device=False)
         else:
             holder.write(k, v, layer)
             self.advance(k.shape[1], layer)
@@ -198,8 +202,7 @@ class RingCache(PagedStorage):
             )
         left = [length - m for length, m in zip(lengths, each)]
         for circle in self.circles:
-            if (problem := circle.rollback_problem(left)) is not None:
-                raise ValueError(f"RingCache: {problem}")
+            circle.check_rollback(left)
         copies: Copies = []
         for sequence, (m, length) in enumerate(zip(each, left)):
             if m:
@@ -317,9 +320,8 @@ class RingCache(PagedStorage):
                 head sizes, dtype or scales than this one, or more tokens than fit. Then this one
                 is as it was. Its pages, capacity, windows and ranks may be others.
         """
-        problem = problem_of(lambda: problem_of_states(self, states))
-        if problem is not None:
-            raise ValueError(f"RingCache: {problem}")
+        with checks_of("RingCache"):
+            check_states(self, states)
         lengths, starts = states[0]["lengths"], states[0]["starts"]
         self._begin_anew(lengths)
         oldest = [self._take(states, layer) for layer in range(self.layers)]
@@ -347,24 +349,31 @@ class RingCache(PagedStorage):
                 holder.put(sequence, layer, tokens[new], k[new], v[new])
         return oldest
 
-    def problem(self, k: Tensor, v: Tensor, layer: int) -> str | None:
-        """Say what keeps tokens from being appended; None if nothing."""
+    def check_new(self, k: Tensor, v: Tensor, layer: int) -> None:
+        """Raise ValueError if these can't be appended to a layer."""
         shape = (self.sequences, k.shape[1] if k.ndim == 4 else 0, self.key_heads)
         wanted = [(*shape, self.head_dim), (*shape, self.value_dim)]
         if [k.shape, v.shape] != wanted:
-            return f"k and v must be {wanted[0]} and {wanted[1]}, got {[*k.shape]}, {[*v.shape]}"
+            raise ValueError(
+                f"k and v must be {wanted[0]} and {wanted[1]}, got {[*k.shape]}, {[*v.shape]}"
+            )
         same = k.dtype == v.dtype in self.dtypes
         if not same or {k.device, v.device} != {self.device}:
-            return (
+            raise ValueError(
                 f"k and v must be {self.takes}, as the cache is, got {k.dtype} on {k.device} and "
                 f"{v.dtype} on {v.device}"
             )
-        if not 0 <= layer < self.layers:
-            return f"layer must be from 0 to {self.layers - 1}, got {layer}"
+        self.check_layer(layer)
         at_once = self.holder(layer).at_once or k.shape[1]
         if k.shape[1] > at_once and self.in_graph:
-            return f"a CUDA graph appends at most `spare` tokens to this layer, {at_once}"
-        return None
+            raise ValueError(
+                f"a CUDA graph appends at most `spare` tokens to this layer, {at_once}"
+            )
+
+    def check_layer(self, layer: int) -> None:
+        """Raise ValueError for a layer that there isn't."""
+        if not 0 <= layer < self.layers:
+            raise ValueError(f"layer must be from 0 to {self.layers - 1}, got {layer}")
 
 
 def _indexed(named: torch.device | str) -> torch.device:
@@ -374,22 +383,23 @@ def _indexed(named: torch.device | str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _problem(
+def _check_sizes(
     sizes: dict[str, int], capacity: int | None, page: int, dtype: torch.dtype
-) -> str | None:
+) -> None:
     for name, size in sizes.items():
         if size < 1:
-            return f"{name} must be at least 1, got {size}"
+            raise ValueError(f"{name} must be at least 1, got {size}")
     if capacity is not None and capacity < 1:
-        return f"capacity must be at least 1, or None for memory that grows, got {capacity}"
+        raise ValueError(
+            f"capacity must be at least 1, or None for memory that grows, got {capacity}"
+        )
     if not 1 <= page <= _LARGEST_PAGE:
-        return f"page must be from 1 to {_LARGEST_PAGE}, got {page}"
+        raise ValueError(f"page must be from 1 to {_LARGEST_PAGE}, got {page}")
     if dtype not in _DTYPES:
-        return f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}"
-    return None
+        raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
 
 
-def _memory_problem(
+def _without_memory(
     sizes: Sizes, capacity: int | None, ranks: int, error: RuntimeError | MemoryError
 ) -> str:
     """Say what came instead of memory; for lack of it, how much was wanted."""

@@ -116,7 +116,7 @@ class DecodePlan:
         return_lse: bool = True,
         number: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return out `[b, n, h, d_v]`, and lse `[b, n, h]` if asked for, over all ranks' keys.
+        """Return out `[b, n, h, d_v]`, and lse `[b, h, n]` if asked for, over all ranks' keys.
 
         `terms` are sinks and slopes. `key_mask` bool `[b, m]` is of keys that were given. Ranks
         that pass different numbers are out of step.
@@ -128,7 +128,7 @@ class DecodePlan:
             else:
                 out, lse = self._by_pytorch(q, k, v, layer, terms)
         self.ran = True
-        return out, lse if return_lse else None
+        return out, lse.transpose(1, 2) if return_lse else None
 
     # ---- PyTorch's operators
 

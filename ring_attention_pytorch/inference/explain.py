@@ -34,8 +34,7 @@ def explain_cache(
     reads 0.00 MiB of keys and values a layer
     sends nothing: this rank is alone
     """
-    if (problem := _problem(cache, heads, tokens, dtype)) is not None:
-        raise ValueError(f"explain_cache: {problem}")
+    _check(cache, heads, tokens, dtype)
     mine, all_tokens = sum(cache.local_lengths), sum(cache.lengths)
     numbers, scales = cache.head_dim + cache.value_dim, 2 * cache.scales * 4
     token = cache.key_heads * (numbers * cache.dtype.itemsize + scales)
@@ -55,15 +54,16 @@ def explain_cache(
     return "\n".join(lines)
 
 
-def _problem(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype | None) -> str | None:
-    """Say why no call could attend to the cache like this; None if one could."""
+def _check(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype | None) -> None:
+    """Raise ValueError if no call could attend to the cache like this."""
     if heads < 1 or heads % cache.key_heads:
-        return f"heads must be a multiple of the cache's {cache.key_heads}, got {heads}"
+        multiple = f"a multiple of the cache's {cache.key_heads}"
+        raise ValueError(f"explain_cache: heads must be {multiple}, got {heads}")
     if tokens < 1:
-        return f"tokens must be at least 1, got {tokens}"
+        raise ValueError(f"explain_cache: tokens must be at least 1, got {tokens}")
     if dtype is not None and dtype not in cache.dtypes:
-        return f"dtype must be {' or '.join(map(str, cache.dtypes))}, as queries are, got {dtype}"
-    return None
+        dtypes = " or ".join(map(str, cache.dtypes))
+        raise ValueError(f"explain_cache: dtype must be {dtypes}, as queries are, got {dtype}")
 
 
 def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: int) -> str:

@@ -45,9 +45,8 @@ class HeldTokens:
         """Return the tokens of each sequence in a layer."""
         raise NotImplementedError
 
-    def problem_of(self, window: int | None, tokens: int, new: bool) -> str | None:
-        """Say why so many last tokens can't see so far back; None if they can."""
-        return None
+    def check_window(self, window: int | None, tokens: int, new: bool) -> None:
+        """Raise ValueError if so many last tokens can't see so far back; here all can."""
 
     def begin(self, length: int) -> int:
         """Return how many of this rank's first tokens are gone at this length."""

@@ -32,15 +32,14 @@ class Windows(NamedTuple):
     of: tuple[int | None, ...]
     spare: int
 
-    def problem(self, layers: int) -> str | None:
-        """Say why layers can't have these windows; None if they can."""
+    def check(self, layers: int) -> None:
+        """Raise ValueError if so many layers can't have these windows."""
         if len(self.of) != layers:
-            return f"windows must be those of {layers} layers, got {len(self.of)}"
+            raise ValueError(f"windows must be those of {layers} layers, got {len(self.of)}")
         if any(window is not None and window < 0 for window in self.of):
-            return f"windows must not be negative, got {[*self.of]}"
+            raise ValueError(f"windows must not be negative, got {[*self.of]}")
         if self.spare < 1:
-            return f"spare must be at least 1, got {self.spare}"
-        return None
+            raise ValueError(f"spare must be at least 1, got {self.spare}")
 
     def turns(self, window: int, page: int) -> int:
         """Return how many pages each rank sets aside for a sequence."""
@@ -127,38 +126,36 @@ class RollingTokens(HeldTokens):
         """Take note of sequences that were written anew: how long they were, and what is held."""
         self.longest, self.gone = [*longest], [*oldest]
 
-    def rollback_problem(self, lengths: Sequence[int]) -> str | None:
-        """Say why sequences can't be so short again: what they would see is overwritten."""
+    def check_rollback(self, lengths: Sequence[int]) -> None:
+        """Raise ValueError if sequences can't be so short: what they would see is overwritten."""
         self.look()
         for i, (length, longest) in enumerate(zip(lengths, self.longest)):
             gone = self.gone[i]
             too_far = longest - length > self.spare or self.begin(length) < gone
             if length and gone and too_far:
-                return (
-                    f"layers with a window of {self.window} tokens keep {self.spare} more, and "
-                    f"sequence {i}, of which there were {longest}, would have {length}: roll back "
-                    "less, or make the cache with a larger `spare`"
+                raise ValueError(
+                    f"RingCache: layers with a window of {self.window} tokens keep {self.spare} "
+                    f"more, and sequence {i}, of which there were {longest}, would have "
+                    f"{length}: roll back less, or make the cache with a larger `spare`"
                 )
-        return None
 
     def shorten(self, lengths: Sequence[int]) -> None:
         """Take note of a rollback to these lengths."""
         self.longest = [longest if n else 0 for n, longest in zip(lengths, self.longest)]
         self.gone = [gone if n else 0 for n, gone in zip(lengths, self.gone)]
 
-    def problem_of(self, window: int | None, tokens: int, new: bool) -> str | None:
-        """Say why so many last tokens can't see so far back; None if they can."""
+    def check_window(self, window: int | None, tokens: int, new: bool) -> None:
+        """Raise ValueError if so many last tokens can't see so far back."""
         if window is None or window > self.window:
-            return (
+            raise ValueError(
                 f"this layer keeps a window of {self.window} tokens: window must be at most that, "
                 f"got {window}"
             )
         if not new and tokens > self.spare:
-            return (
+            raise ValueError(
                 f"of a layer with a window at most {self.spare} tokens that were appended before "
                 f"can attend, got {tokens}: give their k and v, or make `spare` larger"
             )
-        return None
 
     def reorder(self, beams: Sequence[int]) -> None:
         """Let sequence i go on from sequence `beams[i]`."""

@@ -35,45 +35,50 @@ class Loading(Protocol):
     def holder(self, layer: int) -> HeldTokens: ...
 
 
-def problem_of_states(cache: Loading, states: Sequence[dict[str, Any]]) -> str | None:
-    """Say why a cache can't take these states; None if it can. It is not touched."""
+def check_states(cache: Loading, states: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError if a cache can't take these states. It is not touched."""
     if not states:
-        return "give the states of all ranks, there are none"
+        raise ValueError("give the states of all ranks, there are none")
     for state in states:
         if missing := [name for name in _NAMES if name not in state]:
-            return f"a state is what `state_dict` returned, and has {', '.join(missing)}"
+            raise ValueError(f"a state is what `state_dict` returned, and has {', '.join(missing)}")
         if any(state[name] != states[0][name] for name in ("lengths", "starts")):
-            return "the states are of several caches, or of several times: lengths or starts differ"
-    return _size_problem(cache, states) or _token_problem(cache, states)
+            raise ValueError(
+                "the states are of several caches, or of several times: lengths or starts differ"
+            )
+    _check_sizes(cache, states)
+    _check_tokens(cache, states)
 
 
-def _size_problem(cache: Loading, states: Sequence[dict[str, Any]]) -> str | None:
+def _check_sizes(cache: Loading, states: Sequence[dict[str, Any]]) -> None:
     lengths, starts = states[0]["lengths"], states[0]["starts"]
     was = [each for state in states for each in _longest(state)]
     for name, of in (("lengths", [lengths]), ("starts", [starts]), ("the longest lengths", was)):
         for each in of:
             if len(each) != cache.sequences or any(type(n) is not int or n < 0 for n in each):
-                return f"the states must have {name} of {cache.sequences} sequences, got {each}"
+                raise ValueError(
+                    f"the states must have {name} of {cache.sequences} sequences, got {each}"
+                )
     if cache.capacity is not None and max(lengths) > cache.capacity:
-        return (
+        raise ValueError(
             f"the states have up to {max(lengths)} tokens of a sequence, more than the capacity "
             f"of {cache.capacity}"
         )
     for state in states:
         layers = state["held"]
         if {len(layers), len(_longest(state) or layers)} != {cache.layers}:
-            return f"the states must have {cache.layers} layers, got {len(layers)}"
+            raise ValueError(f"the states must have {cache.layers} layers, got {len(layers)}")
         if any(len(each) != cache.sequences for each in layers):
             got = [len(each) for each in layers]
-            return f"the states must hold {cache.sequences} sequences of each layer, got {got}"
+            raise ValueError(
+                f"the states must hold {cache.sequences} sequences of each layer, got {got}"
+            )
         for held in chain.from_iterable(layers):
-            if (problem := _kind_problem(cache, held)) is not None:
-                return problem
-    return None
+            _check_kind(cache, held)
 
 
-def _kind_problem(cache: Loading, held: Sequence[Tensor]) -> str | None:
-    """Say why what is held of a sequence is not of such a cache."""
+def _check_kind(cache: Loading, held: Sequence[Tensor]) -> None:
+    """Raise ValueError if what is held of a sequence is not of such a cache."""
     n = len(held[2])
     dtype = torch.uint8 if cache.dtype in SCALED else cache.dtype  # as they are saved
     scales = (n, cache.key_heads, cache.scales), torch.float32
@@ -85,29 +90,29 @@ def _kind_problem(cache: Loading, held: Sequence[Tensor]) -> str | None:
         scales,
     ]
     if len(held) != len(wanted):
-        return f"the states must have {', '.join(_KEPT)} of a sequence, got {len(held)} of them"
+        raise ValueError(
+            f"the states must have {', '.join(_KEPT)} of a sequence, got {len(held)} of them"
+        )
     for name, t, (shape, of) in zip(_KEPT, held, wanted):
         if (tuple(t.shape), t.dtype) != (shape, of):
-            return (
+            raise ValueError(
                 f"{name} of the states must be {[*shape]} in {of} for a cache of {cache.dtype}, "
                 f"got {[*t.shape]} in {t.dtype}"
             )
-    return None
 
 
-def _token_problem(cache: Loading, states: Sequence[dict[str, Any]]) -> str | None:
-    """Say which tokens are missing, or there more than once."""
+def _check_tokens(cache: Loading, states: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError where tokens are missing, or there more than once."""
     for layer in range(cache.layers):
         for sequence, length in enumerate(states[0]["lengths"]):
             tokens = _tokens_of(states, layer, sequence)
             first = length - len(tokens)
             least = cache.holder(layer).begin(length)
             if first > least or not torch.equal(tokens, torch.arange(first, length)):
-                return (
+                raise ValueError(
                     f"the states hold {len(tokens)} of the {length} tokens of sequence {sequence}; "
                     "give those of all ranks, once each"
                 )
-    return None
 
 
 def _tokens_of(states: Sequence[dict[str, Any]], layer: int, sequence: int) -> Tensor:

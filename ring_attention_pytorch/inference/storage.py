@@ -182,12 +182,9 @@ class PagedStorage(HeldTokens):
             self.lengths_in(layer)
         return self._lineage.mark(layer)
 
-    def told(self, layer: int, problem: str | None = None) -> str:
-        """Say what `mark` is of, for people: first of all the lengths.
-
-        Nothing where there is a problem, for it may be the layer.
-        """
-        if problem:
+    def told(self, layer: int) -> str:
+        """Say what `mark` is of, for people: first of all the lengths; "" of no such layer."""
+        if not 0 <= layer < self.layers:
             return ""
         lengths = [*self.lengths_in(layer)]
         return f"{str(lengths)[:_LONGEST]}, {self.mark(layer):x}"
@@ -210,7 +207,7 @@ class PagedStorage(HeldTokens):
         k, v, key_scales, value_scales = found
         return restored(k, key_scales), restored(v, value_scales)
 
-    def prepare(self, n: int, layer: int, in_graph: bool) -> None:
+    def prepare(self, n: int, layer: int, in_graph: bool = False) -> None:
         """Make room for n tokens that are about to be appended to each sequence of a layer.
 
         Raises:
@@ -231,21 +228,6 @@ class PagedStorage(HeldTokens):
             )
         self._reserve(wanted)
 
-    def make_ready(self, n: int, layer: int, new: bool, in_graph: bool) -> None:
-        """Prepare for n new tokens, or check that there are so many; tell other ranks if not.
-
-        Raises:
-            ValueError: as `prepare` and `check_last` do.
-        """
-        try:
-            if new:
-                self.prepare(n, layer, in_graph)
-            elif not in_graph:
-                self.check_last(n, layer)
-        except ValueError as error:  # which all have alike, or the others wait
-            self.ring.say(f"raised ValueError: {error}")
-            raise
-
     def check_last(self, n: int, layer: int) -> None:
         """Raise ValueError if a sequence of a layer has tokens, but less than n of them.
 
@@ -258,11 +240,10 @@ class PagedStorage(HeldTokens):
                 f"sequence, and the cache has {lengths}: append them first, or give k and v"
             )
 
-    def advance(self, n: int, layer: int, on_device: bool = True, in_graph: bool = False) -> None:
+    def advance(self, n: int, layer: int, on_device: bool = True) -> None:
         """Count tokens that were written; on the device too, where no kernel did."""
-        if not in_graph:
-            self._lengths[layer] = [length + n for length in self._lengths[layer]]
-            self._lineage.advance(layer, n)
+        self._lengths[layer] = [length + n for length in self._lengths[layer]]
+        self._lineage.advance(layer, n)
         if on_device:
             self.layer_lengths[layer] += n
 

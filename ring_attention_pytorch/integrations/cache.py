@@ -202,8 +202,9 @@ class RingHFCache(Cache):
             self._fail(_other_keys(layer, given))
         _, k, v = qkv
         keys = self._ready(k, v, at[0])
-        if (problem := keys.holder(layer).problem_of(options["window"], 0, new=True)) is not None:
-            self._fail(f"layer {layer}: {problem}; with spare=None all tokens of it are kept")
+        check = partial(keys.holder(layer).check_window, options["window"], 0, new=True)
+        if (error := error_of(check)) is not None:
+            self._fail(f"layer {layer}: {error}; with spare=None all tokens of it are kept")
         q, k, v = (rearrange(t, "b h n d -> b n h d").to(keys.taken_as(t.dtype)) for t in qkv)
         options |= {"layer": layer}
         if self._chunk is not None:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import as_problem
 from ring_attention_pytorch.comm.transports import check_transport
 from ring_attention_pytorch.geometry.layouts import Layout, all_segments
 from ring_attention_pytorch.geometry.segments import Segment, Segments, count
@@ -245,8 +244,3 @@ def check_same_way(
             f"the plan has transport={has['transport']!r}, ulysses={has['ulysses']} and "
             f"memory={has['memory']}, the module {transport!r}, {ulysses} and {memory}"
         )
-
-
-qkv_problem, key_mask_problem = as_problem(check_qkv), as_problem(check_key_mask)
-shards_problem, over_ring_problem = as_problem(check_shards), as_problem(check_over_ring)
-in_graphs_problem, other_way_problem = as_problem(check_in_graphs), as_problem(check_same_way)

@@ -18,8 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import as_problem
-
 _WORD, _SIGN = 1 << 32, 1 << 31
 A, B, C = 0xED5AD4BB, 0xAC4C1B51, 0x31848BAB
 
@@ -83,9 +81,6 @@ def check_dropout(rate: float, seed: int | None) -> None:
         raise ValueError(f"dropout_seed needs a dropout above 0: nothing would be drawn by {seed}")
     if seed is not None and not 0 <= seed < _WORD**2:
         raise ValueError(f"dropout_seed must be at least 0 and less than 2 ** 64, got {seed}")
-
-
-dropout_problem = as_problem(check_dropout)
 
 
 def own_seed(rate: float, seed: int | None) -> int:

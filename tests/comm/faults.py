@@ -396,7 +396,7 @@ ATTENTION = [
     ),
     Mutant(
         "a rank's problem is kept to itself", "comm/agreement.py:agree_on",
-        "shortened(_text_of(problem or check) or ring.problem)", "None",
+        "shortened(ring.problem if error is None else str(error))", "None",
     ),
 ]  # fmt: skip
 

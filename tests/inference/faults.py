@@ -130,8 +130,8 @@ INFERENCE = [
         "t.device", "0",
     ),
     Mutant(
-        "any layer is one that there is", "inference/attention.py:ring_attn_with_cache",
-        "layer, _kind(q)", "_kind(q)",
+        "any layer is one that there is", "inference/attention.py:_kind",
+        "*kinds, options, ", "*kinds, options[1:], ",
     ),
     Mutant(
         "ranks attend to given keys in different ways", "decoding.py:_agreed_width",
@@ -139,8 +139,7 @@ INFERENCE = [
     ),
     Mutant(
         "a call is right once there is a plan", "inference/attention.py:_checked",
-        "elif (problem := call_problem(given, cache, layer)) is not None:",
-        "elif (problem := None):",
+        "check_call(given, cache, layer)", "pass",
     ),
     Mutant(
         "others' queries are taken for own ones", "inference/prefill.py:_by_all",
@@ -154,7 +153,7 @@ INFERENCE = [
         "inference/attention.py:_agreed_chunk", "plan if kept else None", "plan",
     ),
     Mutant(
-        "each chunk makes a plan", "inference/attention.py:_sharded",
+        "each chunk makes a plan", "inference/attention.py:_sharded_chunk",
         "cache.plans[_CHUNK] = _kind_of_chunk(given, layout, scores), plan", "pass",
     ),
     Mutant(
@@ -188,7 +187,7 @@ INFERENCE = [
         "a circle stays with its place", ROLLING + "RollingTokens.reorder", "each.copy_(", "(",
     ),
     Mutant(
-        "what is overwritten can be rolled back", ROLLING + "RollingTokens.rollback_problem",
+        "what is overwritten can be rolled back", ROLLING + "RollingTokens.check_rollback",
         "> self.spare", "> 99",
     ),
     Mutant(
@@ -200,16 +199,16 @@ INFERENCE = [
         "- gone + 1",
     ),
     Mutant(
-        "messages say nothing of the cache", "inference/attention.py:ring_attn_with_cache",
+        "messages say nothing of the cache", "inference/attention.py:_decode_step",
         "cache.mark(layer) + layer", "layer",
     ),
     Mutant(
-        "messages say nothing of the layer", "inference/attention.py:ring_attn_with_cache",
+        "messages say nothing of the layer", "inference/attention.py:_decode_step",
         "cache.mark(layer) + layer", "cache.mark(layer)",
     ),
     Mutant(
         "plans are made of any cache", "inference/attention.py:_plan",
-        "cache.told(layer, problem)", "''",
+        "cache.told(layer)", "''",
     ),
     Mutant(
         "new tokens count once", LINEAGE + "advance", "n * self._all", "self._all",
@@ -236,11 +235,11 @@ INFERENCE = [
         "False",
     ),
     Mutant(
-        "endless scales", "inference/checks.py:option_problem", "not isfinite(scores.scale)",
+        "endless scales", "inference/checks.py:check_options", "not isfinite(scores.scale)",
         "False",
     ),
     Mutant(
-        "endless softclamps", "inference/checks.py:option_problem", "scores.softclamp < inf",
+        "endless softclamps", "inference/checks.py:check_options", "scores.softclamp < inf",
         "scores.softclamp",
     ),
     Mutant(
@@ -251,11 +250,11 @@ INFERENCE = [
         "False",
     ),
     Mutant(
-        "heads that no call has are explained", "inference/explain.py:_problem",
+        "heads that no call has are explained", "inference/explain.py:_check",
         "heads % cache.key_heads", "False",
     ),
     Mutant(
-        "no token is explained", "inference/explain.py:_problem", "tokens < 1", "False",
+        "no token is explained", "inference/explain.py:_check", "tokens < 1", "False",
     ),
     Mutant(
         "a state without what can be rolled back", CACHE + "state_dict",
@@ -278,22 +277,22 @@ INFERENCE = [
         "pass",
     ),
     Mutant(
-        "states of any heads", STATES + "_kind_problem", "(tuple(t.shape), t.dtype) !=",
+        "states of any heads", STATES + "_check_kind", "(tuple(t.shape), t.dtype) !=",
         "t.dtype != of and",
     ),
     Mutant(
-        "states of any dtype", STATES + "_kind_problem", "(tuple(t.shape), t.dtype) != (shape, of)",
+        "states of any dtype", STATES + "_check_kind", "(tuple(t.shape), t.dtype) != (shape, of)",
         "tuple(t.shape) != shape",
     ),
     Mutant(
-        "states of any layers", STATES + "_size_problem", "!= {cache.layers}", "== set()",
+        "states of any layers", STATES + "_check_sizes", "!= {cache.layers}", "== set()",
     ),
     Mutant(
-        "states beyond the capacity", STATES + "_size_problem", "max(lengths) > cache.capacity",
+        "states beyond the capacity", STATES + "_check_sizes", "max(lengths) > cache.capacity",
         "False",
     ),
     Mutant(
-        "states of several caches", STATES + "problem_of_states",
+        "states of several caches", STATES + "check_states",
         "state[name] != states[0][name]", "False",
     ),
     Mutant(

@@ -241,7 +241,7 @@ INTEGRATIONS = [
     ),
     Mutant(
         "a model's windows may be wider than its config's",
-        "integrations/cache.py:RingHFCache.attend", "if (problem :=", "if False and (problem :=",
+        "integrations/cache.py:RingHFCache.attend", "if (error :=", "if False and (error :=",
     ),
     Mutant(
         "any attention may have the cache", "integrations/cache.py:RingHFCache._check_name",

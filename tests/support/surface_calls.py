@@ -357,8 +357,9 @@ WITHIN = {
     "all_rows", "choose", "heads_here", "make_projections", "plan_over", "problem", "project",
     "rotate_summaries", "scores",
     # of caches
-    "advance", "before", "begin", "check_last", "even_lengths", "held", "holder", "lengths_in",
-    "local", "local_of_all", "make_ready", "mark", "oldest", "pools_of", "prepare", "problem_of",
+    "advance", "before", "begin", "check_last", "check_layer", "check_new", "check_window",
+    "even_lengths", "held", "holder", "lengths_in",
+    "local", "local_of_all", "mark", "oldest", "pools_of", "prepare",
     "put", "taken_as", "told", "write",
     # of caches of transformers, which it calls by itself
     "attend", "batch_repeat_interleave", "batch_select_indices", "crop", "expect", "length",
