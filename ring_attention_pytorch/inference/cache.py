@@ -5,6 +5,7 @@ appended, forgotten, and shared between sequences without a message.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked, checks_of
-from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
+from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.inference.page_table import Copies
 from ring_attention_pytorch.inference.rolling import RollingTokens, Windows
@@ -320,8 +321,8 @@ class RingCache(PagedStorage):
                 head sizes, dtype or scales than this one, or more tokens than fit. Then this one
                 is as it was. Its pages, capacity, windows and ranks may be others.
         """
-        with checks_of("RingCache"):
-            check_states(self, states)
+        if (error := error_of(partial(check_states, self, states))) is not None:
+            raise ValueError(f"RingCache: {error}")
         lengths, starts = states[0]["lengths"], states[0]["starts"]
         self._begin_anew(lengths)
         oldest = [self._take(states, layer) for layer in range(self.layers)]
