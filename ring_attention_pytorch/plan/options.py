@@ -219,7 +219,8 @@ class Options:
         Raises:
             ValueError: there is no such option, or one has another type.
         """
-        check_known(given)
+        if not given.keys() <= ROWS.keys():
+            raise ValueError(f"there is no option {_unknown(given)}")
         check = given.get("check")
         if check is None:
             check = os.environ.get("RING_ATTENTION_CHECK") or None
@@ -274,20 +275,18 @@ for _name, _row in ROWS.items():
 _FEATURES = [name for name, row in ROWS.items() if row.feature]
 
 
-def check_known(given: Mapping[str, Any]) -> None:
-    """Raise ValueError if some of these names are no options, and say what may have been meant.
+def _unknown(given: Mapping[str, Any]) -> str:
+    """List those of these names that are no options, each with what may have been meant.
 
-    >>> check_known({"windw": 3})
-    Traceback (most recent call last):
-    ValueError: there is no option windw (did you mean window?)
+    >>> _unknown({"windw": 3, "causal": True})
+    'windw (did you mean window?)'
     """
     unknown = []
     for name in given:
         if name not in ROWS:
             close = get_close_matches(name, ROWS, n=1)
             unknown.append(f"{name} (did you mean {close[0]}?)" if close else name)
-    if unknown:
-        raise ValueError(f"there is no option {', '.join(unknown)}")
+    return ", ".join(unknown)
 
 
 def not_default(given: Mapping[str, Any]) -> list[str]:

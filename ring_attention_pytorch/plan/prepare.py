@@ -50,7 +50,8 @@ def place_tokens(
             (queries, keys), options.layout, visible, cross,
             packed=options.packed, placed=options.placed, counted=counted,
         )  # fmt: skip
-        check_end(options.cu_seqlens, sum(queries))
+        if options.cu_seqlens is not None:
+            check_end(options.cu_seqlens, sum(queries))
 
     raise_together(ring, "ring attention", check=check)
     if options.placed:
