@@ -285,7 +285,7 @@ class RingAttention(HeadProjections):
         context: Tensor | None,
         context_mask: Tensor | None,
     ) -> None:
-        """Raise ValueError for what is wrong with this rank's arguments; other ranks not asked."""
+        """Raise ValueError for what this rank finds wrong by itself."""
         dim, rotary = self.to_out.out_features, self.rotary_embed or rotary_emb is not None
         check_tokens("x", x, dim)
         if context is not None:

@@ -168,7 +168,7 @@ def check_plan(plan: RingPlan, wanted: PlanOfLayer) -> None:
 def check_ids(
     x: Tensor, mask: Tensor | None, labels: Tensor | None, classes: int, ignored: int
 ) -> None:
-    """Raise ValueError for what are no ids, labels or mask; other ranks are not asked."""
+    """Raise ValueError for what are no ids, labels or mask, as far as this rank knows."""
     if x.ndim != 2 or x.dtype not in (torch.int64, torch.int32) or x.is_meta:
         raise ValueError(
             "x must be int64 or int32 ids [batch, tokens] that have values, "

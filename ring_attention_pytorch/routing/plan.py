@@ -168,7 +168,7 @@ class RoutingPlan:
 
 
 def _check(x: Tensor, mask: Tensor | None, layout: str) -> None:
-    """Raise ValueError for what is wrong with this rank's arguments; other ranks not asked."""
+    """Raise ValueError for what this rank finds wrong by itself."""
     if x.ndim != 3 or x.dtype not in DTYPES or x.is_meta:
         raise ValueError(
             "tokens must be floating [batch, tokens, dim] and have values, "

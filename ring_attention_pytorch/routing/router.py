@@ -275,7 +275,7 @@ class CoordinateDescentRouter(nn.Module):
         return dispatch.home(routed_tokens.unsqueeze(1), src)
 
     def check(self, x: Tensor, routing_tokens: Tensor | None = None) -> None:
-        """Raise ValueError for what is wrong with this rank's arguments; other ranks not asked."""
+        """Raise ValueError for what this rank finds wrong by itself."""
         if x.ndim != 3 or x.shape[2] != self.dim:
             raise ValueError(f"tokens must be [batch, tokens, {self.dim}], got {list(x.shape)}")
         self.passes.check(x.device)
