@@ -1,7 +1,7 @@
 """A cache of keys and values that stays spread over the ranks of a ring.
 
-Every rank holds its share of every sequence, in pages (`pages`), and knows all lengths. Tokens are
-appended, forgotten, and shared between sequences without a message.
+Every rank holds its share of every sequence, in pages (`page_table`), and knows all lengths. Tokens
+are appended, forgotten, and shared between sequences without a message.
 """
 
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.inference.pages import Pages
+from ring_attention_pytorch.inference.page_table import Pages
 from ring_attention_pytorch.inference.scaled import as_integers, restored, stored
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.lineage import Lineage
-from ring_attention_pytorch.inference.page_table import Copies, PageTable
-from ring_attention_pytorch.inference.pages import HEADROOM, Pages
+from ring_attention_pytorch.inference.page_table import HEADROOM, Copies, Pages, PageTable
 from ring_attention_pytorch.inference.pools import Pools, Sizes
 from ring_attention_pytorch.inference.rolling import RollingTokens, Windows
 from ring_attention_pytorch.inference.scaled import SCALED, WIDE

@@ -2,7 +2,7 @@
 
 from tests.faults.mutant import Mutant
 
-PAGES = "inference/pages.py:Pages."
+PAGES = "inference/page_table.py:Pages."
 TABLE = "inference/page_table.py:PageTable."
 CACHE = "inference/cache.py:RingCache."
 STORAGE = "inference/storage.py:PagedStorage."
