@@ -57,13 +57,15 @@ class PagedStorage:
         self.ring, self.dtype, self.device = ring, dtype, device
         self.sequences, self.key_heads, self.head_dim, self.value_dim, self.layers = sizes
         self.scales = int(dtype in SCALED)  # of a key or value of a head
-        self.dtypes = WIDE if self.scales else (dtype,)  # of queries, and of what is appended
+        # of queries, and of what is appended
+        self.dtypes: tuple[torch.dtype, ...] = WIDE if self.scales else (dtype,)
         self.pages = Pages(page, ring.size)
         self.fixed = capacity is not None
         turns = 0 if capacity is None else self.pages.turns(capacity)
         self._table = PageTable(self.sequences, self.pages, ring.rank, self.sequences * turns)
         with torch.inference_mode(False):
-            wide = -(-self.sequences // 4) * 4  # so that each layer's begin at 16 bytes
+            # so that each layer's begin at a multiple of 16 bytes
+            wide = -(-self.sequences // 4) * 4
             self.lengths_of = self._ints(self.layers, wide)[:, : self.sequences]
             self.pools = self._empty(sizes, turns, windows)
         self.lineage = Lineage(self.sequences, self.layers)  # a number of all that it holds
@@ -74,7 +76,9 @@ class PagedStorage:
         self.plans: dict[Any, Any] = {}  # of attention to it
         self._paged = [layer for layer, window in enumerate(windows.of) if window is None]
         each = sorted({window for window in windows.of if window is not None})
-        self.circles = [RollingTokens(self.pools, windows, window) for window in each]
+        self.circles: list[RollingTokens] = [
+            RollingTokens(self.pools, windows, window) for window in each
+        ]
         self._rolling = {layer: circle for circle in self.circles for layer in circle.layers}
         self._tell_device()
         if capacity is not None:
