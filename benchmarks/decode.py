@@ -232,7 +232,7 @@ def tune(sizes: Sequence[tuple[int, int]], ring: Ring, device: torch.device) -> 
             layers = Case(b, keys, 1).layers
             cache = filled(b, keys, layers, ring, device, page)
             try:
-                call = planned(plan_decoding(q, cache, Scores(D**-0.5), tuning), q, k)
+                call = planned(plan_decoding(q, cache, Scores(D**-0.5), tuning), cache, q, k)
                 for _ in range(3):
                     out = call(0).float()
                 apart = (out - first.setdefault((b, keys), out)).abs().max().item()
@@ -259,15 +259,14 @@ def lost(device: torch.device, keys: int = 4096) -> float:
     return ((found[1] - found[0]).norm() / found[0].norm()).item()
 
 
-def planned(plan: DecodePlan, q: Tensor, k: Tensor) -> Callable[[int], Tensor]:
-    """Return calls by a plan, without checks."""
-    cache = plan.cache
-    assert isinstance(cache, RingCache)
+def planned(plan: DecodePlan, cache: RingCache, q: Tensor, k: Tensor) -> Callable[[int], Tensor]:
+    """Return calls by a plan of a cache, without checks."""
 
     def call(i: int) -> Tensor:
         cache.prepare(1, i, cache.in_graph)
         out, _ = plan.run(q, k, k, i)
-        cache.advance(1, i, on_device=False, in_graph=cache.in_graph)
+        if not cache.in_graph:
+            cache.advance(1, i, on_device=False)
         return out
 
     return call

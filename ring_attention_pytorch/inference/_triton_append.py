@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_attention_pytorch.inference.pages import Pages
+from ring_attention_pytorch.inference.pools import Pools
 
 _ROWS = 16  # tokens of one program
 _LANES = 128  # sequences of one program
@@ -135,43 +135,31 @@ def advance_kernel(lengths, rooms, overflown, n: tl.int32, count: tl.int32, LANE
     tl.store(overflown + at, 1, mask=held & (fits == 0))
 
 
-def append(
-    new: tuple[Tensor, Tensor],
-    pools: tuple[Tensor, Tensor, Tensor, Tensor],
-    tables: Tensor,
-    lengths: Tensor,
-    rooms: Tensor,
-    overflown: Tensor,
-    pages: Pages,
-    rank: int,
-) -> None:
-    """Write new keys and values of one layer into its pools, and advance its lengths.
-
-    Pools are of keys, values, and the scales of both, which are empty if there are none.
-    """
+def append(new: tuple[Tensor, Tensor], pools: Pools, layer: int) -> None:
+    """Write new keys and values of a layer into its pools, and advance its lengths."""
     k, v = (t.contiguous() for t in new)
     b, n, h_kv, d = k.shape
-    d_v = v.shape[-1]
+    d_v, lengths = v.shape[-1], pools.layer_lengths[layer]
     with torch.cuda.device_of(k):
         append_kernel[(triton.cdiv(n, _ROWS) * h_kv * b,)](
             k,
             v,
-            *pools,
-            tables,
+            *pools.of(layer),
+            pools.tables,
             lengths,
-            rooms,
+            pools.rooms,
             n,
-            tables.shape[1],
-            PAGE=pages.page,
-            RANKS=pages.ranks,
-            RANK=rank,
+            pools.tables.shape[1],
+            PAGE=pools.pages.page,
+            RANKS=pools.pages.ranks,
+            RANK=pools.ring.rank,
             KV=h_kv,
             D=d,
             D_V=d_v,
             ROWS=_ROWS,
             WIDTH=triton.next_power_of_2(d),
             WIDTH_V=triton.next_power_of_2(d_v),
-            SCALED=pools[2].numel() > 0,
+            SCALED=pools.key_scales[layer].numel() > 0,
         )
         grid = (triton.cdiv(b, _LANES),)
-        advance_kernel[grid](lengths, rooms, overflown, n, b, LANES=_LANES)
+        advance_kernel[grid](lengths, pools.rooms, pools.overflown, n, b, LANES=_LANES)

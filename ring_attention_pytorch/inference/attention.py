@@ -137,7 +137,7 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     """
     given = Given(resolved(q), resolved(k), resolved(v), resolved(sinks), resolved(alibi_slopes))
     options = StepOptions(layer, scale, softclamp, window, kernel, check)
-    at_once = cache.holder(layer).at_once if cache.circles and k is not None else None
+    at_once = cache.memory(layer).at_once if cache.circles and k is not None else None
     if layout is not None:
         out, lse = _sharded_chunk(given, cache, layout, options)
     elif at_once is not None and q.ndim == 4 and q.shape[1] > at_once:
@@ -163,12 +163,12 @@ def _decode_step(
     try:
         if k is not None:
             cache.prepare(n, layer)
-        elif n > 1:
+        elif n > 1 or eager or not plan.capturable:  # the host must know lengths
             cache.check_last(n, layer)
     except ValueError as error:  # which all have alike, or the others wait
         cache.ring.say(f"raised ValueError: {error}")
         raise
-    number = layer if plan.capturable else cache.mark(layer) + layer  # of messages
+    number = layer if plan.capturable else cache.lineage.mark(layer) + layer  # of messages
     terms = sinks, slopes
     found = plan.run(q, k, v, layer, terms, return_lse=return_lse, number=number)
     if k is not None:
@@ -209,7 +209,7 @@ def _in_pieces(
     assert v is not None
     cache.prepare(q.shape[1], layer, cache.in_graph)
     outs, lses = [], []
-    for some in zip(*(t.split(cache.holder(layer).at_once or 1, dim=1) for t in (q, k, v))):
+    for some in zip(*(t.split(cache.memory(layer).at_once or 1, dim=1) for t in (q, k, v))):
         piece = Given(*some, *terms)
         if cache.in_graph:
             out, lse = _captured_step(piece, cache, options, return_lse=True)
@@ -263,13 +263,15 @@ def _checked(
     q, layer = given.q, options.layer
     terms = tuple(None if t is None else t.dtype for t in (given.sinks, given.alibi_slopes))
     scores, new = options.scores(q), given.k is not None
-    key = q.shape, q.dtype, new, terms, cache.has_starts, scores, options.kernel, options.check
-    plans = cache.holder(layer).plans
-    plan = plans.get(key)
+    key = (
+        cache.memory(layer).window, q.shape, q.dtype, new, terms, cache.has_starts, scores,
+        options.kernel, options.check,
+    )  # fmt: skip
+    plan = cache.plans.get(key)
     if plan is None:
         if cache.in_graph:
             raise ValueError(_UNSEEN)
-        plan = plans[key] = _plan(given, cache, scores, options)
+        plan = cache.plans[key] = _plan(given, cache, scores, options)
     else:
         try:
             check_call(given, cache, layer)
@@ -283,12 +285,12 @@ def _checked(
 def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) -> DecodePlan:
     """Make a plan, once all ranks agree on what it depends on."""
     (q, k, _, sinks, slopes), layer, kernel = given, options.layer, options.kernel
-    holder = cache.holder(layer)
+    pools = cache.memory(layer)
 
     def check() -> None:
         check_call(given, cache, layer)
         check_options(scores, kernel, options.check)
-        holder.check_window(scores.window, q.shape[1], k is not None)
+        pools.check_window(scores.window, q.shape[1], k is not None)
         if kernel == "triton" and (refusal := triton_refusal(cache, q.dtype)) is not None:
             raise ValueError(refusal)
 
@@ -314,7 +316,7 @@ def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) 
         slopes is not None,
         kernel,
     )
-    plan = DecodePlan(holder, asked)
+    plan = DecodePlan(pools, asked)
     plan.checks = "always" in (options.check, os.environ.get("RING_ATTENTION_CHECK"))
     return plan
 
@@ -358,7 +360,7 @@ def _check_shard(given: Given, cache: RingCache, layer: int, scores: Scores) -> 
     if cache.in_graph:
         raise ValueError("a chunk in a layout can't be captured in a CUDA graph; decoding can")
     check_call(given, cache, layer, some=False)
-    cache.holder(layer).check_window(scores.window, 0, new=True)
+    cache.memory(layer).check_window(scores.window, 0, new=True)
 
 
 def _check_layout(layout: Layout, counts: tuple[int, ...]) -> None:
@@ -380,7 +382,7 @@ def plan_decoding(
     """Make a plan for queries like q whose keys are appended; for benchmarks, with `tuning`."""
     kernel = "triton" if cache.device.type == "cuda" else "eager"
     asked = Asked(tuple(q.shape), True, cache.has_starts, scores, False, False, kernel)
-    return DecodePlan(cache, asked, tuning)
+    return DecodePlan(cache.pools, asked, tuning)
 
 
 def digest(*tensors: Tensor | None) -> str:

@@ -1,7 +1,7 @@
 """A cache of keys and values that stays spread over the ranks of a ring.
 
-Every rank holds its share of every sequence, in pages (`pages`), and knows all lengths. Tokens are
-appended, forgotten, and shared between sequences without a message.
+Every rank holds its share of every sequence, in pages (`page_table`), and knows all lengths. Tokens
+are appended, forgotten, and shared between sequences without a message.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,11 @@ from ring_attention_pytorch.arguments import checked, checks_of
 from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
 from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.inference.page_table import Copies
-from ring_attention_pytorch.inference.rolling import RollingTokens, Windows
+from ring_attention_pytorch.inference.pools import Sizes
+from ring_attention_pytorch.inference.rolling import Windows
 from ring_attention_pytorch.inference.scaled import SCALED, WIDE, as_integers, restored, stored
 from ring_attention_pytorch.inference.states import check_states, longest_of
-from ring_attention_pytorch.inference.storage import PagedStorage, Sizes
+from ring_attention_pytorch.inference.storage import PagedStorage
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
@@ -120,7 +121,7 @@ class RingCache(PagedStorage):
     @property
     def nbytes(self) -> int:
         """The bytes of keys and values on this rank, with their scales."""
-        return sum(pool.nbytes for pool in chain(*self._pools))
+        return sum(pool.nbytes for pool in chain(*self.pools.all))
 
     @property
     def takes(self) -> str:
@@ -156,25 +157,21 @@ class RingCache(PagedStorage):
         with checks_of("RingCache"):
             self.check_new(k, v, layer)
         self.prepare(k.shape[1], layer, self.in_graph)
-        holder = self.holder(layer)
-        step = holder.at_once or max(1, k.shape[1])
+        step = self.memory(layer).at_once or max(1, k.shape[1])
         for some_k, some_v in zip(k.split(step, dim=1), v.split(step, dim=1)):
             self._append(some_k, some_v, layer)
 
     def _append(self, k: Tensor, v: Tensor, layer: int) -> None:
         """Append tokens for which there is room, and none of which overwrites another."""
-        holder = self.holder(layer)
+        pools = self.memory(layer)
         if self.device.type == "cuda" and has_triton() and k.dtype != torch.float64:
             from ring_attention_pytorch.inference._triton_append import append
 
-            append(
-                (k, v), self.pools_of(layer), holder.tables, self.layer_lengths[layer], self.rooms,
-                self.overflown, holder.pages, holder.ring.rank,
-            )  # fmt: skip
+            append((k, v), pools, layer)
             if not self.in_graph:
                 self.advance(k.shape[1], layer, on_device=False)
         else:
-            holder.write(k, v, layer)
+            pools.write(k, v, layer, self.lengths_in(layer))
             self.advance(k.shape[1], layer)
 
     @checked
@@ -203,6 +200,7 @@ class RingCache(PagedStorage):
             )
         left = [length - m for length, m in zip(lengths, each)]
         for circle in self.circles:
+            circle.look(self._lengths)
             circle.check_rollback(left)
         copies: Copies = []
         for sequence, (m, length) in enumerate(zip(each, left)):
@@ -224,8 +222,9 @@ class RingCache(PagedStorage):
             return
         self._grow(sum(self._table.open_pages(i, lengths[i]) for i in beams))
         copies = self._table.rearrange(beams, lengths)
-        self._lineage.reorder(beams)
+        self.lineage.reorder(beams)
         for circle in self.circles:
+            circle.look(self._lengths)
             circle.reorder(beams)
         self._apply(copies, [lengths[i] for i in beams], [starts[i] for i in beams])
 
@@ -291,13 +290,14 @@ class RingCache(PagedStorage):
         """
         lengths = self.even_lengths()
         for circle in self.circles:
-            circle.look()
+            circle.look(self._lengths)
         held: list[list[tuple[Tensor, ...]]] = []
         for layer in range(self.layers):
             held.append([])
+            window = self._rolling.get(layer)
             for sequence, length in enumerate(lengths):
-                holder = self.holder(layer)
-                kept, tokens = holder.held(sequence, layer, length, holder.oldest(sequence))
+                first = 0 if window is None else window.gone[sequence]
+                kept, tokens = self.memory(layer).held(sequence, layer, length, first)
                 mine = tokens // self.pages.page % self.pages.ranks == self.ring.rank
                 k, v, *scales = (t[mine] for t in kept)
                 held[-1].append((as_integers(k), as_integers(v), tokens[mine], *scales))
@@ -306,8 +306,8 @@ class RingCache(PagedStorage):
 
     def _longest(self, layer: int) -> list[int]:
         """Return how long each sequence was, in a layer with a window."""
-        holder = self.holder(layer)
-        return [*(holder.longest if isinstance(holder, RollingTokens) else self.lengths_in(layer))]
+        circle = self._rolling.get(layer)
+        return [*(self.lengths_in(layer) if circle is None else circle.longest)]
 
     @checked
     def load_state_dict(self, *states: dict[str, Any]) -> None:
@@ -335,19 +335,19 @@ class RingCache(PagedStorage):
 
     def _take(self, states: Sequence[dict[str, Any]], layer: int) -> list[int]:
         """Write a layer's tokens of all states; return the first of each sequence that is held."""
-        holder, oldest = self.holder(layer), []
+        circle, pools, oldest = self._rolling.get(layer), self.memory(layer), []
         longest = longest_of(states, layer)
         for sequence, length in enumerate(states[0]["lengths"]):
             first = length - sum(len(state["held"][layer][sequence][2]) for state in states)
-            if isinstance(holder, RollingTokens):
-                first = max(first, longest[sequence] - holder.turns * holder.pages.page)
+            if circle is not None:
+                first = max(first, longest[sequence] - circle.turns * pools.pages.page)
             oldest.append(first)
             for state in states:
                 held = (t.to(self.device) for t in state["held"][layer][sequence])
                 k, v, tokens, key_scales, value_scales = held
                 new = tokens >= first
                 k, v = restored(k, key_scales), restored(v, value_scales)
-                holder.put(sequence, layer, tokens[new], k[new], v[new])
+                pools.put(sequence, layer, tokens[new], k[new], v[new])
         return oldest
 
     def check_new(self, k: Tensor, v: Tensor, layer: int) -> None:
@@ -365,7 +365,7 @@ class RingCache(PagedStorage):
                 f"{v.dtype} on {v.device}"
             )
         self.check_layer(layer)
-        at_once = self.holder(layer).at_once or k.shape[1]
+        at_once = self.memory(layer).at_once or k.shape[1]
         if k.shape[1] > at_once and self.in_graph:
             raise ValueError(
                 f"a CUDA graph appends at most `spare` tokens to this layer, {at_once}"

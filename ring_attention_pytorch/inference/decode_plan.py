@@ -1,8 +1,7 @@
 """A plan of attention to a cache: everything that is decided once for queries of a shape."""
 
 from functools import cached_property
-from typing import NamedTuple, Protocol
-from weakref import ref
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -10,11 +9,11 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import all_gather_stacked
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.inference.held import HeldTokens
-from ring_attention_pytorch.inference.pages import Pages
 from ring_attention_pytorch.inference.partial import Scores, attend_in_blocks, merged
+from ring_attention_pytorch.inference.pools import Pools
 from ring_attention_pytorch.inference.programs import Cut, Processors, Tuning, power_of_2
 from ring_attention_pytorch.inference.pushed_rows import PushedRows, pushed_rows
+from ring_attention_pytorch.inference.scaled import SCALED
 from ring_attention_pytorch.runtime.launches import Launch, can_begin_early
 
 PUSH = True  # whether ranks that share memory merge in one kernel; tests compare both
@@ -40,69 +39,33 @@ class Asked(NamedTuple):
     causal: bool = True
 
 
-class HeldKeys(Protocol):
-    """What a plan reads of a cache, or of keys that were given."""
-
-    ring: Ring
-    device: torch.device
-    dtype: torch.dtype
-    sequences: int
-    key_heads: int
-    value_dim: int
-    pages: Pages
-    rows: tuple[int, int]  # between pages and between heads, in rows of keys or values
-    step: int  # between tokens
-    given: int  # keys of each sequence, where lengths don't count
-    keys: list[Tensor]
-    values: list[Tensor]
-    key_scales: list[Tensor]
-    value_scales: list[Tensor]
-    scales: int  # of a key or value of a head
-    tables: Tensor
-    layer_lengths: list[Tensor]
-    starts: Tensor
-    rooms: Tensor
-    overflown: Tensor
-    lineage: Tensor  # [order, a weight for each sequence]: kernels make a call's number of it
-
-
 class DecodePlan:
-    """Attention of queries like these to a cache. All ranks make it together."""
+    """Attention of queries like these to a cache. All ranks make it together.
+
+    It has the pools, and not the cache: that keeps its plans, so memory would stay.
+    """
 
     asked: Asked
+    pools: Pools
     ring: Ring
     tuning: Tuning
-    purpose: int
-    rows: int
-    width: int
-    ran: bool
 
-    def __init__(self, cache: HeldKeys, asked: Asked, tuning: Tuning | None = None) -> None:
-        self._cache, self.asked, self.ring = ref(cache), asked, cache.ring
+    def __init__(self, pools: Pools, asked: Asked, tuning: Tuning | None = None) -> None:
+        self.pools, self.asked, self.ring = pools, asked, pools.ring
         self.tuning = tuning or Tuning()
-        self.purpose = crc32(repr((asked, cache.value_dim)).encode()) % _PURPOSES
         b, n, h, _ = asked.shape
-        self.rows, self.width = b * n * h, cache.value_dim
+        self.rows, self.width = b * n * h, pools.sizes.value_dim
+        self.purpose = crc32(repr((asked, self.width)).encode()) % _PURPOSES
         self.checks = False  # whether ranks compare values in each call
         self.ran = False  # so that all kernels are compiled, and graphs can hold them
         self._attends: dict[bool, Launch] = {}  # with a key mask, and without
         self.pushed: PushedRows | None = None
         if PUSH and asked.kernel == "triton":
-            self.pushed = pushed_rows(self.ring, cache.device)
+            self.pushed = pushed_rows(self.ring, pools.device)
         if self.pushed is not None and self.units * (_UNIT + 1) > self.pushed.slot:
             self.pushed = None
-
-    @property
-    def cache(self) -> HeldKeys:
-        """What it reads. That keeps its plans: if they kept it, too, memory would stay."""
-        found = self._cache()
-        assert found is not None
-        return found
-
-    @property
-    def capturable(self) -> bool:
-        """Whether a CUDA graph can hold all that a call does: messages it can't."""
-        return self.ring.size == 1 or self.pushed is not None
+        # whether a CUDA graph can hold all that a call does: messages it can't
+        self.capturable = self.ring.size == 1 or self.pushed is not None
 
     def run(
         self,
@@ -141,16 +104,15 @@ class DecodePlan:
         layer: int,
         terms: Terms,
     ) -> tuple[Tensor, Tensor]:
-        cache, n, (sinks, slopes) = self.cache, q.shape[1], terms
-        assert isinstance(cache, HeldTokens)
+        pools, n, (sinks, slopes) = self.pools, q.shape[1], terms
+        lengths, starts = pools.layer_lengths[layer].tolist(), pools.starts.tolist()
         if k is not None and v is not None:
-            cache.write(k, v, layer)
+            pools.write(k, v, layer, lengths)
         new = 0 if k is None else n
-        starts = cache.starts.tolist()
         parts = []
-        for i, length in enumerate(cache.lengths_in(layer)):
-            keys, values, tokens = cache.local(i, layer, length + new)
-            held = tokens, cache.before(length + new)
+        for i, length in enumerate(lengths):
+            keys, values, tokens = pools.local(i, layer, length + new)
+            held = tokens, pools.before(length + new)
             first = length + new - n
             of_scores = self.asked.scores, starts[i], slopes
             parts.append(attend_in_blocks(q[i], keys, values, first, held, *of_scores))
@@ -173,8 +135,8 @@ class DecodePlan:
         purpose: int,
         return_lse: bool,
     ) -> tuple[Tensor, Tensor]:
-        cache, (sinks, slopes) = self.cache, terms
-        lengths = cache.layer_lengths[layer]
+        pools, (sinks, slopes) = self.pools, terms
+        lengths = pools.layer_lengths[layer]
         with torch.cuda.device_of(q):
             plain = _plain(q)
             self._attend(key_mask is not None)(
@@ -183,9 +145,9 @@ class DecodePlan:
                 plain if v is None else _plain(v),
                 plain if slopes is None else _plain(slopes),
                 plain if key_mask is None else _plain(key_mask.view(torch.uint8)),
-                cache.keys[layer], cache.values[layer],
-                cache.key_scales[layer], cache.value_scales[layer], cache.tables, lengths,
-                cache.tables.shape[1], *cache.rows, cache.given,
+                pools.keys[layer], pools.values[layer],
+                pools.key_scales[layer], pools.value_scales[layer], pools.tables, lengths,
+                pools.tables.shape[1], *pools.rows, pools.given,
             )  # fmt: skip
             *parts, spare = self.memory
             merge = self.merge
@@ -207,7 +169,7 @@ class DecodePlan:
 
     @cached_property
     def early(self) -> bool:
-        return self.tuning.early and can_begin_early(self.cache.device)
+        return self.tuning.early and can_begin_early(self.pools.device)
 
     @property
     def units(self) -> int:
@@ -217,8 +179,8 @@ class DecodePlan:
     @cached_property
     def cut(self) -> Cut:
         """How the keys and queries are cut into programs."""
-        keys = self.cache.key_heads, self.width, self.cache.dtype.itemsize
-        processors = Processors.of(self.cache.device)
+        keys = self.pools.sizes.key_heads, self.width, self.pools.dtype.itemsize
+        processors = Processors.of(self.pools.device)
         return Cut.of(self.asked.shape, keys, self.asked.new, processors, self.tuning)
 
     @cached_property
@@ -231,7 +193,7 @@ class DecodePlan:
         shapes = (splits, self.rows, self.width), (splits, self.rows), (self.rows,)
         with torch.inference_mode(False):
             acc, lse, spare = (
-                torch.empty(shape, dtype=torch.float32, device=self.cache.device)
+                torch.empty(shape, dtype=torch.float32, device=self.pools.device)
                 for shape in shapes
             )
             return acc, lse, spare
@@ -252,8 +214,7 @@ class DecodePlan:
     @cached_property
     def next_lengths(self) -> Tensor:
         with torch.inference_mode(False):
-            b = self.cache.sequences
-            return torch.zeros(b, dtype=torch.int32, device=self.cache.device)
+            return torch.zeros_like(self.pools.starts)
 
     @cached_property
     def state(self) -> Tensor:
@@ -267,26 +228,27 @@ class DecodePlan:
     def _attender(self, masked: bool) -> Launch:
         from ring_attention_pytorch.inference._triton_attend import attend_kernel
 
-        cache, asked, cut, (b, n, h, d) = self.cache, self.asked, self.cut, self.asked.shape
+        pools, asked, cut, (b, n, h, d) = self.pools, self.asked, self.cut, self.asked.shape
+        key_heads = pools.sizes.key_heads
         fixed = (
-            cache.starts, cache.rooms, *self.memory[:2], self.next_lengths, self.state,
+            pools.starts, pools.rooms, *self.memory[:2], self.next_lengths, self.state,
             *self.factors, asked.scores.window or 0,
         )  # fmt: skip
         return Launch(
-            attend_kernel, cut.splits * cut.blocks * cache.key_heads * b, fixed,
+            attend_kernel, cut.splits * cut.blocks * key_heads * b, fixed,
             num_warps=self.tuning.warps, num_stages=cut.stages,
             launch_pdl=self.early,
             N=n, ROWS_IN_ALL=self.rows, SPLITS=cut.splits, BLOCKS=cut.blocks,
-            KV=cache.key_heads, GROUP=h // cache.key_heads, D=d, D_V=self.width,
+            KV=key_heads, GROUP=h // key_heads, D=d, D_V=self.width,
             WIDTH=power_of_2(d), WIDTH_V=power_of_2(self.width), ROWS=cut.rows,
             COLS=cut.cols, NEW_COLS=min(64, power_of_2(n)),
-            STEP=cache.step, PAGE=cache.pages.page, RANKS=cache.pages.ranks,
-            RANK=self.ring.rank % cache.pages.ranks, NEW=asked.new, CAUSAL=asked.causal,
-            SCALED=cache.scales > 0, MASKED=masked,
+            STEP=pools.step, PAGE=pools.pages.page, RANKS=pools.pages.ranks,
+            RANK=self.ring.rank % pools.pages.ranks, NEW=asked.new, CAUSAL=asked.causal,
+            SCALED=pools.dtype in SCALED, MASKED=masked,
             WINDOW=asked.scores.window is not None, STARTS=asked.starts,
             CLAMP=asked.scores.softclamp is not None, ALIBI=asked.slopes,
             SHARED=self.pushed is not None, PDL=self.early,
-            PRECISION="tf32" if cache.dtype.itemsize == 2 else "ieee",
+            PRECISION="tf32" if pools.dtype.itemsize == 2 else "ieee",
         )  # fmt: skip
 
     @cached_property
@@ -324,16 +286,16 @@ class DecodePlan:
         """Merge parts, whose out `[rows, width]` and lse `[rows]` are so far apart, each."""
         from ring_attention_pytorch.inference._triton_merge import merge_kernel
 
-        _, n, h, _ = self.asked.shape
+        b, n, h, _ = self.asked.shape
         fixed = (
-            self.next_lengths, self.cache.overflown, self.cache.lineage, self.state,
-            strides[0], self.width, strides[1], 1, parts, self.rows, self.cache.sequences,
+            self.next_lengths, self.pools.overflown, self.pools.lineage, self.state,
+            strides[0], self.width, strides[1], 1, parts, self.rows, b,
             *((0, 0) if (to := self.pushed) is None else (to.patience, to.slot)),
         )  # fmt: skip
         return Launch(
             merge_kernel, programs, fixed, num_warps=1, launch_pdl=self.early,
             ROWS_EACH=n * h, HEADS=h, D=self.width, COLS=_UNIT,
-            PARTS=min(64, power_of_2(parts)), SEQUENCES=power_of_2(self.cache.sequences),
+            PARTS=min(64, power_of_2(parts)), SEQUENCES=power_of_2(b),
             RANKS=ranks, RANK=self.ring.rank,
             ADVANCE=advance and self.asked.new, SINKS=sinks and self.asked.sinks,
             PDL=self.early,

@@ -40,7 +40,8 @@ def explain_cache(
     token = cache.key_heads * (numbers * cache.dtype.itemsize + scales)
     of_queries = dtype or _of_queries(cache)
     circles = [
-        f"layers with a window of {circle.window} tokens keep {circle.turns * circle.pages.page} "
+        f"layers with a window of {circle.pools.window} tokens keep "
+        f"{circle.turns * cache.pages.page} "
         "of each sequence on every rank, and send nothing"
         for circle in cache.circles
     ]
@@ -71,7 +72,7 @@ def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: i
     ranks, wide = cache.ring.size, accumulation_dtype(dtype).itemsize
     if ranks == 1:
         return "sends nothing: this rank is alone"
-    if all(cache.holder(layer) is not cache for layer in range(cache.layers)):
+    if all(cache.memory(layer) is not cache.pools for layer in range(cache.layers)):
         return "sends nothing: every rank holds all that it reads"
     elsewhere = _mib(keys * (ranks - 1) // ranks)
     if tokens == 1:

@@ -4,38 +4,37 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan, HeldKeys
-from ring_attention_pytorch.inference.pages import Pages
+from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
+from ring_attention_pytorch.inference.page_table import Pages
 from ring_attention_pytorch.inference.partial import Scores
+from ring_attention_pytorch.inference.pools import Pools, Sizes
 from ring_attention_pytorch.runtime.streams import capturing
 
 _ENDLESS = 1 << 30  # tokens
 
 
-class GivenKeys(HeldKeys):
+class GivenKeys:
     """This rank's keys of some sequences, others at each call: all are seen, whatever their order.
 
     It attends from queries of one shape to keys of so many heads. Heads come before tokens: k is
     `[b, h_kv, n, d]`, v `[b, h_kv, n, d_v]`.
     """
 
-    pages, scales, fixed, has_starts = Pages(_ENDLESS, 1), 0, True, False
+    pools: Pools
 
     def __init__(self, ring: Ring, q: Tensor, key_heads: int, value_dim: int) -> None:
         """Prepare for queries `[b, n, h, d]` like q."""
-        self.ring, self.device, self.dtype = ring, q.device, q.dtype
-        self.sequences, self.key_heads, self.value_dim = q.shape[0], key_heads, value_dim
-        self.rows, self.step, self.given = (0, 0), 1, 0
-        b = self.sequences
+        b, device = q.shape[0], q.device
+        sizes = Sizes(b, key_heads, q.shape[-1], value_dim, layers=1)
         with torch.inference_mode(False):
-            self.tables = torch.arange(b, dtype=torch.int32, device=self.device).unsqueeze(1)
-            self.starts = torch.zeros(b, dtype=torch.int32, device=self.device)
-            self.lineage = torch.zeros(1 + b, dtype=torch.int32, device=self.device)
-            self._none = torch.zeros(16, dtype=q.dtype, device=self.device)
-        self.rooms = self.overflown = self.starts
-        self.layer_lengths = [self.starts]
-        self.keys = self.values = [self._none]
-        self.key_scales = self.value_scales = [self.starts]  # which nobody reads
+            pages = torch.arange(b, dtype=torch.int32, device=device).unsqueeze(1)
+            zeros = torch.zeros(b, dtype=torch.int32, device=device)
+            lineage = torch.zeros(1 + b, dtype=torch.int32, device=device)
+            self._none = torch.zeros(16, dtype=q.dtype, device=device)
+        self.pools = Pools(
+            ring, device, q.dtype, sizes, Pages(_ENDLESS, 1), (0, 0), [self._none], [self._none],
+            [zeros], [zeros], pages, [zeros], zeros, zeros, zeros, lineage,
+        )  # fmt: skip
         scores = Scores(q.shape[-1] ** -0.5)
         self._asked = Asked(tuple(q.shape), False, False, scores, False, False, "triton", False)
         self._plans: dict[int, DecodePlan] = {}
@@ -52,32 +51,32 @@ class GivenKeys(HeldKeys):
             ValueError: a CUDA graph is being captured, and can't hold this call.
         """
         self._take(k, v)
-        mask = key_mask if self.given else None
-        kind = self.step, mask is not None
+        mask, step = key_mask if self.pools.given else None, self.pools.step
+        kind = step, mask is not None
         if kind not in self._ran:
             refuse_capture(q)
-        plan = self._plans.get(self.step)
+        plan = self._plans.get(step)
         if plan is None:
-            plan = self._plans[self.step] = DecodePlan(self, self._asked)
+            plan = self._plans[step] = DecodePlan(self.pools, self._asked)
         if not plan.capturable:
             refuse_capture(q)
         out, _ = plan.run(q, None, None, 0, key_mask=mask, return_lse=False, number=number)
         self._ran.add(kind)
-        self.keys = self.values = [self._none]  # keep none of them alive
+        self.pools.keys[0] = self.pools.values[0] = self._none  # keep none of them alive
         return out
 
     def _take(self, k: Tensor | None, v: Tensor | None) -> None:
         if k is None or v is None or not k.shape[2]:
-            self.given = 0
+            self.pools.given = 0
             return
         if (laid := _rows(k)) is None or laid != _rows(v):
             k, v = (t.clone(memory_format=torch.contiguous_format) for t in (k, v))
             laid = _rows(k)
         assert laid is not None
-        between, among, self.step = laid
-        self.rows = between, among
-        self.keys, self.values = [k], [v]
-        self.given = k.shape[2]
+        pools, (*rows, pools.step) = self.pools, laid
+        pools.rows = rows[0], rows[1]
+        pools.keys[0], pools.values[0] = k, v
+        pools.given = k.shape[2]
 
 
 def refuse_capture(q: Tensor) -> None:

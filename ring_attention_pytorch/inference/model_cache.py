@@ -9,7 +9,7 @@ from typing import Any
 
 from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.inference.cache import RingCache
-from ring_attention_pytorch.inference.pages import Pages
+from ring_attention_pytorch.inference.page_table import Pages
 from ring_attention_pytorch.inference.rolling import Windows
 
 SPARE = 256  # tokens: fewer mean more kernels for a prompt, more mean more memory

@@ -132,7 +132,7 @@ class CachedKeys(NamedTuple):
         for first in range(0, len(lengths), step):
             which = slice(first, first + step)
             held = cache.pages.held(cache.ring.rank, lengths[first])
-            k, v = cache.local_of_all(which, held, layer)
+            k, v = cache.pools.local_of_all(which, held, layer)
             samples.append((which, k.to(dtype), v.to(dtype)))
         return cls(samples, plan)
 

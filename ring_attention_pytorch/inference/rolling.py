@@ -12,14 +12,14 @@ many come at a time that none is overwritten that a query sees, and as many more
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
-from weakref import ref
 
 import torch
 
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.inference.held import HeldTokens
-from ring_attention_pytorch.inference.pages import HEADROOM, Pages
+from ring_attention_pytorch.inference.page_table import HEADROOM, Pages
+from ring_attention_pytorch.inference.pools import Pools
 
 
 class Windows(NamedTuple):
@@ -46,81 +46,58 @@ class Windows(NamedTuple):
         return -(-(window + 2 * self.spare) // page)
 
 
-class RollingTokens(HeldTokens):
-    """The last tokens of the layers of one window, on every rank."""
+class RollingTokens:
+    """The last tokens of the layers of one window, on every rank, in pools that `whole` has."""
 
-    window: int
-    spare: int
-    longest: list[int]
-    gone: list[int]
+    pools: Pools
 
-    def __init__(self, whole: HeldTokens, windows: Windows, window: int) -> None:
-        self._whole, self.window, self.spare = ref(whole), window, windows.spare
-        self.at_once = self.spare
-        self.ring, self.pages, self.plans = Ring.alone(), Pages(whole.pages.page, 1), {}
-        for name in (
-            "dtype", "scales", "device", "sequences", "key_heads", "value_dim", "rows", "step",
-            "keys", "values", "key_scales", "value_scales",
-            "layer_lengths", "starts", "rooms", "overflown", "lineage",
-        ):  # fmt: skip
-            setattr(self, name, getattr(whole, name))
+    def __init__(self, whole: Pools, windows: Windows, window: int) -> None:
+        self.pools = replace(
+            whole, ring=Ring.alone(), pages=Pages(whole.pages.page, 1),
+            window=window, spare=windows.spare,
+        )  # fmt: skip
         self.layers = [layer for layer, each in enumerate(windows.of) if each == window]
-        self.turns = windows.turns(window, self.pages.page)
+        self.turns = windows.turns(window, whole.pages.page)
         self.laid = 0  # of these so many have memory, for each sequence
-        self.longest = [0] * self.sequences  # that each was since it was empty, when last looked at
-        self.gone = [0] * self.sequences  # tokens that were overwritten
-        self.extend()
+        # how long each sequence was since it was empty, when last looked at
+        self.longest = [0] * whole.sizes.sequences
+        self.gone = [0] * whole.sizes.sequences  # tokens that were overwritten
+        self.extend(whole)
 
-    @property
-    def whole(self) -> HeldTokens:
-        """The cache that this is part of. That has this: if it had that, too, memory would stay."""
-        found = self._whole()
-        assert found is not None
-        return found
-
-    def extend(self) -> None:
+    def extend(self, whole: Pools) -> None:
         """Make the table anew: as long as that of whole sequences, of the pages that there are."""
-        width, device = self.whole.tables.shape[1] * self.whole.pages.ranks, self.device
+        width, device = whole.tables.shape[1] * whole.pages.ranks, whole.device
         with torch.inference_mode(False):
             circle = torch.arange(width, dtype=torch.int32, device=device) % max(1, self.laid)
-            first = torch.arange(self.sequences, dtype=torch.int32, device=device) * self.laid
-            self.tables = first.unsqueeze(1) + circle
+            first = torch.arange(len(self.gone), dtype=torch.int32, device=device) * self.laid
+            self.pools.tables = first.unsqueeze(1) + circle
 
     def lacks(self, tokens: int) -> bool:
         """Tell whether memory must grow for sequences of so many tokens."""
-        return self.laid < min(self.turns, self.pages.turns(tokens))
+        return self.laid < min(self.turns, self.pools.pages.turns(tokens))
 
     def grow(self, tokens: int) -> None:
         """Give each sequence pages for so many tokens, as far as the circle goes.
 
         The table knows of them when it was made anew, by `extend`.
         """
-        wanted = self.pages.turns(tokens)
+        wanted, sequences = self.pools.pages.turns(tokens), len(self.gone)
         laid, self.laid = self.laid, min(self.turns, wanted + wanted // HEADROOM)
-        for pools in (self.keys, self.values, self.key_scales, self.value_scales):
+        for pools in self.pools.all:
             for layer in self.layers:
                 pool = pools[layer]
                 with torch.inference_mode(False):
-                    larger = pool.new_zeros(self.sequences * self.laid, *pool.shape[1:])
-                each = larger.unflatten(0, (self.sequences, self.laid))
-                each[:, :laid] = pool.unflatten(0, (self.sequences, laid))
+                    larger = pool.new_zeros(sequences * self.laid, *pool.shape[1:])
+                each = larger.unflatten(0, (sequences, self.laid))
+                each[:, :laid] = pool.unflatten(0, (sequences, laid))
                 pools[layer] = larger
 
-    def lengths_in(self, layer: int) -> list[int]:
-        return self.whole.lengths_in(layer)
-
-    def begin(self, length: int) -> int:
-        return max(0, length - self.window - self.spare)
-
-    def look(self) -> None:
-        """Note how long sequences are, before that changes."""
+    def look(self, lengths: Sequence[Sequence[int]]) -> None:
+        """Note how long the sequences of each layer are, before that changes."""
         for layer in self.layers:
-            self.longest = [*map(max, self.longest, self.lengths_in(layer))]
-        kept = self.turns * self.pages.page
+            self.longest = [*map(max, self.longest, lengths[layer])]
+        kept = self.turns * self.pools.pages.page
         self.gone = [max(gone, most - kept) for gone, most in zip(self.gone, self.longest)]
-
-    def oldest(self, sequence: int) -> int:
-        return self.gone[sequence]
 
     def take(self, longest: Sequence[int], oldest: Sequence[int]) -> None:
         """Take note of sequences that were written anew: how long they were, and what is held."""
@@ -128,15 +105,14 @@ class RollingTokens(HeldTokens):
 
     def check_rollback(self, lengths: Sequence[int]) -> None:
         """Raise ValueError if sequences can't be so short: what they would see is overwritten."""
-        self.look()
-        for i, (length, longest) in enumerate(zip(lengths, self.longest)):
-            gone = self.gone[i]
-            too_far = longest - length > self.spare or self.begin(length) < gone
+        window, spare = self.pools.window, self.pools.spare
+        for i, (length, longest, gone) in enumerate(zip(lengths, self.longest, self.gone)):
+            too_far = longest - length > spare or self.pools.begin(length) < gone
             if length and gone and too_far:
                 raise ValueError(
-                    f"RingCache: layers with a window of {self.window} tokens keep {self.spare} "
-                    f"more, and sequence {i}, of which there were {longest}, would have "
-                    f"{length}: roll back less, or make the cache with a larger `spare`"
+                    f"RingCache: layers with a window of {window} tokens keep {spare} more, and "
+                    f"sequence {i}, of which there were {longest}, would have {length}: roll back "
+                    "less, or make the cache with a larger `spare`"
                 )
 
     def shorten(self, lengths: Sequence[int]) -> None:
@@ -144,25 +120,11 @@ class RollingTokens(HeldTokens):
         self.longest = [longest if n else 0 for n, longest in zip(lengths, self.longest)]
         self.gone = [gone if n else 0 for n, gone in zip(lengths, self.gone)]
 
-    def check_window(self, window: int | None, tokens: int, new: bool) -> None:
-        """Raise ValueError if so many last tokens can't see so far back."""
-        if window is None or window > self.window:
-            raise ValueError(
-                f"this layer keeps a window of {self.window} tokens: window must be at most that, "
-                f"got {window}"
-            )
-        if not new and tokens > self.spare:
-            raise ValueError(
-                f"of a layer with a window at most {self.spare} tokens that were appended before "
-                f"can attend, got {tokens}: give their k and v, or make `spare` larger"
-            )
-
     def reorder(self, beams: Sequence[int]) -> None:
         """Let sequence i go on from sequence `beams[i]`."""
-        self.look()
         self.longest = [self.longest[i] for i in beams]
         self.gone = [self.gone[i] for i in beams]
         for layer in self.layers:
-            for pool in self.pools_of(layer):
-                each = pool.unflatten(0, (self.sequences, self.laid))
-                each.copy_(each[torch.tensor(list(beams), device=self.device)])
+            for pool in self.pools.of(layer):
+                each = pool.unflatten(0, (len(beams), self.laid))
+                each.copy_(each[torch.tensor(list(beams), device=pool.device)])

@@ -6,36 +6,19 @@ in its circle, and how long each sequence was: so as much can be rolled back as 
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.inference.held import HeldTokens
 from ring_attention_pytorch.inference.scaled import SCALED
+from ring_attention_pytorch.inference.storage import PagedStorage
 
 _NAMES = ("lengths", "starts", "held")
 _KEPT = ("keys", "values", "tokens", "scales of keys", "scales of values")
 
 
-class Loading(Protocol):
-    """What is asked of a cache that is to take states."""
-
-    dtype: torch.dtype
-    sequences: int
-    key_heads: int
-    head_dim: int
-    value_dim: int
-    scales: int
-    layers: int
-
-    @property
-    def capacity(self) -> int | None: ...
-
-    def holder(self, layer: int) -> HeldTokens: ...
-
-
-def check_states(cache: Loading, states: Sequence[dict[str, Any]]) -> None:
+def check_states(cache: PagedStorage, states: Sequence[dict[str, Any]]) -> None:
     """Raise ValueError if a cache can't take these states. It is not touched."""
     if not states:
         raise ValueError("give the states of all ranks, there are none")
@@ -50,7 +33,7 @@ def check_states(cache: Loading, states: Sequence[dict[str, Any]]) -> None:
     _check_tokens(cache, states)
 
 
-def _check_sizes(cache: Loading, states: Sequence[dict[str, Any]]) -> None:
+def _check_sizes(cache: PagedStorage, states: Sequence[dict[str, Any]]) -> None:
     lengths, starts = states[0]["lengths"], states[0]["starts"]
     was = [each for state in states for each in _longest(state)]
     for name, of in (("lengths", [lengths]), ("starts", [starts]), ("the longest lengths", was)):
@@ -77,7 +60,7 @@ def _check_sizes(cache: Loading, states: Sequence[dict[str, Any]]) -> None:
             _check_kind(cache, held)
 
 
-def _check_kind(cache: Loading, held: Sequence[Tensor]) -> None:
+def _check_kind(cache: PagedStorage, held: Sequence[Tensor]) -> None:
     """Raise ValueError if what is held of a sequence is not of such a cache."""
     n = len(held[2])
     dtype = torch.uint8 if cache.dtype in SCALED else cache.dtype  # as they are saved
@@ -101,13 +84,13 @@ def _check_kind(cache: Loading, held: Sequence[Tensor]) -> None:
             )
 
 
-def _check_tokens(cache: Loading, states: Sequence[dict[str, Any]]) -> None:
+def _check_tokens(cache: PagedStorage, states: Sequence[dict[str, Any]]) -> None:
     """Raise ValueError where tokens are missing, or there more than once."""
     for layer in range(cache.layers):
         for sequence, length in enumerate(states[0]["lengths"]):
             tokens = _tokens_of(states, layer, sequence)
             first = length - len(tokens)
-            least = cache.holder(layer).begin(length)
+            least = cache.memory(layer).begin(length)
             if first > least or not torch.equal(tokens, torch.arange(first, length)):
                 raise ValueError(
                     f"the states hold {len(tokens)} of the {length} tokens of sequence {sequence}; "

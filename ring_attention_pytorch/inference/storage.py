@@ -6,18 +6,17 @@ advance.
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.inference.held import HeldTokens
 from ring_attention_pytorch.inference.lineage import Lineage
-from ring_attention_pytorch.inference.page_table import Copies, PageTable
-from ring_attention_pytorch.inference.pages import HEADROOM, Pages
+from ring_attention_pytorch.inference.page_table import HEADROOM, Copies, Pages, PageTable
+from ring_attention_pytorch.inference.pools import Pools, Sizes
 from ring_attention_pytorch.inference.rolling import RollingTokens, Windows
-from ring_attention_pytorch.inference.scaled import SCALED, WIDE, as_integers, restored
+from ring_attention_pytorch.inference.scaled import SCALED, WIDE
 from ring_attention_pytorch.runtime.streams import capturing
 
 _USED = (
@@ -27,51 +26,23 @@ _USED = (
 _LONGEST = 80  # characters of lengths that are told
 
 
-class Sizes(NamedTuple):
-    """The sizes of a cache."""
-
-    sequences: int
-    key_heads: int
-    head_dim: int
-    value_dim: int
-    layers: int
-
-
-class PagedStorage(HeldTokens):
+class PagedStorage:
     """This rank's pages of all sequences and layers, `capacity` tokens a sequence or growing.
 
     Layers with a window are kept in a circle of pages each (`rolling`).
     """
 
-    # what is inherited is declared again, or type checkers infer what is set
     ring: Ring
     dtype: torch.dtype
     device: torch.device
     sequences: int
     key_heads: int
-    value_dim: int
-    scales: int
-    pages: Pages
-    rows: tuple[int, int]
-    step: int
-    keys: list[Tensor]
-    values: list[Tensor]
-    key_scales: list[Tensor]
-    value_scales: list[Tensor]
-    layer_lengths: list[Tensor]
-    starts: Tensor
-    rooms: Tensor
-    overflown: Tensor
-    tables: Tensor
-    lineage: Tensor
-    plans: dict[Any, Any]
-    dtypes: tuple[torch.dtype, ...]
     head_dim: int
+    value_dim: int
     layers: int
-    fixed: bool
+    pages: Pages
+    pools: Pools
     lengths_of: Tensor
-    captured: bool
-    circles: list[RollingTokens]  # of each window
 
     def __init__(
         self,
@@ -85,55 +56,87 @@ class PagedStorage(HeldTokens):
     ) -> None:
         self.ring, self.dtype, self.device = ring, dtype, device
         self.sequences, self.key_heads, self.head_dim, self.value_dim, self.layers = sizes
-        sequences, key_heads, head_dim, _, layers = sizes
         self.scales = int(dtype in SCALED)  # of a key or value of a head
-        self.dtypes = WIDE if self.scales else (dtype,)  # of queries, and of what is appended
-        self.pages = Pages(page, self.ring.size)
-        self.rows, self.step = (key_heads * page, page), 1  # between pages, heads and tokens
+        # of queries, and of what is appended
+        self.dtypes: tuple[torch.dtype, ...] = WIDE if self.scales else (dtype,)
+        self.pages = Pages(page, ring.size)
         self.fixed = capacity is not None
         turns = 0 if capacity is None else self.pages.turns(capacity)
-        self._table = PageTable(sequences, self.pages, self.ring.rank, sequences * turns)
-        self.keys, self.values, self.key_scales, self.value_scales = [], [], [], []
-        for window in windows.of:
-            pages = sequences * turns if window is None else 0  # circles grow
-            for pools, dim in ((self.keys, head_dim), (self.values, self.value_dim)):
-                pools.append(self._pool(pages, dim, dtype))
-            for pools in (self.key_scales, self.value_scales):
-                pools.append(self._pool(pages, self.scales, torch.float32))
+        self._table = PageTable(self.sequences, self.pages, ring.rank, self.sequences * turns)
         with torch.inference_mode(False):
-            wide = -(-sequences // 4) * 4  # so that each layer's begin at a multiple of 16 bytes
-            self.lengths_of = self._ints(layers, wide)[:, :sequences]
-            self.layer_lengths = [self.lengths_of[layer] for layer in range(layers)]
-            self.starts, self.rooms = self._ints(sequences), self._ints(sequences)
-            self.overflown = self._ints(sequences)
-            self.tables = self._ints(sequences, turns)
-            self.lineage = self._ints(1 + sequences)
-        self._lineage = Lineage(sequences, layers)
-        self._lengths = [[0] * sequences for _ in range(layers)]
+            # so that each layer's begin at a multiple of 16 bytes
+            wide = -(-self.sequences // 4) * 4
+            self.lengths_of = self._ints(self.layers, wide)[:, : self.sequences]
+            self.pools = self._empty(sizes, turns, windows)
+        self.lineage = Lineage(self.sequences, self.layers)  # a number of all that it holds
+        self._lengths = [[0] * self.sequences for _ in range(self.layers)]
         self.captured = False  # whether graphs hold addresses of this cache, and advance lengths
         self.has_starts = False  # whether `starts` were ever given
         self._reserved = 0  # tokens for which all sequences have pages
-        self.plans = {}
+        self.plans: dict[Any, Any] = {}  # of attention to it
         self._paged = [layer for layer, window in enumerate(windows.of) if window is None]
         each = sorted({window for window in windows.of if window is not None})
-        self.circles = [RollingTokens(self, windows, window) for window in each]
+        self.circles: list[RollingTokens] = [
+            RollingTokens(self.pools, windows, window) for window in each
+        ]
         self._rolling = {layer: circle for circle in self.circles for layer in circle.layers}
         self._tell_device()
         if capacity is not None:
-            self._reserve([capacity] * sequences)
+            self._reserve([capacity] * self.sequences)
+
+    def _empty(self, sizes: Sizes, turns: int, windows: Windows) -> Pools:
+        """Make the memory, with so many pages for each sequence; that of circles grows."""
+        n, page = self.sequences, self.pages.page
+        pages = [n * turns if window is None else 0 for window in windows.of]
+
+        def each(dim: int, dtype: torch.dtype) -> list[Tensor]:
+            return [self._pool(number, dim, dtype) for number in pages]
+
+        return Pools(
+            self.ring, self.device, self.dtype, sizes, self.pages, (self.key_heads * page, page),
+            keys=each(self.head_dim, self.dtype), values=each(self.value_dim, self.dtype),
+            key_scales=each(self.scales, torch.float32),
+            value_scales=each(self.scales, torch.float32),
+            tables=self._ints(n, turns), layer_lengths=[*self.lengths_of.unbind()],
+            starts=self._ints(n), rooms=self._ints(n), overflown=self._ints(n),
+            lineage=self._ints(1 + n),
+        )  # fmt: skip
+
+    # what users may look at
+
+    @property
+    def starts(self) -> Tensor:
+        return self.pools.starts
+
+    @property
+    def tables(self) -> Tensor:
+        return self.pools.tables
+
+    @property
+    def keys(self) -> list[Tensor]:
+        return self.pools.keys
+
+    @property
+    def values(self) -> list[Tensor]:
+        return self.pools.values
+
+    @property
+    def key_scales(self) -> list[Tensor]:
+        return self.pools.key_scales
+
+    @property
+    def value_scales(self) -> list[Tensor]:
+        return self.pools.value_scales
 
     @property
     def capacity(self) -> int | None:
         """The most tokens of a sequence: what was asked for, in whole pages of all ranks."""
         return self.tables.shape[1] * self.pages.page * self.pages.ranks if self.fixed else None
 
-    def holder(self, layer: int) -> HeldTokens:
-        """Return what holds the tokens of a layer; of none that there is, the cache itself."""
-        return self._rolling.get(layer, self)
-
-    @property
-    def _pools(self) -> tuple[list[Tensor], ...]:
-        return self.keys, self.values, self.key_scales, self.value_scales
+    def memory(self, layer: int) -> Pools:
+        """Return where the tokens of a layer are: of one with a window, or of all others."""
+        circle = self._rolling.get(layer)
+        return self.pools if circle is None else circle.pools
 
     @property
     def in_graph(self) -> bool:
@@ -148,10 +151,10 @@ class PagedStorage(HeldTokens):
         """
         if self.captured and not self.in_graph:
             self._lengths = self.lengths_of.tolist()
-            self._lineage.count(self._lengths)
-            if any(overflown := self.overflown.tolist()):
+            self.lineage.count(self._lengths)
+            if any(overflown := self.pools.overflown.tolist()):
                 which = [i for i, over in enumerate(overflown) if over]
-                self.overflown.zero_()
+                self.pools.overflown.zero_()
                 raise ValueError(
                     f"RingCache: a CUDA graph appended beyond the capacity of {self.capacity} "
                     f"tokens, to sequences {which}; nothing was written, and what it returned for "
@@ -173,39 +176,12 @@ class PagedStorage(HeldTokens):
             )
         return lengths
 
-    def mark(self, layer: int) -> int:
-        """Return a number of lengths, order and padding: the same on all ranks that are in step.
-
-        Where CUDA graphs advance lengths this waits for the device.
-        """
-        if self.captured:
-            self.lengths_in(layer)
-        return self._lineage.mark(layer)
-
     def told(self, layer: int) -> str:
-        """Say what `mark` is of, for people: first of all the lengths; "" of no such layer."""
+        """Say what a layer holds, for people: its lengths and its mark; "" of no such layer."""
         if not 0 <= layer < self.layers:
             return ""
         lengths = [*self.lengths_in(layer)]
-        return f"{str(lengths)[:_LONGEST]}, {self.mark(layer):x}"
-
-    def local_of_all(self, which: slice, held: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the first `held` keys and values here of some sequences, `[b, held, h_kv, d]`.
-
-        They are in float32, if they are kept in 8 bits. Memory is copied by heads of pages, which
-        lie in one piece: each head's tokens lie together.
-        """
-        tables = self.tables[which, : -(-held // self.pages.page)].unsqueeze(1)
-        heads = torch.arange(self.key_heads, device=self.device).unsqueeze(1)
-        where = torch.add(heads, tables, alpha=self.key_heads)  # [b, h_kv, pages]
-        b, h, pages = where.shape
-        found = []
-        for pool in map(as_integers, self.pools_of(layer)):
-            copied = pool.flatten(0, 1).index_select(0, where.flatten())
-            copied = copied.view(b, h, pages * self.pages.page, pool.shape[-1])
-            found.append(copied[:, :, :held].transpose(1, 2))
-        k, v, key_scales, value_scales = found
-        return restored(k, key_scales), restored(v, value_scales)
+        return f"{str(lengths)[:_LONGEST]}, {self.lineage.mark(layer):x}"
 
     def prepare(self, n: int, layer: int, in_graph: bool = False) -> None:
         """Make room for n tokens that are about to be appended to each sequence of a layer.
@@ -217,16 +193,16 @@ class PagedStorage(HeldTokens):
             self.captured = True
             return
         lengths = self.lengths_in(layer) if self.captured else self._lengths[layer]
-        wanted = [length + n for length in lengths]
-        if max(wanted) <= self._reserved:
+        longest = max(lengths) + n
+        if longest <= self._reserved:
             return
-        if self.capacity is not None and max(wanted) > self.capacity:
+        if self.capacity is not None and longest > self.capacity:
             raise ValueError(
-                f"RingCache: a sequence would have {max(wanted)} tokens, more than the capacity of "
+                f"RingCache: a sequence would have {longest} tokens, more than the capacity of "
                 f"{self.capacity}; nothing was appended; free or roll back sequences, or make the "
                 "cache larger"
             )
-        self._reserve(wanted)
+        self._reserve([length + n for length in lengths])
 
     def check_last(self, n: int, layer: int) -> None:
         """Raise ValueError if a sequence of a layer has tokens, but less than n of them.
@@ -243,9 +219,9 @@ class PagedStorage(HeldTokens):
     def advance(self, n: int, layer: int, on_device: bool = True) -> None:
         """Count tokens that were written; on the device too, where no kernel did."""
         self._lengths[layer] = [length + n for length in self._lengths[layer]]
-        self._lineage.advance(layer, n)
+        self.lineage.advance(layer, n)
         if on_device:
-            self.layer_lengths[layer] += n
+            self.pools.layer_lengths[layer] += n
 
     def _reserve(self, tokens: Sequence[int]) -> None:
         if not (wanted := self._table.missing(tokens)):
@@ -276,7 +252,7 @@ class PagedStorage(HeldTokens):
             raise
         for sequence, n in enumerate(tokens):
             self._table.reserve(sequence, n)
-        self._lineage.begin()
+        self.lineage.begin()
         self._apply([], [0] * self.sequences)
 
     def _grow(self, wanted: int) -> None:
@@ -287,7 +263,7 @@ class PagedStorage(HeldTokens):
         if self.captured:
             raise ValueError(_USED)
         size = self._table.size + lacking + self._table.size // HEADROOM
-        for pools in self._pools:
+        for pools in self.pools.all:
             for layer in self._paged:
                 pool = pools[layer]
                 larger = self._pool(size, pool.shape[-1], pool.dtype)
@@ -301,27 +277,27 @@ class PagedStorage(HeldTokens):
         """Copy pages, and take over lengths and tables, in all layers."""
         if copies:
             source, target = torch.tensor(copies, device=self.device).unbind(1)
-            for pool in chain(*map(self.pools_of, self._paged)):
+            for pool in chain(*map(self.pools.of, self._paged)):
                 pool[target] = pool[source]
         for circle in self.circles:
             circle.shorten(lengths)
         self._lengths = [list(lengths) for _ in range(self.layers)]
         self.lengths_of.copy_(torch.tensor(self._lengths, dtype=torch.int32))
-        self._lineage.count(self._lengths)
+        self.lineage.count(self._lengths)
         if starts is not None:
             self._pad(starts)
         self._upload()
 
     def _pad(self, starts: Sequence[int]) -> None:
         """Take over the padding of each sequence."""
-        self.starts.copy_(torch.tensor(list(starts), dtype=torch.int32))
-        self._lineage.pad(starts)
+        self.pools.starts.copy_(torch.tensor(list(starts), dtype=torch.int32))
+        self.lineage.pad(starts)
         self._tell_device()
 
     def _tell_device(self) -> None:
         """Write what kernels make a call's number of: `[order, a weight for each sequence]`."""
-        told = [self._lineage.order, *self._lineage.weights]
-        self.lineage.copy_(torch.tensor(told, dtype=torch.int32))
+        told = [self.lineage.order, *self.lineage.weights]
+        self.pools.lineage.copy_(torch.tensor(told, dtype=torch.int32))
 
     def _upload(self) -> None:
         """Write tables and rooms where kernels read them: in place, as long as they fit."""
@@ -333,15 +309,15 @@ class PagedStorage(HeldTokens):
             if self.captured:
                 raise ValueError("RingCache: a CUDA graph uses memory that must grow")
             if wider:
-                self.tables = self._ints(self.sequences, width + width // HEADROOM)
+                self.pools.tables = self._ints(self.sequences, width + width // HEADROOM)
             for circle in short:
                 circle.grow(max(rooms))
             for circle in self.circles:
-                circle.extend()
+                circle.extend(self.pools)
         rows = [held + [0] * (self.tables.shape[1] - len(held)) for held in self._table.of]
         self.tables.copy_(torch.tensor(rows, dtype=torch.int32).view_as(self.tables))
         self._reserved = min(rooms)
-        self.rooms.copy_(torch.tensor(rooms, dtype=torch.int32))
+        self.pools.rooms.copy_(torch.tensor(rooms, dtype=torch.int32))
 
     def _pool(self, pages: int, dim: int, dtype: torch.dtype) -> Tensor:
         shape = pages, self.key_heads, self.pages.page, dim

@@ -202,7 +202,7 @@ class RingHFCache(Cache):
             self._fail(_other_keys(layer, given))
         _, k, v = qkv
         keys = self._ready(k, v, at[0])
-        check = partial(keys.holder(layer).check_window, options["window"], 0, new=True)
+        check = partial(keys.memory(layer).check_window, options["window"], 0, new=True)
         if (error := error_of(check)) is not None:
             self._fail(f"layer {layer}: {error}; with spare=None all tokens of it are kept")
         q, k, v = (rearrange(t, "b h n d -> b n h d").to(keys.taken_as(t.dtype)) for t in qkv)

@@ -90,7 +90,7 @@ class TokenCache(NamedTuple):
 
     @property
     def length(self) -> Tensor:
-        return self.cache.layer_lengths[self.layer][0]
+        return self.cache.lengths_of[self.layer, 0]
 
     def attend(self, x: Tensor, chunk: Chunk) -> Tensor:
         attn = self.attn

@@ -2,11 +2,11 @@
 
 from tests.faults.mutant import Mutant
 
-PAGES = "inference/pages.py:Pages."
+PAGES = "inference/page_table.py:Pages."
 TABLE = "inference/page_table.py:PageTable."
 CACHE = "inference/cache.py:RingCache."
 STORAGE = "inference/storage.py:PagedStorage."
-HELD = "inference/held.py:HeldTokens."
+POOLS = "inference/pools.py:Pools."
 ROLLING = "inference/rolling.py:"
 LINEAGE = "inference/lineage.py:Lineage."
 STATES = "inference/states.py:"
@@ -54,16 +54,16 @@ INFERENCE = [
         "a page of another sequence is free", TABLE + "recount", "if not users", "if users < 2",
     ),
     Mutant(
-        "tokens at the place of others", HELD + "put",
+        "tokens at the place of others", POOLS + "put",
         ".long(), tokens % page", ".long(), tokens * 0",
     ),
     Mutant(
-        "tokens as if they were alone", HELD + "held",
+        "tokens as if they were alone", POOLS + "held",
         "(index // page * self.pages.ranks + self.ring.rank)",
         "(index // page + self.ring.rank)",
     ),
     Mutant(
-        "lengths stay behind", STORAGE + "advance", "self.layer_lengths[layer] += n", "pass",
+        "lengths stay behind", STORAGE + "advance", "self.pools.layer_lengths[layer] += n", "pass",
     ),
     Mutant(
         "what is forgotten stays on the device", STORAGE + "_apply", "self.lengths_of.copy_(",
@@ -146,7 +146,7 @@ INFERENCE = [
         "queries[(me + places) % ring.size]", "queries[me]",
     ),
     Mutant(
-        "heads of another page", STORAGE + "local_of_all", "alpha=self.key_heads", "alpha=1",
+        "heads of another page", POOLS + "local_of_all", "alpha=key_heads", "alpha=1",
     ),
     Mutant(
         "a chunk takes a plan that another rank has not",
@@ -170,7 +170,7 @@ INFERENCE = [
     ),
     Mutant(
         "pages are copied without their scales", STORAGE + "_apply",
-        "map(self.pools_of, self._paged)",
+        "map(self.pools.of, self._paged)",
         "((self.keys[i], self.values[i]) for i in self._paged)",
     ),
     Mutant(
@@ -181,30 +181,30 @@ INFERENCE = [
     ),
     Mutant(
         "a circle forgets as it grows", ROLLING + "RollingTokens.grow",
-        "pool.unflatten(0, (self.sequences, laid))", "0",
+        "pool.unflatten(0, (sequences, laid))", "0",
     ),
     Mutant(
         "a circle stays with its place", ROLLING + "RollingTokens.reorder", "each.copy_(", "(",
     ),
     Mutant(
         "what is overwritten can be rolled back", ROLLING + "RollingTokens.check_rollback",
-        "> self.spare", "> 99",
+        "> spare", "> 99",
     ),
     Mutant(
         "how long a sequence was stays with its place", ROLLING + "RollingTokens.reorder",
         "self.longest = [self.longest[i] for i in beams]", "pass",
     ),
     Mutant(
-        "a window's tokens are found too early", HELD + "before", "- gone",
+        "a window's tokens are found too early", POOLS + "before", "- gone",
         "- gone + 1",
     ),
     Mutant(
         "messages say nothing of the cache", "inference/attention.py:_decode_step",
-        "cache.mark(layer) + layer", "layer",
+        "cache.lineage.mark(layer) + layer", "layer",
     ),
     Mutant(
         "messages say nothing of the layer", "inference/attention.py:_decode_step",
-        "cache.mark(layer) + layer", "cache.mark(layer)",
+        "cache.lineage.mark(layer) + layer", "cache.lineage.mark(layer)",
     ),
     Mutant(
         "plans are made of any cache", "inference/attention.py:_plan",
@@ -228,7 +228,7 @@ INFERENCE = [
     ),
     Mutant(
         "what is rolled back still counts", STORAGE + "_apply",
-        "self._lineage.count(self._lengths)", "pass",
+        "self.lineage.count(self._lengths)", "pass",
     ),
     Mutant(
         "queries are of tokens that are not there", STORAGE + "check_last", "0 < length < n",
@@ -258,7 +258,7 @@ INFERENCE = [
     ),
     Mutant(
         "a state without what can be rolled back", CACHE + "state_dict",
-        "holder.oldest(sequence)", "None",
+        "else window.gone[sequence]", "else None",
     ),
     Mutant(
         "a loaded cache has all that ever was", CACHE + "load_state_dict",

@@ -81,7 +81,7 @@ def test_a_cache_that_nobody_has_is_gone_at_once(layout: str | None) -> None:
         q, k = torch.randn(1, 3, 4, 4), torch.randn(1, 3, 2, 4)
         for layer, window in enumerate((None, 3)):
             ring_attn_with_cache(q, k, k, cache, layer=layer, window=window, layout=layout)
-        parts = [ref(cache), *(ref(cache.holder(layer)) for layer in (0, 1))]
+        parts = [ref(cache), *(ref(cache.memory(layer)) for layer in (0, 1))]
         del cache
         assert [part() for part in parts] == [None] * 3
     finally:

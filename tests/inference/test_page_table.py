@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from ring_attention_pytorch.inference.page_table import PageTable
-from ring_attention_pytorch.inference.pages import Pages
+from ring_attention_pytorch.inference.page_table import Pages, PageTable
 
 
 class Written:

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from ring_attention_pytorch.inference.pages import Pages
+from ring_attention_pytorch.inference.page_table import Pages
 
 SIZES = list(product((1, 2, 3, 16), (1, 2, 3, 4)))
 

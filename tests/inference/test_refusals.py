@@ -205,8 +205,8 @@ def test_a_layer_with_a_window_keeps_no_more() -> None:
             refused()
         assert cache.lengths_of.tolist() == [[20], [20]]
     cache.rollback(2)
-    assert cache.holder(1).local(0, 1)[2].tolist() == [13, 14, 15, 16, 17]
-    assert sum(pool.nbytes for pool in cache.pools_of(1)) == (3 + 2 * 2) * 2 * 4 * 4
+    assert cache.memory(1).local(0, 1)[2].tolist() == [13, 14, 15, 16, 17]
+    assert sum(pool.nbytes for pool in cache.pools.of(1)) == (3 + 2 * 2) * 2 * 4 * 4
     whole = RingCache(1, 1, 4, layers=2, group=Ring.alone())
     for layer in range(2):
         whole.append(k, k, layer)
@@ -288,7 +288,7 @@ def moved(sizes: tuple[int, int], options: dict[str, Any]) -> float:
     assert other.lengths == [11, 7]
     worst, k = 0.0, other.rounded(k)
     for i in range(2):
-        keys, values, tokens = other.holder(0).local(i)
+        keys, values, tokens = other.memory(0).local(i)
         worst = max(worst, (keys - k[i, tokens]).abs().max().item() if len(keys) else 0.0)
         worst = max(worst, (values + k[i, tokens]).abs().max().item() if len(keys) else 0.0)
     return worst

@@ -57,12 +57,12 @@ def test_states_of_other_caches_are_refused(name: str) -> None:
 
 def refused(cache: RingCache, states: list[State], why: str) -> None:
     cache.hide_before([1, 2])
-    before, mark = cache.state_dict(), cache.mark(0)
+    before, mark = cache.state_dict(), cache.lineage.mark(0)
     with pytest.raises(ValueError, match=f"^RingCache: .*{re.escape(why)}"):
         cache.load_state_dict(*states)
     after = cache.state_dict()
     assert all(same(before[name], after[name]) for name in before)
-    assert cache.mark(0) == mark
+    assert cache.lineage.mark(0) == mark
 
 
 def test_wide_states_are_none_of_8_bits() -> None:

@@ -310,9 +310,9 @@ KEPT: list[Any] = [
 @pytest.mark.parametrize(("capacity", "given", "kept", "spare"), KEPT)
 def test_a_layer_keeps_its_window_where_that_is_less(capacity, given, kept, spare) -> None:
     cache = model_cache.model_cache([None, 100, 4096], 1, 1, 4, capacity=capacity, spare=given)
-    holders = [cache.holder(layer) for layer in range(3)]
-    assert [getattr(holder, "window", None) for holder in holders] == kept
-    assert holders[1].at_once == spare
+    pools = [cache.memory(layer) for layer in range(3)]
+    assert [each.window for each in pools] == kept
+    assert pools[1].at_once == spare
 
 
 def test_pages_are_smaller_for_short_sequences() -> None:

@@ -357,10 +357,8 @@ WITHIN = {
     "all_rows", "choose", "heads_here", "make_projections", "plan_over", "problem", "project",
     "rotate_summaries", "scores",
     # of caches
-    "advance", "before", "begin", "check_last", "check_layer", "check_new", "check_window",
-    "even_lengths", "held", "holder", "lengths_in",
-    "local", "local_of_all", "mark", "oldest", "pools_of", "prepare",
-    "put", "taken_as", "told", "write",
+    "advance", "check_last", "check_layer", "check_new", "even_lengths", "lengths_in",
+    "memory", "prepare", "taken_as", "told",
     # of caches of transformers, which it calls by itself
     "attend", "batch_repeat_interleave", "batch_select_indices", "crop", "expect", "length",
     "mask", "new_length", "reorder_cache", "reset",
