@@ -201,20 +201,20 @@ def _captured_step(
 def _in_pieces(
     given: Given, cache: RingCache, options: StepOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with more new tokens than a layer with a window takes at once: some after others."""
+    """Attend with more new tokens than a layer with a window takes at once: some after others.
+
+    Raises:
+        ValueError: this call can't be; nor can any such while a CUDA graph is captured.
+    """
     (q, k, v, *terms), layer = given, options.layer
     same = {"tokens": q.shape[1], "layer": layer, _STATE: cache.told(layer)}
     agree(cache.ring, _CALLER, same, check=partial(check_call, given, cache, layer))
     assert k is not None
     assert v is not None
-    cache.prepare(q.shape[1], layer, cache.in_graph)
+    cache.prepare(q.shape[1], layer)
     outs, lses = [], []
     for some in zip(*(t.split(cache.memory(layer).at_once or 1, dim=1) for t in (q, k, v))):
-        piece = Given(*some, *terms)
-        if cache.in_graph:
-            out, lse = _captured_step(piece, cache, options, return_lse=True)
-        else:
-            out, lse = _decode_step(piece, cache, options, return_lse=True)
+        out, lse = _decode_step(Given(*some, *terms), cache, options, return_lse=True)
         assert lse is not None
         outs.append(out)
         lses.append(lse)

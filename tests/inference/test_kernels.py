@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -79,6 +80,34 @@ def terms(name: str) -> float:
 @pytest.mark.parametrize("name", ["every other", "one for all"])
 def test_terms_may_lie_anyhow(name: str, ranks: ProcessPoolExecutor) -> None:
     assert ranks.submit(terms, name).result(timeout=300.0) == 0.0
+
+
+def as_captured() -> tuple[bool, list[Any], list[str]]:
+    """Take steps as if a CUDA graph were captured; errors of steps that no graph can hold."""
+    draw, outs, texts = torch.Generator().manual_seed(0), [], []
+    plain, graphed = (RingCache(2, 1, 16, windows=(3,), spare=2, capacity=64) for _ in range(2))
+    for step in range(4):
+        q, k = (torch.randn(2, 1, h, 16, generator=draw) for h in (2, 1))
+        for cache in (plain, graphed):
+            with mock.patch.object(RingCache, "in_graph", cache is graphed and step > 1):
+                outs.append(ring_attn_with_cache(q, k, k, cache, window=3, kernel="triton"))
+    same = all(map(torch.equal, outs[::2], outs[1::2]))
+    counted = [graphed._lengths, graphed.captured, graphed.lengths, graphed._lengths]
+    with mock.patch.object(RingCache, "in_graph", True):
+        for n in (2, 3):
+            q, k = torch.ones(2, n, 2, 16), torch.ones(2, n, 1, 16)
+            with pytest.raises(ValueError, match="attention to a cache: ") as error:
+                ring_attn_with_cache(q, k, k, graphed, window=3, kernel="triton")
+            texts.append(str(error.value))
+    return same, counted, texts
+
+
+def test_a_captured_step_is_a_step_that_the_device_counts(ranks: ProcessPoolExecutor) -> None:
+    same, counted, texts = ranks.submit(as_captured).result(timeout=300.0)
+    assert same
+    assert counted == [[[2, 2]], True, [4, 4], [[4, 4]]]
+    assert "before a CUDA graph is captured, the same call must have run once" in texts[0]
+    assert "a CUDA graph appends at most `spare` tokens to this layer, 2" in texts[1]
 
 
 def given(name: str) -> list[float]:
