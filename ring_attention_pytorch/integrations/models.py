@@ -25,7 +25,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from ring_attention_pytorch.arguments import check_least, checked
 from ring_attention_pytorch.comm.agreement import Check, agree, error_of, typed
 from ring_attention_pytorch.comm.ring import Group, as_ring
-from ring_attention_pytorch.comm.transports import check_transport
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.integrations import blocks
 from ring_attention_pytorch.integrations.cache import CachedLength, CachedMask
@@ -39,8 +38,7 @@ from ring_attention_pytorch.integrations.layers import (
 from ring_attention_pytorch.integrations.masks import RingMask, Visible, visible_by
 from ring_attention_pytorch.integrations.outputs import Outermost
 from ring_attention_pytorch.integrations.watched import Watched, spread_losses
-from ring_attention_pytorch.kernels import check_name
-from ring_attention_pytorch.plan.checks import autocast_dtype, check_notes
+from ring_attention_pytorch.plan.checks import autocast_dtype, check_way
 from ring_attention_pytorch.plan.option_types import CheckOption, KernelOption, TransportName
 from ring_attention_pytorch.plan.options import DEFAULTS
 from ring_attention_pytorch.plan.ring_plan import RingPlan
@@ -331,9 +329,7 @@ def _check(batch: ShardedBatch, options: Mapping[str, Any]) -> None:
         )
     check_least(1, ulysses=options["ulysses"], bucket_size=options["bucket_size"])
     check_least(0, dropout_seed=options["dropout_seed"])
-    check_transport(options["transport"], options["memory"])
-    check_name(options["kernel"])
-    check_notes(options["check"])
+    check_way(*(options[name] for name in ("kernel", "transport", "memory", "check")))
 
 
 def opened() -> RingForward | None:

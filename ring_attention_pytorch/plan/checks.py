@@ -10,6 +10,7 @@ from ring_attention_pytorch.comm.transports import check_transport
 from ring_attention_pytorch.geometry.layouts import Layout, all_segments
 from ring_attention_pytorch.geometry.segments import Segment, Segments, count
 from ring_attention_pytorch.geometry.tiles import Mask
+from ring_attention_pytorch.kernels import check_name
 from ring_attention_pytorch.runtime.scores import check_per_head
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -131,6 +132,15 @@ def check_key_mask(key_mask: Tensor | None, k: Tensor) -> None:
         )
     if key_mask.device != k.device:
         raise ValueError(f"key_mask must be on the keys' device {k.device}, got {key_mask.device}")
+
+
+def check_way(
+    kernel: str | None, transport: str | None, memory: int | None, check: str | None
+) -> None:
+    """Raise ValueError if attention can't be computed in such a way, whatever it is."""
+    check_name(kernel)
+    check_transport(transport, memory)
+    check_notes(check)
 
 
 def check_notes(check: str | None) -> None:
