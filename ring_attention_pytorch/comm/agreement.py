@@ -57,7 +57,8 @@ def agree_on(
     if ring.size == 1 and ring.group is None:
         ring.steps.compare(caller)
         ring.steps.mend()
-        _check_problems(caller, [problem])
+        if problem is not None:
+            _check_problems(caller, [problem])
         return [own]
     mine = note(ring.steps.notes, ring.size, problem, claim.text, own)
     notes = ring.gather_notes(caller, mine)

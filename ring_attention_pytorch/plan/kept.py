@@ -9,7 +9,7 @@ import atexit
 import os
 from collections.abc import Hashable, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -73,13 +73,9 @@ def kind_of(
     return kind
 
 
-class Found(NamedTuple):
-    """What a rank brings to the agreement on a plan: its proposal, or what is wrong."""
-
-    kind: Hashable = None
-    kept: Kept | None = None  # the plan of this kind that was made last, if it is kept still
-    proposal: Proposal = Proposal()
-    wrong: ValueError | None = None
+# what a rank brings to the agreement on a plan: the kind, the plan of it that is kept, if one is,
+# and a proposal; or what is wrong
+Found: TypeAlias = tuple[Hashable, Kept | None, Proposal, ValueError | None]
 
 
 def find(
@@ -94,11 +90,11 @@ def find(
         kind = kind_of(ring, qkv, options, also)
         kept = None if kind is None else _kept.pop(kind, None)
         if kept is None:
-            return Found(kind, None, Proposal.of(Call(*qkv, ring.size), options, also))
+            return kind, None, Proposal.of(Call(*qkv, ring.size), options, also), None
         _kept[kind] = kept  # the last to go
-        return Found(kind, kept, kept.proposal)
+        return kind, kept, kept.proposal, None
     except Exception as error:  # whatever it is: all ranks are told
-        return Found(wrong=as_told(error))
+        return None, None, Proposal(), as_told(error)
 
 
 def keep(kind: Hashable, kept: Kept) -> None:
