@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from ring_attention_pytorch.arguments import check_least
 from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
 from ring_attention_pytorch.comm.notes import Disagreement
 from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
@@ -264,7 +263,8 @@ def _check(
         raise ValueError("the batch must have labels, got none")
     check_labels(x, labels, weights)
     head.check(x)
-    check_least(1, chunk=chunk)
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
     placement = current()
     if placement is not None and placement.ring.size > ring.size:
         raise ValueError(
