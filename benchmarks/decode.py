@@ -45,13 +45,13 @@ from benchmarks.lib.prefill import prefill
 from benchmarks.lib.results import GRAPH, ONE_BY_ONE, Row, Run, Subject, failed, rounded
 from benchmarks.lib.rings import device_name, gpus, ranks
 from ring_attention_pytorch import tree_attn_decode
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.attention import plan_decoding, ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.decode_plan import DecodePlan
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.programs import Tuning
+from ring_attention_pytorch.ranks.ring import Ring
 
 HEADS, KEY_HEADS, D = 32, 8, 128
 ROOM = 2048  # tokens that are appended while one is timed, at most

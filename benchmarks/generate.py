@@ -28,11 +28,11 @@ from torch import Tensor
 from benchmarks.lib.calls import group, is_first, slowest, wait
 from benchmarks.lib.rings import device_name
 from ring_attention_pytorch import RingTransformer
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.decode_plan import DecodePlan
 from ring_attention_pytorch.nn import generation
 from ring_attention_pytorch.nn.layer_caches import Reading
+from ring_attention_pytorch.ranks.ring import Ring
 
 WORDS = 128256
 PARTS = ("attention", "exchanges", "the rest")

@@ -44,7 +44,7 @@ from benchmarks.lib.rings import (
     theory_of,
 )
 from benchmarks.lib.still import ALONE, still
-from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.ranks.ring import Ring
 
 
 class Imagined(Ring):

@@ -62,10 +62,10 @@ from benchmarks.lib.rings import (
 )
 from benchmarks.lib.still import ALONE, still
 from ring_attention_pytorch import RingPlan
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import shared_by
 from ring_attention_pytorch.comm.transports import TRANSPORTS
 from ring_attention_pytorch.kernels import KERNELS, refusal
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 
 Results = dict[Subject, Result | str]  # or what went wrong

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RingTransformer
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.launch import spawn
+from ring_attention_pytorch.ranks.ring import Ring
 
 MIB = 2**20
 FIRST = 32  # the character of token 0

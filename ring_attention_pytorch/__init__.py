@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from ring_attention_pytorch import compat as _compat  # noqa: F401 - old module paths
-from ring_attention_pytorch.comm.failures import RingError, fail_together
 from ring_attention_pytorch.decoding import tree_attn_decode
 from ring_attention_pytorch.doctor.parity import ParityReport, check_parity
 from ring_attention_pytorch.functional import explain_kernel, ring_attn, ulysses_attn
@@ -19,6 +18,7 @@ from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
 from ring_attention_pytorch.nn.transformer import RingTransformer
 from ring_attention_pytorch.plan.explain import explain_plan
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.failures import RingError, fail_together
 from ring_attention_pytorch.routing import (
     ConditionalRoutedAttention,
     ConditionalRoutedAutoregressiveAttention,

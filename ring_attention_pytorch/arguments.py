@@ -1,6 +1,6 @@
 """Checks of arguments that every public function makes: names, types, and least numbers.
 
-`checked` is for what one rank does by itself; `comm.agreement.typed`, made of the same parts, for
+`checked` is for what one rank does by itself; `ranks.agreement.typed`, made of the same parts, for
 what other ranks wait for. A bool is no number: True for 1 is a slip, mostly of two arguments
 exchanged.
 """

@@ -14,15 +14,15 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
 from ring_attention_pytorch.comm.exchange import all_gather_stacked
-from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.given_keys import GivenKeys, refuse_capture
 from ring_attention_pytorch.inference.partial import merged
 from ring_attention_pytorch.inference.pushed_rows import pushed_rows
 from ring_attention_pytorch.kernels import choose
+from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, ScoreMods
 from ring_attention_pytorch.runtime.resolved import resolved

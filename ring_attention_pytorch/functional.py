@@ -10,8 +10,6 @@ from torch.compiler import is_compiling
 from ring_attention_pytorch import operators
 from ring_attention_pytorch.arguments import checked, checks_of
 from ring_attention_pytorch.attention import attention
-from ring_attention_pytorch.comm.agreement import told_by_group, typed
-from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.geometry.documents import Borders
 from ring_attention_pytorch.kernels import explain
 from ring_attention_pytorch.plan.checks import autocast_dtype, check_qkv, like_autocast
@@ -26,6 +24,8 @@ from ring_attention_pytorch.plan.option_types import (
 from ring_attention_pytorch.plan.options import Call, Options, not_default
 from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.agreement import told_by_group, typed
+from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, MaskMod
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.scores import check_bias, with_bias

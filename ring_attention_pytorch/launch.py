@@ -34,7 +34,7 @@ from torch import multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from ring_attention_pytorch.arguments import check_least, checked
-from ring_attention_pytorch.comm.failures import RingError, fail_together
+from ring_attention_pytorch.ranks.failures import RingError, fail_together
 
 TIMEOUT = 120.0  # seconds that ranks wait for one another
 _START = 300.0  # seconds until all processes run, however busy the machine is

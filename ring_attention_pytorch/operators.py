@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch.attention import Gradients, backward, forward
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.ulysses import QKV_TO_HEADS, QKV_TO_SEQUENCE, Ulysses
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.handles import object_of
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.torch_func import refuse_export

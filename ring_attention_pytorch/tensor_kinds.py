@@ -13,11 +13,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import ProcessGroup
 
-from ring_attention_pytorch.comm.agreement import agree, error_of
-from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.plan.checks import agreed_shapes, check_shapes
 from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.agreement import agree, error_of
+from ring_attention_pytorch.ranks.ring import Group, Ring
 
 QKV = tuple[Tensor, Tensor, Tensor]
 _TAKEN = (

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.anomaly_mode import set_detect_anomaly
 
-from ring_attention_pytorch.comm.agreement import agree, error_of
 from ring_attention_pytorch.functional import by_plan
 from ring_attention_pytorch.plan.checks import Signature, check_qkv
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.agreement import agree, error_of
 from ring_attention_pytorch.runtime.launches import compile_together, held_back
 
 _CALLS = 4  # the first one, two that are recorded, one that repeats what they did

@@ -56,9 +56,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _ours(work: Work) -> tuple[Attend, Tensor]:
-    from ring_attention_pytorch.comm.ring import Ring, Transfer
     from ring_attention_pytorch.functional import ring_attn
     from ring_attention_pytorch.geometry.layouts import positions
+    from ring_attention_pytorch.ranks.ring import Ring, Transfer
 
     class Mirror(Ring):
         """Hands back what it is given to send: a ring's work without any transport."""

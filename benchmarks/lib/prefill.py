@@ -9,10 +9,10 @@ from benchmarks.lib.calls import slowest, too_much
 from benchmarks.lib.results import Row, Subject, failed, rounded
 from benchmarks.lib.rings import ranks
 from ring_attention_pytorch import ring_attn
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.explain import chunk_sizes
+from ring_attention_pytorch.ranks.ring import Ring
 
 HEADS, KEY_HEADS, D = 32, 8, 128
 ROUNDS = 3

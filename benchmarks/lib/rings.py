@@ -24,9 +24,9 @@ from benchmarks.lib.attempts import attempt, ending_at_once
 from benchmarks.lib.peers import one_gpu
 from benchmarks.lib.results import GRAPH, ONE_BY_ONE, Row, Subject, named_errors
 from ring_attention_pytorch import RingPlan, positions, ring_attn, unshard_sequence
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.plan.explain import predicted
+from ring_attention_pytorch.ranks.ring import Ring
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Errors = Callable[[Tensor, Tensor], tuple[float, ...]]  # of out and dq

@@ -1,1 +1,1 @@
-"""Everything that talks to other processes: rings, agreement, and the transports of keys."""
+"""The transports of keys and gradients, shared memory, and exchanges of pieces."""

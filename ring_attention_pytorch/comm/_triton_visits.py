@@ -7,7 +7,7 @@ Each program waits by itself. What it has brought is NaN if a rank was out of st
 import triton
 import triton.language as tl
 
-from ring_attention_pytorch.comm._triton_guard import MET, leave, meet, out_of_step
+from ring_attention_pytorch.ranks._triton_guard import MET, leave, meet, out_of_step
 from ring_attention_pytorch.runtime._triton_early import let_next_begin
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm import visits
 from ring_attention_pytorch.comm.messages import Form, Part
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import (
     PeerGroup,
     SymmetricWorkspace,
     shared_by,
 )
 from ring_attention_pytorch.comm.visits import Move
+from ring_attention_pytorch.ranks.ring import Ring
 
 
 @dataclass(frozen=True, eq=False)

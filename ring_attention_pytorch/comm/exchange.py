@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.comm.ring import Ring, Transfer
+from ring_attention_pytorch.ranks.ring import Ring, Transfer
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 Shape = tuple[int, ...]

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.carry_out import Carrier, KVGrads
 from ring_attention_pytorch.comm.messages import Form
-from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.comm.ring import Transfer as Exchange
 from ring_attention_pytorch.geometry.segments import count, slice_segments
+from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.ring import Transfer as Exchange
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import wire_dtype

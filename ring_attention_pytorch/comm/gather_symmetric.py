@@ -19,9 +19,9 @@ from torch import Tensor
 from ring_attention_pytorch.comm.carry_out import KVGrads
 from ring_attention_pytorch.comm.gather import Gather, GatherCall
 from ring_attention_pytorch.comm.messages import Form
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import Mark, PeerGroup, SymmetricWorkspace
 from ring_attention_pytorch.geometry.segments import count
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.later import Later

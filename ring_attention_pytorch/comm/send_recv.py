@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.carry_out import Carrier, KVGrads
 from ring_attention_pytorch.comm.messages import Form
-from ring_attention_pytorch.comm.ring import Ring, Transfer
 from ring_attention_pytorch.geometry.segments import Segments, count
+from ring_attention_pytorch.ranks.ring import Ring, Transfer
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype

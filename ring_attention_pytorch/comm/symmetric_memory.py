@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ring_attention_pytorch.comm.failures import timeout_of
-from ring_attention_pytorch.comm.guard import Board, Meeting
 from ring_attention_pytorch.comm.messages import Form
-from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.comm.steps import Steps
+from ring_attention_pytorch.ranks.failures import timeout_of
+from ring_attention_pytorch.ranks.guard import Board, Meeting
+from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.steps import Steps
 from ring_attention_pytorch.runtime.lasting import lasting
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.streams import captures_for_good, capturing, current_stream

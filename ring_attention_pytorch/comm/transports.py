@@ -10,10 +10,10 @@ import torch
 from ring_attention_pytorch.comm.gather import Gather
 from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.send_recv import SendRecv
 from ring_attention_pytorch.comm.symmetric_memory import shared_by
 from ring_attention_pytorch.geometry.segments import count
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import Transport
 from ring_attention_pytorch.schedule.hardware import H200, Hardware
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.all_to_all import CopyPlan, Swap, swap_among
 from ring_attention_pytorch.comm.messages import Form, Part
-from ring_attention_pytorch.comm.ring import Ring, SubRing
 from ring_attention_pytorch.comm.visits import Move
 from ring_attention_pytorch.geometry.segments import Segment, Segments, count
+from ring_attention_pytorch.ranks.ring import Ring, SubRing
 from ring_attention_pytorch.runtime.graphs import Graphs
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.observe import spanned

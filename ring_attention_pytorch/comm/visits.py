@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.guard import Meeting
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer
+from ring_attention_pytorch.ranks.guard import Meeting
 from ring_attention_pytorch.runtime.launches import KernelCall, can_begin_early, operation
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 

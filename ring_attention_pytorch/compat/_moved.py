@@ -13,7 +13,7 @@ from typing import Any
 
 PACKAGE = "ring_attention_pytorch"
 MOVED = {
-    "agreement": "comm.agreement",
+    "agreement": "ranks.agreement",
     "balance": "geometry.balance",
     "checks": "plan.checks",
     "contract": "runtime.interfaces",
@@ -22,7 +22,7 @@ MOVED = {
     "documents": "geometry.documents plan.packing",
     "dropout": "runtime.dropout",
     "explain": "plan.explain",
-    "failures": "comm.failures",
+    "failures": "ranks.failures",
     "graphs": "runtime.graphs",
     "lanes": "runtime.streams",
     "layouts": "geometry.layouts geometry.tiles",
@@ -30,7 +30,7 @@ MOVED = {
     "masks": "plan.masks",
     "measure": "plan.calibrate",
     "norm": "nn.norm",
-    "notes": "comm.notes",
+    "notes": "ranks.notes",
     "proposal": "plan.proposal",
     "regular_attention": "nn.reference",
     "ring_transformer": "nn.transformer",
@@ -39,7 +39,7 @@ MOVED = {
     "scores": "runtime.scores",
     "segments": "geometry.segments",
     "sharding": "nn.sharding",
-    "steps": "comm.steps",
+    "steps": "ranks.steps",
     "transforms": "runtime.torch_func",
     "ulysses": "comm.ulysses",
 }

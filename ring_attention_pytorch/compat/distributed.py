@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ring_attention_pytorch.arguments import checked, checks_of
 from ring_attention_pytorch.comm import exchange
-from ring_attention_pytorch.comm.agreement import Check, agree, error_of, told_by_group, typed
-from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.ring import Ring
 
 
 @checked

@@ -16,14 +16,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.arguments import check_least, checked, checks_of
-from ring_attention_pytorch.comm.agreement import (
-    agree,
-    error_of,
-    raise_together,
-    told_by_group,
-    typed,
-)
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.compat._moved import moved_names
 from ring_attention_pytorch.distributed import (
     get_rank,
@@ -31,6 +23,14 @@ from ring_attention_pytorch.distributed import (
     is_distributed,
     same_of,
 )
+from ring_attention_pytorch.ranks.agreement import (
+    agree,
+    error_of,
+    raise_together,
+    told_by_group,
+    typed,
+)
+from ring_attention_pytorch.ranks.ring import Ring
 
 __all__ = [
     "RingInfo",
@@ -48,7 +48,7 @@ __all__ = [
     "send_and_receive_",
 ]
 
-__getattr__ = moved_names(__name__, "comm.ring")
+__getattr__ = moved_names(__name__, "ranks.ring")
 Some = tuple[Tensor | None, ...]
 RingInfo = namedtuple("RingInfo", ["ring_rank", "iter_info"])
 

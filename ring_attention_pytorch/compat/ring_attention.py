@@ -7,8 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import check_least, checked, checks_of
-from ring_attention_pytorch.comm.agreement import told_by_group, typed
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.distributed import (
     all_gather,
     gather_as,
@@ -21,6 +19,8 @@ from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.nn.transformer import RingTransformer
+from ring_attention_pytorch.ranks.agreement import told_by_group, typed
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import softclamp
 
 __all__ = [

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 from torch import Tensor
 
-from ring_attention_pytorch.comm.agreement import told_by_group, typed
-from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.kernels import refusal
 from ring_attention_pytorch.plan.checks import like_autocast
+from ring_attention_pytorch.ranks.agreement import told_by_group, typed
+from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attention_pytorch.attention import backward, forward
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, merge_, sum_of_products
 
 _NOTHING_SEEN = torch.finfo(torch.float32).min  # lse of a row that saw nothing, which is finite

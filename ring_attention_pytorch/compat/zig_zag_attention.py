@@ -8,8 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.distributed import (
     all_gather,
     gather_as,
@@ -18,6 +16,8 @@ from ring_attention_pytorch.distributed import (
 )
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
+from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.dropout import check_dropout
 
 ShardOutput = namedtuple(

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.doctor.evidence import Evidence
 from ring_attention_pytorch.doctor.shards import (
     EVERYTHING,
@@ -23,6 +22,7 @@ from ring_attention_pytorch.doctor.shards import (
     tokens_of,
     whole_tokens,
 )
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.training.labels import documents_of_positions
 
 

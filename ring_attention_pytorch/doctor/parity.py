@@ -16,13 +16,13 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
-from ring_attention_pytorch.comm.alone import one_process
-from ring_attention_pytorch.comm.notes import ranks_of
-from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.doctor.evidence import Evidence, watched
 from ring_attention_pytorch.doctor.mistakes import KNOWN, Case, Told
 from ring_attention_pytorch.doctor.shards import whole_tokens
+from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.alone import one_process
+from ring_attention_pytorch.ranks.notes import ranks_of
+from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.digests import digest
 
 _CALLER = "check_parity"

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.doctor.evidence import Evidence
 from ring_attention_pytorch.geometry.layouts import (
     LAYOUTS,
@@ -14,6 +13,7 @@ from ring_attention_pytorch.geometry.layouts import (
     all_segments,
     segment_positions,
 )
+from ring_attention_pytorch.ranks.ring import Ring
 
 _TOKENS = ("input_ids", "inputs_embeds")
 EVERYTHING = "everything"

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.schedule.cost import predict
 from ring_attention_pytorch.schedule.hardware import Hardware
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.transports import TRANSPORTS
 from ring_attention_pytorch.doctor.facts import request, why_not
 from ring_attention_pytorch.doctor.speed import Speed, speed
@@ -18,6 +17,7 @@ from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.sharding import shard_sequence
 from ring_attention_pytorch.plan.explain import explain_plan
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.ring import Ring
 
 # the most relative error of out or a gradient: some hundred times what is usual
 ALLOWED = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}

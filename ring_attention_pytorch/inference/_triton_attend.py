@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ring_attention_pytorch.comm._triton_guard import MET
 from ring_attention_pytorch.inference._triton_append import (
     exponent,
     kept,
@@ -21,6 +20,7 @@ from ring_attention_pytorch.inference._triton_append import (
     power_of_two,
     store_rows,
 )
+from ring_attention_pytorch.ranks._triton_guard import MET
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 

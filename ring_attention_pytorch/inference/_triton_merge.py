@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
-from ring_attention_pytorch.comm._triton_guard import BOARDS, FAILED, MET, WRONG, report_first
+from ring_attention_pytorch.ranks._triton_guard import BOARDS, FAILED, MET, WRONG, report_first
 
 # a state, in words, is that of a guard: but for the number of the call, and the addresses of all
 # ranks' memory

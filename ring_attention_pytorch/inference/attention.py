@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checks_of
-from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
 from ring_attention_pytorch.geometry.layouts import Layout, all_segments, check_layout
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.inference.cache import RingCache
@@ -31,6 +30,7 @@ from ring_attention_pytorch.inference.programs import Tuning
 from ring_attention_pytorch.plan.kept import settings
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.agreement import agree, told_by_group, typed
 from ring_attention_pytorch.runtime.resolved import resolved
 
 _CALLER = "attention to a cache"

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked, checks_of
-from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
-from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.inference.page_table import Copies
 from ring_attention_pytorch.inference.pools import Sizes
 from ring_attention_pytorch.inference.rolling import Windows
 from ring_attention_pytorch.inference.scaled import SCALED, WIDE, as_integers, restored, stored
 from ring_attention_pytorch.inference.states import check_states, longest_of
 from ring_attention_pytorch.inference.storage import PagedStorage
+from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.ring import Group, as_ring
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import has_triton
 

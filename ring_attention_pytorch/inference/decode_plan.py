@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import all_gather_stacked
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.partial import Scores, attend_in_blocks, merged
 from ring_attention_pytorch.inference.pools import Pools
 from ring_attention_pytorch.inference.programs import Cut, Processors, Tuning, power_of_2
 from ring_attention_pytorch.inference.pushed_rows import PushedRows, pushed_rows
 from ring_attention_pytorch.inference.scaled import SCALED
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.launches import Launch, can_begin_early
 
 PUSH = True  # whether ranks that share memory merge in one kernel; tests compare both

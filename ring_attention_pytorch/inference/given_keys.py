@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
 from ring_attention_pytorch.inference.page_table import Pages
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.pools import Pools, Sizes
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.streams import capturing
 
 _ENDLESS = 1 << 30  # tokens

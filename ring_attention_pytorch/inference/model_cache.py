@@ -7,10 +7,10 @@ kept of it             all    window   all       on two ranks, of sequences of 4
 from collections.abc import Sequence
 from typing import Any
 
-from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.page_table import Pages
 from ring_attention_pytorch.inference.rolling import Windows
+from ring_attention_pytorch.ranks.ring import Group, as_ring
 
 SPARE = 256  # tokens: fewer mean more kernels for a prompt, more mean more memory
 _SHARE = 8  # spare is at most this part of what other layers keep

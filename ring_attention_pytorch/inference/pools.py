@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.page_table import Pages
 from ring_attention_pytorch.inference.scaled import as_integers, restored, stored
+from ring_attention_pytorch.ranks.ring import Ring
 
 
 class Sizes(NamedTuple):

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.messages import Form, Part
-from ring_attention_pytorch.comm.ring import Messages, Ring
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.layouts import Layout, positions
 from ring_attention_pytorch.geometry.tiles import Tile
@@ -30,6 +29,7 @@ from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.ring import Messages, Ring
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ring_attention_pytorch.comm.failures import timeout_of
-from ring_attention_pytorch.comm.guard import Guard
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import allocate, shared_by
+from ring_attention_pytorch.ranks.failures import timeout_of
+from ring_attention_pytorch.ranks.guard import Guard
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.streams import capturing, current_stream
 
 _FAILED = -1

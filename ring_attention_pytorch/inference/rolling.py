@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.page_table import HEADROOM, Pages
 from ring_attention_pytorch.inference.pools import Pools
+from ring_attention_pytorch.ranks.ring import Ring
 
 
 class Windows(NamedTuple):

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.lineage import Lineage
 from ring_attention_pytorch.inference.page_table import HEADROOM, Copies, Pages, PageTable
 from ring_attention_pytorch.inference.pools import Pools, Sizes
 from ring_attention_pytorch.inference.rolling import RollingTokens, Windows
 from ring_attention_pytorch.inference.scaled import SCALED, WIDE
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.streams import capturing
 
 _USED = (

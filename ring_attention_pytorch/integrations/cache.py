@@ -20,8 +20,6 @@ from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from ring_attention_pytorch.arguments import check_least, checked
-from ring_attention_pytorch.comm.agreement import agree, error_of
-from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.geometry.layouts import all_segments, count, segment_positions
 from ring_attention_pytorch.inference.attention import digest, ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
@@ -31,6 +29,8 @@ from ring_attention_pytorch.integrations.layers import check_layers, windows_of
 from ring_attention_pytorch.integrations.masks import Visible, visible_by
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
 from ring_attention_pytorch.plan.placement import current
+from ring_attention_pytorch.ranks.agreement import agree, error_of
+from ring_attention_pytorch.ranks.ring import Group, as_ring
 
 _LAYOUT: Final = "zigzag"  # of a chunk of a prompt that is spread
 _FEW = 16  # tokens for each rank; attention of more is spread, too, where it can be

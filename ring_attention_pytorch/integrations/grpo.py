@@ -14,8 +14,8 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
-from ring_attention_pytorch.comm.ring import as_ring
 from ring_attention_pytorch.integrations.trainer import RingTrainerMixin
+from ring_attention_pytorch.ranks.ring import as_ring
 
 
 class RingGRPOTrainer(RingTrainerMixin, GRPOTrainer):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
-from ring_attention_pytorch.comm.ring import Group
+from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.training.batches import ShardedBatch
 from ring_attention_pytorch.training.losses import ring_cross_entropy

@@ -23,8 +23,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ring_attention_pytorch.arguments import check_least, checked
-from ring_attention_pytorch.comm.agreement import Check, agree, error_of, typed
-from ring_attention_pytorch.comm.ring import Group, as_ring
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.integrations import blocks
 from ring_attention_pytorch.integrations.cache import CachedLength, CachedMask
@@ -42,6 +40,8 @@ from ring_attention_pytorch.plan.checks import autocast_dtype, check_way
 from ring_attention_pytorch.plan.option_types import CheckOption, KernelOption, TransportName
 from ring_attention_pytorch.plan.options import DEFAULTS
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, typed
+from ring_attention_pytorch.ranks.ring import Group, as_ring
 from ring_attention_pytorch.training.batches import ShardedBatch
 
 _CALLER = "a model of transformers"

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ring_attention_pytorch.comm.alone import in_one_process
 from ring_attention_pytorch.doctor.parity import ParityReport, check_parity
+from ring_attention_pytorch.ranks.alone import in_one_process
 
 
 def probe(trainer: Any, model: nn.Module, whole: Mapping[str, Any]) -> ParityReport:

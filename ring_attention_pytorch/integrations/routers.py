@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.nn.loss import mean_over_ranks
+from ring_attention_pytorch.ranks.ring import Ring
 
 _NAME: Final = "load_balancing_loss_func"
 _PARAMETERS: Final = ["gate_logits", "num_experts", "top_k", "attention_mask"]
@@ -60,7 +60,7 @@ def balance(
         attention_mask: `[b, n]`, 0 or False for padding.
         ring: the ranks. Gradients averaged over them are those of one process.
 
-    >>> from ring_attention_pytorch.comm.ring import as_ring
+    >>> from ring_attention_pytorch.ranks.ring import as_ring
     >>> round(balance((torch.eye(2),), 1, None, as_ring(None)).item(), 6)
     1.0
     """

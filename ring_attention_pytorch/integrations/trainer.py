@@ -22,7 +22,6 @@ import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
-from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.integrations.accelerate import RingParallelismConfig
 from ring_attention_pytorch.integrations.known_trainers import (
     AFTER_GENERATION,
@@ -37,6 +36,7 @@ from ring_attention_pytorch.integrations.whole import (
     spread_scores,
     without_loss,
 )
+from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.training.batches import ShardedBatch, shard_batch
 
 if TYPE_CHECKING:

@@ -13,8 +13,6 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from ring_attention_pytorch.comm.agreement import Check
-from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.integrations.blocks import needed, opened
 from ring_attention_pytorch.integrations.losses import (
     check_entropy,
@@ -33,6 +31,8 @@ from ring_attention_pytorch.integrations.positions import (
 )
 from ring_attention_pytorch.integrations.routers import balance, own_router_loss
 from ring_attention_pytorch.plan.placement import in_backward
+from ring_attention_pytorch.ranks.agreement import Check
+from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.runtime.torch_func import run_apart
 from ring_attention_pytorch.training.batches import ShardedBatch
 

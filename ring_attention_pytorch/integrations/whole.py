@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from ring_attention_pytorch.comm.alone import in_one_process
 from ring_attention_pytorch.integrations.models import RingForward, ring_forward
 from ring_attention_pytorch.plan.placement import note_whole
+from ring_attention_pytorch.ranks.alone import in_one_process
 from ring_attention_pytorch.training.batches import ShardedBatch
 
 Shard = Callable[[Mapping[str, Any]], ShardedBatch]

@@ -14,8 +14,6 @@ from torch.compiler import is_compiling
 
 from ring_attention_pytorch import operators
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import agree, typed
-from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders
 from ring_attention_pytorch.geometry.layouts import Layout
@@ -42,6 +40,8 @@ from ring_attention_pytorch.plan.checks import check_in_graphs, check_over_ring
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption, TransportName
 from ring_attention_pytorch.plan.packing import local_packing
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.agreement import agree, typed
+from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.dropout import check_dropout
 from ring_attention_pytorch.runtime.graphs import GraphCache
 from ring_attention_pytorch.runtime.torch_func import run_apart, tangents_note

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
-from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.torch_func import forward_mode
 
 

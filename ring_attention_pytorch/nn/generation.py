@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import check_least
-from ring_attention_pytorch.comm.agreement import agree, error_of, typed
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.inference.attention import digest
 from ring_attention_pytorch.nn.checks import check_ids
@@ -26,6 +24,8 @@ from ring_attention_pytorch.nn.layer_caches import Chunk, Reading, caches_of
 from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.plan.placement import current
+from ring_attention_pytorch.ranks.agreement import agree, error_of, typed
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 _LAYOUT: LayoutName = "zigzag"  # of a chunk of the prompt: ranks have equal causal work

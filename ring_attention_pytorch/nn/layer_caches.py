@@ -8,13 +8,13 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.model_cache import model_cache
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.rotary import apply_rotary_pos_emb
 from ring_attention_pytorch.plan.option_types import LayoutName
+from ring_attention_pytorch.ranks.ring import Ring
 
 
 class Reading(NamedTuple):

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.comm.exchange import all_to_all
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.documents import BatchDocuments, last_of_document
 from ring_attention_pytorch.geometry.layouts import Segments, segment_positions
 from ring_attention_pytorch.operators import Ranks, TracedRing
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.layouts import Layout, positions, resolve_layout
+from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 
 THETA = 10000  # of rotary embedding, where none is said
 

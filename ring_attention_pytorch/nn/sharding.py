@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked, checks_of
-from ring_attention_pytorch.comm.agreement import Check, agree, error_of, told_by_group, typed
 from ring_attention_pytorch.comm.exchange import all_gather, all_to_all
-from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.balance import deal
 from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders, check_documents
 from ring_attention_pytorch.geometry.layouts import (
@@ -28,6 +26,8 @@ from ring_attention_pytorch.geometry.layouts import (
 )
 from ring_attention_pytorch.plan.packing import gather_packings
 from ring_attention_pytorch.plan.placement import attention_ring, current, note_whole
+from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.tensor_kinds import check_plain
 
 

@@ -12,8 +12,6 @@ from torch.compiler import is_compiling
 
 from ring_attention_pytorch import operators
 from ring_attention_pytorch.arguments import checked, checks_of
-from ring_attention_pytorch.comm.agreement import agree, raise_together, typed
-from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.documents import (
     BatchDocuments,
     Borders,
@@ -46,6 +44,8 @@ from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption,
 from ring_attention_pytorch.plan.packing import local_packing, whole_packing
 from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.agreement import agree, raise_together, typed
+from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.torch_func import run_apart
 
 

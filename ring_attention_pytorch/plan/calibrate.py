@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ring_attention_pytorch.comm.messages import Form
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import shared_by
 from ring_attention_pytorch.geometry.segments import Segment
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.kernels import SelectedKernel
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals, ScoreMods
 from ring_attention_pytorch.schedule.cost import choose_transport

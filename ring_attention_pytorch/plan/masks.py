@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.documents import BatchDocuments
 from ring_attention_pytorch.geometry.segments import Segment, Segments, count, segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask, unseen
 from ring_attention_pytorch.plan.packing import tell
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import MaskMod
 from ring_attention_pytorch.schedule.pieces import Workload
 

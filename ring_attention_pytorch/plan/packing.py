@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.documents import (
     BatchDocuments,
     Borders,
@@ -23,6 +22,7 @@ from ring_attention_pytorch.geometry.segments import (
     count,
     segment_positions,
 )
+from ring_attention_pytorch.ranks.ring import Ring
 
 
 def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> BatchDocuments:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.documents import BatchDocuments
 from ring_attention_pytorch.geometry.layouts import Layout, all_segments
 from ring_attention_pytorch.geometry.segments import Segments, count
+from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 
 _open: list[tuple[int, "Placement"]] = []  # with the threads that opened them, innermost last
 # those whose blocks have ended, while autograd has nodes that may be recomputed

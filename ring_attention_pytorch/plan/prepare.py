@@ -6,8 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.agreement import raise_together
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.transports import make_together, make_transport, owners_at_once
 from ring_attention_pytorch.comm.ulysses import Ulysses, job_of
 from ring_attention_pytorch.geometry.documents import check_end
@@ -21,6 +19,8 @@ from ring_attention_pytorch.plan.masks import check_repeats, copied, gather_posi
 from ring_attention_pytorch.plan.options import Options
 from ring_attention_pytorch.plan.placement import OwnMask, own_mask
 from ring_attention_pytorch.plan.proposal import Proposal
+from ring_attention_pytorch.ranks.agreement import raise_together
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.interfaces import ScoreMods, Transport
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ring_attention_pytorch.comm.claims import Claim
 from ring_attention_pytorch.kernels import SelectedKernel, choose, for_short_documents, lightest
 from ring_attention_pytorch.plan.calibrate import measures, room_left
 from ring_attention_pytorch.plan.checks import (
@@ -18,6 +17,7 @@ from ring_attention_pytorch.plan.checks import (
     like_autocast,
 )
 from ring_attention_pytorch.plan.options import Call, Options
+from ring_attention_pytorch.ranks.notes import Claim
 from ring_attention_pytorch.runtime.dropout import own_seed
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.scores import (

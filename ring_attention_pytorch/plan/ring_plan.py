@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch.arguments import checked, known_device
-from ring_attention_pytorch.comm.agreement import agree_on, in_the_same_call, told_by_group, typed
-from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.comm.transports import make_transport, owners_at_once
 from ring_attention_pytorch.comm.ulysses import Ulysses
 from ring_attention_pytorch.geometry.documents import BatchDocuments
@@ -35,6 +33,8 @@ from ring_attention_pytorch.plan.placement import (
 )
 from ring_attention_pytorch.plan.prepare import place_tokens, settle_transport, swap_heads
 from ring_attention_pytorch.plan.proposal import Proposal
+from ring_attention_pytorch.ranks.agreement import agree_on, in_the_same_call, told_by_group, typed
+from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.graphs import (
     Graphs,

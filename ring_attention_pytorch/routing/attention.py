@@ -13,8 +13,6 @@ from einops import einsum, rearrange, repeat
 from torch import Tensor, nn
 
 from ring_attention_pytorch.arguments import check_least, checked
-from ring_attention_pytorch.comm.agreement import typed
-from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.functional import ring_attn as attend
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.nn.attention import RingAttention
@@ -23,6 +21,8 @@ from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_p
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutName
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.agreement import typed
+from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import (
     CoordinateDescentRouter,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import check_least, checked
-from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.nn.sharding import told_by_module
+from ring_attention_pytorch.ranks.agreement import typed
 from ring_attention_pytorch.routing.attention import ConditionalRoutedAttention
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import Routed, Tokens, refuse_blocks

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import typed
-from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
 from ring_attention_pytorch.plan.option_types import LayoutName
+from ring_attention_pytorch.ranks.agreement import typed
+from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.routing.attention import ConditionalRoutedAttention
 from ring_attention_pytorch.routing.autoregressive import ConditionalRoutedAutoregressiveAttention
 from ring_attention_pytorch.routing.feedforward import ConditionalRoutedFeedForward

@@ -7,11 +7,11 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.comm.exchange import all_to_all
-from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutName
+from ring_attention_pytorch.ranks.agreement import typed
+from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.routing.attention import (
     HeavyAttention,
     base_for,

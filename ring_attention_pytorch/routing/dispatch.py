@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import scatter_rows
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import all_segments, count, segment_positions
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.routing.plan import RoutingPlan
 
 

@@ -6,11 +6,11 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ring_attention_pytorch.arguments import check_least, checked
-from ring_attention_pytorch.comm.agreement import typed
-from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.feedforward import feed_forward
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
 from ring_attention_pytorch.plan.option_types import LayoutName
+from ring_attention_pytorch.ranks.agreement import typed
+from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.routing.attention import base_for
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.router import (

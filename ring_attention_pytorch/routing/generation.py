@@ -17,9 +17,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.nn.layer_caches import Chunk, Reading, token_caches
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.routing.attention import base_for
 from ring_attention_pytorch.routing.autoregressive import (
     ConditionalRoutedAutoregressiveAttention as RoutedAttention,

@@ -7,9 +7,9 @@ from einops import rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.sharding import told_by_module
+from ring_attention_pytorch.ranks.agreement import typed
 from ring_attention_pytorch.routing.attention import ConditionalRoutedAttention
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
 from ring_attention_pytorch.routing.plan import RoutingPlan

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked, checks_of, known_device
-from ring_attention_pytorch.comm.agreement import (
-    agree,
-    error_of,
-    raise_together,
-    told_by_group,
-    typed,
-)
 from ring_attention_pytorch.comm.exchange import all_gather
-from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.layouts import (
     Segments,
     all_segments,
@@ -28,6 +20,14 @@ from ring_attention_pytorch.geometry.layouts import (
 from ring_attention_pytorch.nn.sharding import ShardConfig, check_mask
 from ring_attention_pytorch.plan.checks import DTYPES, check_shards
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.agreement import (
+    agree,
+    error_of,
+    raise_together,
+    told_by_group,
+    typed,
+)
+from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ring_attention_pytorch.arguments import check_least, checked
-from ring_attention_pytorch.comm.agreement import typed
-from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
 from ring_attention_pytorch.plan.option_types import LayoutName
+from ring_attention_pytorch.ranks.agreement import typed
+from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.routing.descent_triton import TRITON
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
 from ring_attention_pytorch.routing.passes import PLAIN, Passes

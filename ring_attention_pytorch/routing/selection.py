@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.ring import Group
+from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.soft_topk import Count, check_count, counts
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.arguments import check_least, checked, checks_of
-from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
 from ring_attention_pytorch.comm.exchange import all_gather, sum_over_ranks
-from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
+from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.routing.descent_triton import TRITON
 from ring_attention_pytorch.routing.passes import PLAIN, Partition, Slope, partition, slope
 from ring_attention_pytorch.runtime.torch_func import refuse_second_order

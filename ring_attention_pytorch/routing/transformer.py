@@ -5,14 +5,14 @@ from typing import Any
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import typed
-from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.generation import Decoder
 from ring_attention_pytorch.nn.layer_caches import Reading
 from ring_attention_pytorch.nn.loss import mean_cross_entropy
 from ring_attention_pytorch.nn.sharding import told_by_module
 from ring_attention_pytorch.nn.transformer import RingTransformer
 from ring_attention_pytorch.plan.option_types import LayoutName
+from ring_attention_pytorch.ranks.agreement import typed
+from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.routing.block import ConditionalRoutedTransformerBlock
 from ring_attention_pytorch.routing.generation import CachedRoutedTransformer
 from ring_attention_pytorch.routing.plan import RoutingPlan

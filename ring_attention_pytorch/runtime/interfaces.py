@@ -313,7 +313,7 @@ class Transport(Protocol):
 
     @property
     def ring(self) -> Any:
-        """Return the ranks that exchange, a `comm.ring.Ring`."""
+        """Return the ranks that exchange, a `ranks.ring.Ring`."""
         ...
 
     @property

@@ -16,8 +16,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ring_attention_pytorch.comm.agreement import told_by_group, typed
 from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.ranks.agreement import told_by_group, typed
 from ring_attention_pytorch.runtime.rowwise import merge
 from ring_attention_pytorch.runtime.torch_func import run_apart
 from ring_attention_pytorch.summaries.plan import SummaryPlan

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import all_gather
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.decoding import tree_attn_decode
 from ring_attention_pytorch.geometry.layouts import count, segment_positions
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.summaries.cells import Cells
 from ring_attention_pytorch.summaries.plan import SummaryPlan
 

@@ -18,7 +18,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import scatter_rows
-from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.summaries.cells import Cells, Grouped, edge_keys, edge_queries

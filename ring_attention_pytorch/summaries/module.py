@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import typed
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.sharding import told_by_module
+from ring_attention_pytorch.ranks.agreement import typed
 from ring_attention_pytorch.summaries.cache import SummaryCache
 from ring_attention_pytorch.summaries.layer import Summaries
 

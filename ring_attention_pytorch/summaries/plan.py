@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import agree, told_by_group, typed
 from ring_attention_pytorch.comm.exchange import exchange_rows
-from ring_attention_pytorch.comm.ring import Group, Ring
 from ring_attention_pytorch.geometry.layouts import count, segment_positions
 from ring_attention_pytorch.plan.placement import attention_ring, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.agreement import agree, told_by_group, typed
+from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.summaries.cells import (
     Cells,
     Grouped,

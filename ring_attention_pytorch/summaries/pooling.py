@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.agreement import error_of, told_by_group, typed
 from ring_attention_pytorch.comm.exchange import exchange_rows
+from ring_attention_pytorch.ranks.agreement import error_of, told_by_group, typed
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, softmax_weights
 from ring_attention_pytorch.summaries.plan import Deal, SummaryPlan
 

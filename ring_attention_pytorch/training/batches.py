@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import check_least, checked, known_device
-from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
-from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.balance import deal
 from ring_attention_pytorch.geometry.documents import BatchDocuments, check_documents
 from ring_attention_pytorch.geometry.documents import digest as of_borders
@@ -31,6 +29,8 @@ from ring_attention_pytorch.nn.loss import next_tokens
 from ring_attention_pytorch.nn.sharding import unshard_sequence
 from ring_attention_pytorch.plan.packing import local_packing
 from ring_attention_pytorch.plan.placement import Placement
+from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.tensor_kinds import check_plain
 from ring_attention_pytorch.training.labels import (

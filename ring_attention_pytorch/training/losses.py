@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
-from ring_attention_pytorch.comm.agreement import agree, error_of, told_by_group, typed
-from ring_attention_pytorch.comm.notes import Disagreement
-from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
 from ring_attention_pytorch.geometry.layouts import all_segments, segment_positions
 from ring_attention_pytorch.nn.loss import mean_over_ranks
 from ring_attention_pytorch.plan.placement import current, note_whole
+from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.notes import Disagreement
+from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.training.batches import ShardedBatch
 from ring_attention_pytorch.training.loss_inputs import (

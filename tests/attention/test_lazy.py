@@ -11,8 +11,8 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
 from ring_attention_pytorch import RingCache, RingPlan, ring_attn, ring_attn_with_cache
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.ulysses import QKV_TO_HEADS, Ulysses
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.interpreter import needs_triton
 from tests.support.lazy import LAZY, kernels_by_address, negative, unwaited
 from tests.support.random_cases import problem

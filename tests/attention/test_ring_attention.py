@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.layouts import LAYOUTS
 from ring_attention_pytorch.kernels import KERNELS, refusal
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from tests.support import threads
 from tests.support.cases import (

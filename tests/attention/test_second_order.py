@@ -13,13 +13,13 @@ from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.loss import mean_cross_entropy
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.routing import CoordinateDescentRouter, soft_topk
 from ring_attention_pytorch.second_order import RingTangents
 from tests.support import threads

@@ -20,8 +20,8 @@ from ring_attention_pytorch import (
     shard_sequence,
     tree_attn_decode,
 )
-from ring_attention_pytorch.comm.ring import Ring
-from tests.comm.test_agreement import said
+from ring_attention_pytorch.ranks.ring import Ring
+from tests.ranks.test_agreement import said
 from tests.support.reference import relative_error
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attention_pytorch import tree_attn_decode
-from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.module_cases import Errors, check, check_refused
 from tests.support.reference import dense_attention, relative_error
 

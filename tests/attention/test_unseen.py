@@ -19,8 +19,8 @@ from ring_attention_pytorch import (
     summarize,
     summary_attn,
 )
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.kernels._configs import Config, configured
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.interpreter import needs_triton
 from tests.support.random_cases import problem
 from tests.support.random_draw import Case

@@ -388,14 +388,14 @@ ATTENTION = [
         "_replace(first_head=first)", "_replace(first_head=0)",
     ),
     Mutant(
-        "ranks may differ", "comm/agreement.py:_check_same", "if len({*texts}) > 1:", "if False:",
+        "ranks may differ", "ranks/agreement.py:_check_same", "if len({*texts}) > 1:", "if False:",
     ),
     Mutant(
-        "what one ring gets wrong is kept to itself", "comm/agreement.py:raise_together",
+        "what one ring gets wrong is kept to itself", "ranks/agreement.py:raise_together",
         "if ring.several:", "if False:",
     ),
     Mutant(
-        "a rank's problem is kept to itself", "comm/agreement.py:agree_on",
+        "a rank's problem is kept to itself", "ranks/agreement.py:agree_on",
         "shortened(ring.problem if error is None else str(error))", "None",
     ),
 ]  # fmt: skip
@@ -407,47 +407,47 @@ SILENT = [
         "if True:",
     ),
     Mutant(
-        "all are taken to have told what this rank has", "comm/notes.py:exchange",
+        "all are taken to have told what this rank has", "ranks/notes.py:exchange",
         "== len(firsts)", "> 0",
     ),
     Mutant(
-        "own numbers are taken for the others'", "comm/agreement.py:agree_on",
+        "own numbers are taken for the others'", "ranks/agreement.py:agree_on",
         "notes.count(mine) == len(notes)", "notes.count(mine) > 0",
     ),
     Mutant(
-        "a problem that all ranks have is none", "comm/agreement.py:agree_on",
+        "a problem that all ranks have is none", "ranks/agreement.py:agree_on",
         "problem is None and", "",
     ),
     Mutant(
-        "any call's notes will do", "comm/notes.py:check_subjects",
+        "any call's notes will do", "ranks/notes.py:check_subjects",
         "if len({*first_lines}) == 1 and first_lines[0] is not None:", "if True:",
     ),
     Mutant(
-        "notes end where they are exchanged", "comm/notes.py:exchange",
+        "notes end where they are exchanged", "ranks/notes.py:exchange",
         "if more > 0", "if False",
     ),
     Mutant(
-        "notes of any kind are read", "comm/claims.py:read",
+        "notes of any kind are read", "ranks/notes.py:read",
         "(ValueError, TypeError, AttributeError, OverflowError, RecursionError)",
         "ZeroDivisionError",
     ),
     Mutant(
-        "messages of any plan", "comm/steps.py:Steps.tag", "(self._since, self.calls, self.about)",
+        "messages of any plan", "ranks/steps.py:Steps.tag", "(self._since, self.calls, self.about)",
         "(self._since, self.calls)",
     ),
     Mutant(
-        "messages of any call", "comm/steps.py:Steps.begin", "self.calls + 1", "self.calls",
+        "messages of any call", "ranks/steps.py:Steps.begin", "self.calls + 1", "self.calls",
     ),
     Mutant(
-        "ranks out of step go on", "comm/agreement.py:_check_in_step",
+        "ranks out of step go on", "ranks/agreement.py:_check_in_step",
         "if len({*steps}) > 1:", "if False:",
     ),
     Mutant(
-        "what differs late is taken for the same", "comm/claims.py:_plain",
-        "if len(text) <= _LONGEST: return text", "return text[:_LONGEST]",
+        "what differs late is taken for the same", "ranks/notes.py:_plain",
+        "if len(text) <= _LONGEST_TEXT: return text", "return text[:_LONGEST_TEXT]",
     ),
     Mutant(
-        "a wrong type is kept to itself", "comm/agreement.py:typed",
+        "a wrong type is kept to itself", "ranks/agreement.py:typed",
         "tell(arguments.by_name(args, kwargs), ValueError(why))", "tell",
     ),
     Mutant(
@@ -455,165 +455,165 @@ SILENT = [
         "trace.tb_next.tb_next is None", "True",
     ),
     Mutant(
-        "what breaks is kept to itself", "comm/agreement.py:error_of",
+        "what breaks is kept to itself", "ranks/agreement.py:error_of",
         "except Exception as error:", "except OSError as error:",
     ),
 ]  # fmt: skip
 
 FAILING = [
     Mutant(
-        "a ring stays whole whatever fails", "comm/steps.py:Steps._break",
+        "a ring stays whole whatever fails", "ranks/steps.py:Steps._break",
         "if self.broken is not None:", "if True:",
     ),
     Mutant(
-        "a broken ring goes on", "comm/steps.py:Steps._check",
+        "a broken ring goes on", "ranks/steps.py:Steps._check",
         "if self.broken is not None:", "if False:",
     ),
     Mutant(
-        "a broken ring is never mended", "comm/steps.py:Steps.mend",
+        "a broken ring is never mended", "ranks/steps.py:Steps.mend",
         "self.broken = None", "pass",
     ),
     Mutant(
-        "what is under way is let go", "comm/steps.py:Steps._break",
+        "what is under way is let go", "ranks/steps.py:Steps._break",
         "self._left, self.under_way = self.under_way, []", "self.under_way = []",
     ),
     Mutant(
-        "what ranks disagree about breaks their ring", "comm/steps.py:Steps.__exit__",
+        "what ranks disagree about breaks their ring", "ranks/steps.py:Steps.__exit__",
         "isinstance(error, Disagreement)", "isinstance(error, ZeroDivisionError)",
     ),
-    Mutant("peers are told nothing", "comm/steps.py:Steps.__exit__", "tell_peers()", "pass"),
+    Mutant("peers are told nothing", "ranks/steps.py:Steps.__exit__", "tell_peers()", "pass"),
     Mutant(
-        "what devices find is told to nobody", "comm/steps.py:Steps._check",
+        "what devices find is told to nobody", "ranks/steps.py:Steps._check",
         "if self.guards and", "if False and",
     ),
     Mutant(
-        "what devices have found is never forgotten", "comm/steps.py:Steps.mend",
+        "what devices have found is never forgotten", "ranks/steps.py:Steps.mend",
         "guard.reset()", "pass",
     ),
     Mutant(
-        "devices forget while others wait", "comm/steps.py:Steps.mend", "guard.wait()", "pass",
+        "devices forget while others wait", "ranks/steps.py:Steps.mend", "guard.wait()", "pass",
     ),
     Mutant(
-        "a plan keeps what a device found to itself", "comm/ring.py:Ring.gather_notes",
+        "a plan keeps what a device found to itself", "ranks/ring.py:Ring.gather_notes",
         "if told not in", "if False and told not in",
     ),
     Mutant(
-        "one rank's device forgets alone", "comm/ring.py:Ring.gather_notes",
+        "one rank's device forgets alone", "ranks/ring.py:Ring.gather_notes",
         "if any(troubles)", "if trouble",
     ),
     Mutant(
-        "devices tell nobody of a failure", "comm/failures.py:tell_peers", "guard.fail()", "pass",
+        "devices tell nobody of a failure", "ranks/failures.py:tell_peers", "guard.fail()", "pass",
     ),
     Mutant(
-        "devices tell nobody of a call's", "comm/steps.py:Steps._break", "guard.fail()", "pass",
+        "devices tell nobody of a call's", "ranks/steps.py:Steps._break", "guard.fail()", "pass",
     ),
     Mutant(
-        "a device's error hides others", "comm/steps.py:Steps._break",
+        "a device's error hides others", "ranks/steps.py:Steps._break",
         "with suppress(RuntimeError):", "if True:",
     ),
     Mutant(
-        "any call is the same", "comm/agreement.py:in_the_same_call",
+        "any call is the same", "ranks/agreement.py:in_the_same_call",
         'f"{ring.steps.now}\\n{call_site()}"', 'f"a call\\n{call_site()}"',
     ),
     Mutant(
-        "a timeout is told in the transport's words", "comm/failures.py:_why",
+        "a timeout is told in the transport's words", "ranks/failures.py:_why",
         'if waited := re.search(r"Timed out waiting (\\d+)ms", said):', "if waited := None:",
     ),
     Mutant(
-        "a stale plan is told as any other call", "comm/failures.py:_advice",
+        "a stale plan is told as any other call", "ranks/failures.py:_advice",
         "if step.plan and plans - {str(step.plan)}:", "if False:",
     ),
     Mutant(
-        "errors name no rank", "comm/failures.py:RingError.waiting",
+        "errors name no rank", "ranks/failures.py:RingError.waiting",
         "ranks = sorted({*ranks})", "ranks = []",
     ),
     Mutant(
-        "an old note is taken for the next one", "comm/host_links.py:Links._came",
+        "an old note is taken for the next one", "ranks/host_links.py:Links._came",
         "if number >= self._number:", "if True:",
     ),
     Mutant(
-        "an exchange that failed leaves its links", "comm/host_links.py:Links.gather",
+        "an exchange that failed leaves its links", "ranks/host_links.py:Links.gather",
         "self.close()", "pass",
     ),
     Mutant(
-        "all are missing if one is", "comm/host_links.py:Links._came",
+        "all are missing if one is", "ranks/host_links.py:Links._came",
         'raise Missing("Connection closed", [rank])', 'raise Missing("Connection closed", ())',
     ),
     Mutant(
-        "notes are looked for without end", "comm/host_links.py:Links._receive",
+        "notes are looked for without end", "ranks/host_links.py:Links._receive",
         "waited < _AWAKE", "True",
     ),
     Mutant(
-        "notes are waited for without end", "comm/host_links.py:_wait",
+        "notes are waited for without end", "ranks/host_links.py:_wait",
         "min(max(0.0, 1000 * seconds), _MOST_MS)", "3000",
     ),
     Mutant(
-        "one rank has links alone", "comm/host_links.py:_meet", "len(links) == rank", "True",
+        "one rank has links alone", "ranks/host_links.py:_meet", "len(links) == rank", "True",
     ),
     Mutant(
-        "all are named where one is missing", "comm/failures.py:Awaiting.__exit__",
+        "all are named where one is missing", "ranks/failures.py:Awaiting.__exit__",
         "missing or ranks", "ranks",
     ),
     Mutant(
-        "links are closed to no peer", "comm/failures.py:tell_peers", "each.close()", "pass",
+        "links are closed to no peer", "ranks/failures.py:tell_peers", "each.close()", "pass",
     ),
     Mutant(
-        "a forked child keeps links", "comm/failures.py:_remember_groups", "each.close()", "pass",
+        "a forked child keeps links", "ranks/failures.py:_remember_groups", "each.close()", "pass",
     ),
     Mutant(
-        "a group in which a wait has failed goes on", "comm/failures.py:RingError.waiting",
+        "a group in which a wait has failed goes on", "ranks/failures.py:RingError.waiting",
         "closed.add(group)", "pass",
     ),
     Mutant(
-        "who waits in a group that has ended hears nothing", "comm/ring.py:Ring.gather_bytes",
+        "who waits in a group that has ended hears nothing", "ranks/ring.py:Ring.gather_bytes",
         "close_links(self.group)", "pass",
     ),
     Mutant(
-        "a plan is said to mend what has ended", "comm/steps.py:Steps._check",
+        "a plan is said to mend what has ended", "ranks/steps.py:Steps._check",
         "NEW_GROUP in text", "False",
     ),
     Mutant(
-        "words of a failure that was mended are told", "comm/last_words.py:_look",
+        "words of a failure that was mended are told", "ranks/last_words.py:_look",
         "if since >= notes:", "if True:",
     ),
     Mutant(
-        "patience begins anew with each message", "comm/host_links.py:Links._receive",
+        "patience begins anew with each message", "ranks/host_links.py:Links._receive",
         "self._patience - waited", "self._patience",
     ),
     Mutant(
-        "any packet is a note", "comm/host_links.py:Links._came",
+        "any packet is a note", "ranks/host_links.py:Links._came",
         "if not _NUMBER.size <= len(packet) <= _NUMBER.size + FIRST:", "if False:",
     ),
     Mutant(
-        "whoever has a number is let in", "comm/host_links.py:_let_in",
+        "whoever has a number is let in", "ranks/host_links.py:_let_in",
         "(rank := _name(link)) in missing", "(rank := _name(link)) is not None",
     ),
     Mutant(
-        "who connects is waited for until it says something", "comm/host_links.py:_name",
+        "who connects is waited for until it says something", "ranks/host_links.py:_name",
         "link.settimeout(_HEARD)", "pass",
     ),
     Mutant(
-        "a note may have any length", "comm/notes.py:exchange", "max(lengths) > _LONGEST", "False",
+        "a note may have any length", "ranks/notes.py:exchange", "max(lengths) > _LONGEST", "False",
     ),
     Mutant(
-        "ranks tell any numbers", "comm/agreement.py:_check_numbers",
+        "ranks tell any numbers", "ranks/agreement.py:_check_numbers",
         "len({tuple(numbers) for numbers in own}) > 1", "False",
     ),
     Mutant(
-        "a note need not say how devices are", "comm/ring.py:Ring.gather_notes",
+        "a note need not say how devices are", "ranks/ring.py:Ring.gather_notes",
         "if not all(ends):", "if False:",
     ),
     Mutant(
-        "nobody is told of a long wait", "comm/overdue.py:Waits.report",
+        "nobody is told of a long wait", "ranks/overdue.py:Waits.report",
         "seconds < self._due.get(wait, self._seconds)", "True",
     ),
     Mutant(
-        "a long wait is told again and again", "comm/overdue.py:Waits.report",
+        "a long wait is told again and again", "ranks/overdue.py:Waits.report",
         "self._due[wait] = 2 * seconds", "pass",
     ),
-    Mutant("waits never end", "comm/overdue.py:Waits.end", "self._since.pop(wait, None)", "pass"),
+    Mutant("waits never end", "ranks/overdue.py:Waits.end", "self._since.pop(wait, None)", "pass"),
     Mutant(
-        "groups of another process are used", "comm/failures.py:known",
+        "groups of another process are used", "ranks/failures.py:known",
         "group in inherited or _world() in inherited", "False",
     ),
 ]  # fmt: skip

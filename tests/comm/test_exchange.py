@@ -11,7 +11,7 @@ from ring_attention_pytorch.comm.exchange import (
     scatter_rows,
     sum_over_ranks,
 )
-from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 
 WIDTH = 2

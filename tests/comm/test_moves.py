@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm import visits
-from ring_attention_pytorch.comm.guard import Board
 from ring_attention_pytorch.comm.ulysses import HeadPartition, key_heads, land
 from ring_attention_pytorch.geometry.layouts import all_segments, count
-from tests.comm.test_guard import CPU, without_clock
+from ring_attention_pytorch.ranks.guard import Board
 from tests.comm.test_visits import Shelf, do
+from tests.ranks.test_guard import CPU, without_clock
 from tests.support.interpreter import needs_triton
 from tests.support.kernel_cases import far
 

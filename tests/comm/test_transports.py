@@ -17,17 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attention_pytorch.comm import (
-    gather_symmetric,
-    symmetric_memory,
-    transports,
-)
+from ring_attention_pytorch.comm import gather_symmetric, symmetric_memory, transports
 from ring_attention_pytorch.comm.all_to_all import MessageSwap, swap_among
 from ring_attention_pytorch.comm.gather import Gather
 from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricCall, SymmetricGather
 from ring_attention_pytorch.comm.messages import Form
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.transports import TRANSPORTS, make_transport, owners_at_once
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.documents import of_borders
@@ -44,6 +39,7 @@ from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel, choose
 from ring_attention_pytorch.plan import kept, prepare, proposal
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime import streams
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock

@@ -19,13 +19,13 @@ from ring_attention_pytorch import (
 from ring_attention_pytorch.comm import symmetric_memory, visits
 from ring_attention_pytorch.comm.all_to_all import SharedSwap
 from ring_attention_pytorch.comm.messages import Form
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer
 from ring_attention_pytorch.comm.ulysses import HeadPartition, key_heads, land, most_bytes
 from ring_attention_pytorch.functional import ring_attn, ulysses_attn
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments, count, segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from tests.attention.test_ring_attention import CROSS, cross, hops
 from tests.support import threads

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm import visits
-from ring_attention_pytorch.comm.guard import Board
+from ring_attention_pytorch.ranks.guard import Board
 from ring_attention_pytorch.runtime.launches import PreparedLaunch
 from ring_attention_pytorch.runtime.tape import _preparations
-from tests.comm.test_guard import CPU, without_clock
+from tests.ranks.test_guard import CPU, without_clock
 from tests.support.interpreter import interpreters, needs_triton
 from tests.support.reference import relative_error
 

@@ -31,7 +31,7 @@ from ring_attention_pytorch import (
     tree_attn_decode,
     unshard_sequence,
 )
-from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.cases import Attention, check_in_processes, check_in_threads, oracle
 from tests.support.module_cases import Case, attention_cases, check, made, transformer_cases
 from tests.support.ranks import alone

@@ -70,9 +70,9 @@ from ring_attention_pytorch import (
 )
 from ring_attention_pytorch import ring as ring_module
 from ring_attention_pytorch import ring_attention as ring_attention_module
-from ring_attention_pytorch.comm.ring import as_ring
 from ring_attention_pytorch.compat._moved import MOVED
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.ring import as_ring
 from tests.support.interpreter import needs_triton
 from tests.support.module_cases import gradient_errors, made
 from tests.support.ranks import alone

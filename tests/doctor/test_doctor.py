@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from ring_attention_pytorch import kernels
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.doctor import commands, trials
 from ring_attention_pytorch.doctor.facts import Facts, gather_facts
 from ring_attention_pytorch.doctor.findings import Finding, findings_of, keeps_from_trying
 from ring_attention_pytorch.doctor.trials import Parity, Trial, worst
 from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.ranks.ring import Ring
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "doctor.md"
 WELL = Facts(

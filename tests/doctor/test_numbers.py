@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ring_attention_pytorch import ParityReport, check_parity, ring_attn
-from ring_attention_pytorch.comm.alone import one_process
-from ring_attention_pytorch.comm.ring import Ring, as_ring
 from ring_attention_pytorch.doctor import parity
 from ring_attention_pytorch.doctor.parity import GradientError
+from ring_attention_pytorch.ranks.alone import one_process
+from ring_attention_pytorch.ranks.ring import Ring, as_ring
 from tests.support import threads
 
 

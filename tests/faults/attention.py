@@ -205,7 +205,7 @@ def keys_come_together_where_they_are_few() -> Iterator[Case]:
 
 def no_ring_is_left_alone() -> Iterator[Case]:
     """With what one of them gets wrong."""
-    from tests.comm import test_agreement
+    from tests.ranks import test_agreement
 
     for kind in ("lengths", "positions"):
         yield partial(test_agreement.test_what_one_ring_gets_wrong_the_other_is_told, kind)

@@ -13,10 +13,10 @@ MUTANTS = planted("FAILING")
 
 def battery() -> Iterator[Callable[[], object]]:
     """Cases that fail where something is wrong."""
-    from tests.comm import test_agreement as agreement
-    from tests.comm import test_failures as failures
-    from tests.comm import test_guard as guard
-    from tests.comm import test_host_links as links
+    from tests.ranks import test_agreement as agreement
+    from tests.ranks import test_failures as failures
+    from tests.ranks import test_guard as guard
+    from tests.ranks import test_host_links as links
     from tests.support import threads
 
     torch.set_num_threads(1)

@@ -17,7 +17,7 @@ def battery() -> Iterable[Callable[[], object]]:
     import torch
 
     from ring_attention_pytorch import tree_attn_decode
-    from ring_attention_pytorch.comm.ring import Ring
+    from ring_attention_pytorch.ranks.ring import Ring
     from tests.faults.attention import patched
     from tests.inference import test_page_table as tables
     from tests.inference import test_pages as pages

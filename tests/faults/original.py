@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.faults import hunt
 from tests.faults.mutant import planted
 

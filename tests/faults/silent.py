@@ -20,13 +20,13 @@ MUTANTS = planted("SILENT")
 
 def battery() -> Iterator[Case]:
     """Cases that fail where something is wrong."""
-    from tests.comm import test_agreement as notes
-    from tests.comm import test_steps as steps
     from tests.comm import test_transports
     from tests.kernels import test_features
     from tests.kernels import test_strides as strides
     from tests.plan import test_alike as alike
     from tests.project import test_surface as surface
+    from tests.ranks import test_agreement as notes
+    from tests.ranks import test_steps as steps
     from tests.routing import test_routing
     from tests.runtime import test_float16
     from tests.schedule import test_cost
@@ -79,7 +79,7 @@ def battery() -> Iterator[Case]:
 
 def a_wrong_type_is_told() -> None:
     """By whoever is told what is wrong, and then raised."""
-    from ring_attention_pytorch.comm.agreement import typed
+    from ring_attention_pytorch.ranks.agreement import typed
 
     told = []
 

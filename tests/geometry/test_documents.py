@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_attention_pytorch import RingPlan, ring_attn, shard_sequence, unshard_sequence
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry import layouts
 from ring_attention_pytorch.geometry import tiles as tiles_module
 from ring_attention_pytorch.geometry.balance import balanced, visible_keys
@@ -22,6 +21,7 @@ from ring_attention_pytorch.geometry.segments import segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
 from ring_attention_pytorch.kernels._tile_table import tile_table
 from ring_attention_pytorch.plan import ring_plan
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import Tiles
 from tests.support import threads
 from tests.support.cases import (

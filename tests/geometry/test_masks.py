@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_attention_pytorch import ring_attn
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, positions
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.reference import dense_attention, relative_error
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from ring_attention_pytorch import RingPlan, RingTransformer, ring_attn, shard_sequence
-from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.reference import relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.gpu.memory import poison
 from tests.support.features import FEATURES, N, Problem, together
 from tests.support.ranks import gpu_ranks

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RingError, decoding, tree_attn_decode
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.explain import chunk_sizes
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.attention.test_tree_attn_decoding import Decoding
 from tests.inference.stories import Story, told
 from tests.inference.test_cache import OPTIONS

@@ -19,9 +19,9 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor
 
 from ring_attention_pytorch import RingCache, ring_attn, ring_attn_with_cache
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.attention.test_unseen import SEEN, cached, rows_of_nan
 from tests.gpu.memory import poison
 from tests.gpu.test_transports_gpu import plan_for

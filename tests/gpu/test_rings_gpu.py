@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.kernels import KERNELS, refusal
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from tests.gpu.memory import poison
 from tests.support import threads

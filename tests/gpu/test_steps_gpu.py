@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RingError, RingPlan, fail_together, ring_attn
-from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.ranks import Pool
 from tests.support.reference import dense_attention, relative_error
 

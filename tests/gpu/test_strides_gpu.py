@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, positions, ring_attn, tree_attn_decode
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.kernels import KERNELS, refusal
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.rowwise import add_, merge_, sum_of_products
 from tests.gpu.test_kernels_gpu import asked

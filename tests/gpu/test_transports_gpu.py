@@ -24,10 +24,10 @@ from ring_attention_pytorch.comm import gather_serial, gather_symmetric, transpo
 from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.messages import Form
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer, shared_by
 from ring_attention_pytorch.kernels import _flash, refusal
 from ring_attention_pytorch.plan import kept
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.streams import side_stream
 from ring_attention_pytorch.runtime.tape import Tapes

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attention_pytorch.comm import visits
-from ring_attention_pytorch.comm.guard import Board
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.symmetric_memory import allocate
+from ring_attention_pytorch.ranks.guard import Board
+from ring_attention_pytorch.ranks.ring import Ring
 
 SIZE, LAST, TURNS = 2, 1, 200
 ROWS, HEADS, D = 1 << 17, 4, 64  # of k and v together 128 MB: some 400 us over NVLink

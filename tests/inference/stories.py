@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.ranks.ring import Group
 from tests.support.reference import dense_attention, relative_error
 
 HEADS, D, D_V = 4, 8, 6

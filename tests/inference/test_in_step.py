@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ring_attention_pytorch import RingCache, RingError, ring_attn_with_cache
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.lineage import Lineage
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 
 SECONDS = 3.0  # that ranks wait for one another

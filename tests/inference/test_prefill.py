@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
@@ -15,6 +14,7 @@ from ring_attention_pytorch.inference.chunk_costs import ChunkSizes
 from ring_attention_pytorch.inference.explain import explain_cache
 from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.plan import proposal
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from tests.support import threads
 from tests.support.reference import dense_attention, relative_error

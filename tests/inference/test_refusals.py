@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from ring_attention_pytorch import explain_cache
-from ring_attention_pytorch.comm.failures import RingError
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.ranks.failures import RingError
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.module_cases import check_refused
 
 

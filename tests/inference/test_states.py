@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RingCache, ring_attn_with_cache
-from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.reference import dense_attention
 
 SIZES: dict[str, Any] = dict(sequences=2, key_heads=2, head_dim=4, layers=2, page=2)

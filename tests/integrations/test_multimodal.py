@@ -9,10 +9,10 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from ring_attention_pytorch import ring_cross_entropy, shard_batch
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.integrations.heads import head_of
 from ring_attention_pytorch.integrations.multimodal import merged, text_states
 from ring_attention_pytorch.integrations.transformers import register, ring_forward
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.families import widened
 from tests.support.hf import ring_of
 from tests.support.tiny_models import FIRST, PAD, WORDS, family_of, model_of

@@ -328,7 +328,7 @@ _WITH_SEEDS = """
 import os, sys
 from tests.support import hf_kinds
 from tests.integrations.test_outputs import errors
-from ring_attention_pytorch.comm.ring import as_ring
+from ring_attention_pytorch.ranks.ring import as_ring
 from ring_attention_pytorch.launch import torchrun_group
 
 with torchrun_group("gloo"):

@@ -17,11 +17,11 @@ from einops import rearrange
 from torch import Tensor
 
 from ring_attention_pytorch import ring_attn
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.tiles import Tile, band, trim
 from ring_attention_pytorch.kernels import KERNELS, flash_attn_4
 from ring_attention_pytorch.kernels._flash import aligned, from_bottom_right, windows
 from ring_attention_pytorch.kernels._varlen import packs
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import Tiles
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype

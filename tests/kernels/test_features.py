@@ -8,8 +8,8 @@ from torch import Tensor
 
 from docs.what_works import COLUMNS, PAGE_AT, measured
 from ring_attention_pytorch import ring_attn
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.features import FEATURES, LAYOUTS, Problem, drawn, refusal, together
 from tests.support.reference import relative_error

@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ring_attention_pytorch import ring_attn, tree_attn_decode
-from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.cases import (
     CPU_KERNELS,

@@ -79,7 +79,7 @@ def _with(configs: dict[str, Config], check: Callable, *args: object) -> object:
 
 def _alone() -> dict[str, float]:
     """Through the public function, as a ring of one."""
-    from ring_attention_pytorch.comm.ring import Ring
+    from ring_attention_pytorch.ranks.ring import Ring
 
     case = Attention(21, causal=True, masked=True, dtype=torch.float32, kernel="triton", batch=1)
     return errors(case, 0, 1, shard(case, Ring.alone()), oracle(case))

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ring_attention_pytorch import ConditionalRoutedTransformer, RingTransformer, Summaries
-from ring_attention_pytorch.comm.ring import Group
 from ring_attention_pytorch.nn.generation import Sampling
+from ring_attention_pytorch.ranks.ring import Group
 from tests.support.reference import relative_error
 from tests.support.routing_cases import HEADS, LIGHT, SOFT
 from tests.support.transformer_reference import transformer_logits

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attention_pytorch import positions
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.nn.loss import mean_cross_entropy, next_tokens
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.module_cases import EXACT, Errors, check
 from tests.support.reference import relative_error

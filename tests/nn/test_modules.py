@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch import RingAttention, RingPlan, default_attention, shard_sequence
-from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.module_cases import (
     EXACT,
     Case,

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attention_pytorch import positions, shard_sequence, unshard_sequence
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.nn.sharding import AutoShard, smallest_ring
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.module_cases import Errors, check, check_refused, traffic
 from tests.support.reference import relative_error
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.comm.failures import RingError
+from ring_attention_pytorch.ranks.failures import RingError
 from ring_attention_pytorch.runtime.digests import digest_of_function
-from tests.comm.test_steps import little_patience
+from tests.ranks.test_steps import little_patience
 from tests.support import threads
 from tests.support.ranks import Pool
 

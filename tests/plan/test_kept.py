@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.comm.agreement import agree_on
 from ring_attention_pytorch.plan import kept, ring_plan
 from ring_attention_pytorch.plan.kept import Kept
+from ring_attention_pytorch.ranks.agreement import agree_on
 
 Q = torch.randn(1, 6, 4, 8)
 

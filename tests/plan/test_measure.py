@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ring_attention_pytorch import RingPlan, explain_plan
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import choose
@@ -21,6 +20,7 @@ from ring_attention_pytorch.plan.calibrate import (
     select_transport,
 )
 from ring_attention_pytorch.plan.explain import predicted
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.schedule.cost import choose_transport, predict
 from ring_attention_pytorch.schedule.hardware import H200

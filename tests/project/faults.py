@@ -45,7 +45,7 @@ SILENT = [
         "1 if n_iters is None else n_iters", "n_iters or 1",
     ),
     Mutant(
-        "a ring of no ranks is alone", "comm/ring.py:Ring.__init__",
+        "a ring of no ranks is alone", "ranks/ring.py:Ring.__init__",
         "total == 1 and (size is None or size >= 1)", "total == 1",
     ),
 ]  # fmt: skip

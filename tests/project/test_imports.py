@@ -16,25 +16,26 @@ BELOW = {
     "geometry": set(),
     "schedule": {"geometry"},
     "runtime": {"geometry", "schedule"},
-    "comm": {"geometry", "schedule", "runtime"},
+    "ranks": {"runtime"},
+    "comm": {"geometry", "schedule", "runtime", "ranks"},
     "kernels": {"geometry", "runtime"},
-    "plan": {"geometry", "schedule", "runtime", "comm", "kernels"},
+    "plan": {"geometry", "schedule", "runtime", "ranks", "comm", "kernels"},
 }
-BELOW["second_order"] = {*BELOW} - {"comm"}
-BELOW["attention"] = {*BELOW} - {"comm"}
+BELOW["second_order"] = {*BELOW} - {"comm", "ranks"}
+BELOW["attention"] = {*BELOW} - {"comm", "ranks"}
 BELOW["operators"] = {*BELOW} - {"second_order"}
 BELOW["tensor_kinds"] = {*BELOW} - {"attention", "second_order", "operators"}
 BELOW["functional"] = BELOW["decoding"] = {*BELOW}
-BELOW["warm_up"] = {"functional", "plan", "comm", "runtime"}
+BELOW["warm_up"] = {"functional", "plan", "ranks", "runtime"}
 BELOW["inference"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["decoding"] = BELOW["functional"] | {"inference"}
 BELOW["nn"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["routing"] = BELOW["nn"] | {"nn"}
 BELOW["summaries"] = BELOW["nn"] | {"nn", "decoding"}
 BELOW["training"] = BELOW["nn"] | {"nn"}
-BELOW["integrations"] = {"comm", "geometry", "plan", "runtime", "functional", "inference"}
+BELOW["integrations"] = {"ranks", "geometry", "plan", "runtime", "functional", "inference"}
 BELOW["integrations"] |= {"nn", "training", "doctor"}
-BELOW["launch"] = {"comm"}
+BELOW["launch"] = {"ranks"}
 BELOW["doctor"] = BELOW["nn"] | {"nn", "training", "launch"}
 BELOW["__main__"] = {"doctor"}
 BELOW["compat"] = {*BELOW} - {"routing", "schedule"}
@@ -45,7 +46,7 @@ EVERYBODY = {"arguments"}  # is used by all, and uses nothing
 UPWARDS = {"plan.ring_plan": "warm_up"}
 # point-to-point and collectives are nobody else's business
 MAY_COMMUNICATE = {
-    "comm.alone", "comm.failures", "comm.last_words", "comm.ring", "comm.symmetric_memory",
+    "ranks.alone", "ranks.failures", "ranks.last_words", "ranks.ring", "comm.symmetric_memory",
     "launch",
 }  # fmt: skip
 MAY_ASK = {"doctor.facts"}  # what there is to communicate with

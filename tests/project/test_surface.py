@@ -16,7 +16,7 @@ import torch.distributed as dist
 import ring_attention_pytorch as R
 from ring_attention_pytorch import ring
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.agreement import typed
+from ring_attention_pytorch.ranks.agreement import typed
 from tests.compat.test_original_modules import NAMES
 from tests.support import surface
 from tests.support.surface_calls import CALLS, RESULTS, RIGHT, SAID, WITHIN
@@ -67,7 +67,7 @@ def test_the_walk_is_as_long_as_it_was() -> None:
 
 
 def test_arguments_are_checked_in_one_place() -> None:
-    others = {"arguments.py", "comm/agreement.py", "compat/tensor_typing.py"}
+    others = {"arguments.py", "ranks/agreement.py", "compat/tensor_typing.py"}
     for path in PACKAGE.rglob("*.py"):
         if "beartype" in path.read_text():
             assert str(path.relative_to(PACKAGE)) in others

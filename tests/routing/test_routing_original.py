@@ -21,8 +21,8 @@ from ring_attention_pytorch import (
     routing,
     soft_topk,
 )
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.routing.attention import Routed, light_attention
 from tests.support import threads
 from tests.support.reference import dense_attention, relative_error

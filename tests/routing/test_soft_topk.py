@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_attention_pytorch import coordinate_descent, positions, select_topk, soft_topk
-from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.routing_reference import soft_gates, top
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch import RingAttention, RingPlan, RingTransformer, ring_attn
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.plan import proposal
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.dropout import Dropout
 from tests.support import threads
 from tests.support.features import LAYOUTS, Problem, drawn, refusal, together

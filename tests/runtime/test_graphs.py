@@ -21,9 +21,9 @@ from ring_attention_pytorch import (
     ring_attn,
 )
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.plan import explain
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime import graphs, streams
 from ring_attention_pytorch.runtime.graphs import Graphs, with_graphs
 from ring_attention_pytorch.schedule.cost import Cost

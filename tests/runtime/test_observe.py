@@ -12,9 +12,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ring_attention_pytorch import RingPlan, default_attention, explain_plan, observe, ring_attn
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.tiles import Mask
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime import observe as observe_module
 from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.observe import _Range, recorded, switch

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from ring_attention_pytorch import RingPlan, explain_plan
 from ring_attention_pytorch.comm import gather_symmetric
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments, positions
 from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
 from ring_attention_pytorch.plan.explain import predicted
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.schedule.cost import (
     H200,
     choose_transport,

@@ -11,11 +11,11 @@ from torch import Tensor
 from ring_attention_pytorch.comm.all_to_all import SharedSwap
 from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.comm.ulysses import most_bytes
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.random_memory import laid, uniform
 from tests.support.ranks import Pool

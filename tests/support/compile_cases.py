@@ -17,7 +17,7 @@ from ring_attention_pytorch import (
     ring_attn,
     shard_sequence,
 )
-from ring_attention_pytorch.comm.ring import Ring
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.reference import relative_error
 
 LENGTHS = range(16, 26)

@@ -33,8 +33,8 @@ import transformers
 from torch import Tensor, nn
 
 from ring_attention_pytorch import shard_batch
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.integrations.transformers import register, ring_forward
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.hf import in_double, ring_of
 from tests.support.ranks import Pool, RankFailed
 from tests.support.tiny_models import FIRST, KINDS, PAD, WORDS, Family, families, model_of

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ring_attention_pytorch import RingPlan, balanced, ring_attn
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import Layout, positions
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.reference import dense_attention, dropout_weights, relative_error
 

@@ -19,8 +19,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 from ring_attention_pytorch import balanced, shard_batch
-from ring_attention_pytorch.comm.ring import Ring, as_ring
 from ring_attention_pytorch.integrations.transformers import register, ring_forward
+from ring_attention_pytorch.ranks.ring import Ring, as_ring
 from tests.support.reference import dense_attention
 from tests.support.training import averaged
 

@@ -8,8 +8,8 @@ import transformers
 from torch import Tensor, nn
 
 from ring_attention_pytorch import shard_batch
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.integrations.transformers import register, ring_forward
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import hf
 
 WORDS, LENGTH, PADDING = 31, 29, 6

@@ -22,7 +22,7 @@ from ring_attention_pytorch import (
     shard_sequence,
     unshard_sequence,
 )
-from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
+from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from tests.support.ranks import Pool
 from tests.support.reference import relative_error
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, balanced, ring_attn, tree_attn_decode
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import Layout, positions
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.cases import over_shared_memory
 from tests.support.lazy import LAZY, kernels_by_address

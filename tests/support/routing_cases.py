@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ring_attention_pytorch import routing
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import routing_reference, threads
 from tests.support.ranks import Pool
 from tests.support.reference import relative_error

@@ -21,8 +21,8 @@ from torch.autograd import forward_ad
 from torch.func import grad, jvp
 
 from ring_attention_pytorch import balanced, ring_attn
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.features import BORDERS, Feature, N, Problem, drawn
 from tests.support.reference import dense_attention, relative_error

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.comm.failures import RingError, fail_together
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.plan import kept
+from ring_attention_pytorch.ranks.failures import RingError, fail_together
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.ranks import Pool
 from tests.support.reference import dense_attention, relative_error
 

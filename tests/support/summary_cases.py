@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RingTransformer
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.summaries import (
     Summaries,
     SummaryAttention,

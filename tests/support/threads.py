@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm import gather_symmetric
 from ring_attention_pytorch.comm.messages import Form
-from ring_attention_pytorch.comm.ring import Ring, SubRing
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup, SymmetricWorkspace, rounded
+from ring_attention_pytorch.ranks.ring import Ring, SubRing
 from ring_attention_pytorch.runtime.tape import opaque
 
 PATIENCE = 30.0  # seconds

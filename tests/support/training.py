@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch import ring_attn, ring_cross_entropy, shard_batch
-from ring_attention_pytorch.comm.ring import Ring, as_ring
+from ring_attention_pytorch.ranks.ring import Ring, as_ring
 from tests.support.reference import dense_attention
 
 WORDS, LENGTH = 23, 37

@@ -27,8 +27,8 @@ from ring_attention_pytorch import (
     ring_token_logprobs,
     shard_batch,
 )
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.plan import placement
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads, training
 from tests.support.reference import relative_error
 from tests.support.training import KINDS, LENGTH, Model, batch_of, spread, spread_attention

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attention_pytorch import ring_cross_entropy, ring_token_logprobs, shard_batch
-from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
+from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.training import loss_inputs
 from tests.support import threads
 from tests.support.reference import relative_error

@@ -5,15 +5,15 @@ from contextlib import suppress
 from typing import Self
 from zlib import crc32
 
-from ring_attention_pytorch.comm.failures import (
+from ring_attention_pytorch.ranks.failures import (
     NEW_GROUP,
     RingError,
     Step,
     guards,
     tell_peers,
 )
-from ring_attention_pytorch.comm.guard import Guard
-from ring_attention_pytorch.comm.notes import Disagreement
+from ring_attention_pytorch.ranks.guard import Guard
+from ring_attention_pytorch.ranks.notes import Disagreement
 
 _NEXT_PLAN = (
     "it is whole again once all ranks make a plan, or call without one; if others waited for this "

@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.overdue import Overdue
+from ring_attention_pytorch.ranks.overdue import Overdue
 from ring_attention_pytorch.runtime.launches import Launch
 from ring_attention_pytorch.runtime.streams import capturing, current_stream
 from ring_attention_pytorch.runtime.tape import opaque, prepared
@@ -91,7 +91,7 @@ class Board(Guard):
         self._boards = boards
         self._kinds: dict[int, str] = {}  # of meetings, by their numbers
 
-        from ring_attention_pytorch.comm import _triton_guard as kernels
+        from ring_attention_pytorch.ranks import _triton_guard as kernels
 
         lanes = max(32, 1 << (self.ranks - 1).bit_length())  # threads that wait, each for a rank
         self.among: dict[str, Any] = dict(RANKS=self.ranks, LANES=lanes)
@@ -187,7 +187,7 @@ class Stamps(Guard):
         with torch.inference_mode(False):  # of which the stamps that are sent are views
             self._every = torch.arange(_STAMPS, dtype=torch.int32, device=device)
 
-        from ring_attention_pytorch.comm._triton_guard import compare_kernel
+        from ring_attention_pytorch.ranks._triton_guard import compare_kernel
 
         self._compare = Launch(compare_kernel, _PROGRAMS, BLOCK=_BLOCK)
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from weakref import ref
 
-from ring_attention_pytorch.comm.notes import call_site
+from ring_attention_pytorch.ranks.notes import call_site
 
 logger = logging.getLogger("ring_attention_pytorch")
 

@@ -14,9 +14,19 @@ from beartype.roar import BeartypeCallHintParamViolation
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch.arguments import Arguments, Function, WrongArgument
-from ring_attention_pytorch.comm.claims import Claim, claimed, note, read, shortened
-from ring_attention_pytorch.comm.notes import Disagreement, by_value, call_site, exchange, ranks_of
-from ring_attention_pytorch.comm.ring import Group, Ring, as_ring
+from ring_attention_pytorch.ranks.notes import (
+    Claim,
+    Disagreement,
+    by_value,
+    call_site,
+    claimed,
+    exchange,
+    note,
+    ranks_of,
+    read,
+    shortened,
+)
+from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.torch_func import run_apart
 
 # raises what is wrong with one rank's arguments; or the error, where that is known already

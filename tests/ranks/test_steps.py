@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.comm.failures import RingError
-from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.comm.steps import Steps
+from ring_attention_pytorch.ranks.failures import RingError
+from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.steps import Steps
 from tests.support import threads
 from tests.support.ranks import Pool
 from tests.support.reference import dense_attention, relative_error

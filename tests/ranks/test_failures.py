@@ -27,14 +27,14 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from ring_attention_pytorch import RingAttention, RingError, RingPlan, fail_together, ring_attn
-from ring_attention_pytorch.comm import failures, host_links, last_words, overdue
-from ring_attention_pytorch.comm.failures import Step, known, timeout_of
-from ring_attention_pytorch.comm.notes import Disagreement
-from ring_attention_pytorch.comm.overdue import Waits
-from ring_attention_pytorch.comm.ring import Ring, _host_group
-from ring_attention_pytorch.comm.steps import Steps
-from tests.comm import test_host_links as links
-from tests.comm.test_steps import EVENTS, OTHER, SIZE, plans_of
+from ring_attention_pytorch.ranks import failures, host_links, last_words, overdue
+from ring_attention_pytorch.ranks.failures import Step, known, timeout_of
+from ring_attention_pytorch.ranks.notes import Disagreement
+from ring_attention_pytorch.ranks.overdue import Waits
+from ring_attention_pytorch.ranks.ring import Ring, _host_group
+from ring_attention_pytorch.ranks.steps import Steps
+from tests.ranks import test_host_links as links
+from tests.ranks.test_steps import EVENTS, OTHER, SIZE, plans_of
 from tests.support import threads
 from tests.support.ranks import Pool
 from tests.support.reference import dense_attention, relative_error
@@ -365,7 +365,7 @@ def test_what_is_under_way_when_a_call_fails_lives_on():
 
 
 def test_peers_are_told_of_what_fails_in_a_call_and_of_nothing_else():
-    with mock.patch("ring_attention_pytorch.comm.steps.tell_peers") as tell:
+    with mock.patch("ring_attention_pytorch.ranks.steps.tell_peers") as tell:
         with pytest.raises(Disagreement), Steps().begin("forward"):
             raise Disagreement
         assert tell.call_count == 0
@@ -379,7 +379,7 @@ def test_a_group_of_the_process_that_this_one_was_forked_from_is_refused():
         pass
 
     group = Group()
-    inherited = mock.patch("ring_attention_pytorch.comm.failures.inherited", WeakSet([group]))
+    inherited = mock.patch("ring_attention_pytorch.ranks.failures.inherited", WeakSet([group]))
     with inherited, pytest.raises(RingError, match="'spawn' or 'forkserver'"):
         known(group)
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attention_pytorch.comm.failures import RingError
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.failures import RingError
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.cases import FIGURES, Attention, check_in_processes
 from tests.support.ranks import Pool

@@ -14,10 +14,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm import last_words
-from ring_attention_pytorch.comm.guard import Guard
-from ring_attention_pytorch.comm.notes import call_site, ranks_of
-from ring_attention_pytorch.comm.overdue import waits
+from ring_attention_pytorch.ranks import last_words
+from ring_attention_pytorch.ranks.guard import Guard
+from ring_attention_pytorch.ranks.notes import call_site, ranks_of
+from ring_attention_pytorch.ranks.overdue import waits
 
 _LONGEST = 300  # characters of what a backend says
 # gloo closes all connections of a group when one message does not come in time, and NCCL ends

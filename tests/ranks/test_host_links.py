@@ -16,12 +16,12 @@ import pytest
 import torch.distributed as dist
 
 from ring_attention_pytorch import fail_together
-from ring_attention_pytorch.comm import failures, host_links
-from ring_attention_pytorch.comm.failures import Awaiting, Missing, RingError, Step
-from ring_attention_pytorch.comm.host_links import Links, _meet
-from ring_attention_pytorch.comm.notes import FIRST
-from ring_attention_pytorch.comm.ring import Ring
-from ring_attention_pytorch.comm.steps import Steps
+from ring_attention_pytorch.ranks import failures, host_links
+from ring_attention_pytorch.ranks.failures import Awaiting, Missing, RingError, Step
+from ring_attention_pytorch.ranks.host_links import Links, _meet
+from ring_attention_pytorch.ranks.notes import FIRST
+from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.steps import Steps
 
 SIZE = 3
 

@@ -14,10 +14,10 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
-from ring_attention_pytorch.comm.failures import RingError, fail_together
-from ring_attention_pytorch.comm.guard import Board, Guard, Stamps
-from ring_attention_pytorch.comm.overdue import Overdue
-from ring_attention_pytorch.comm.steps import Steps
+from ring_attention_pytorch.ranks.failures import RingError, fail_together
+from ring_attention_pytorch.ranks.guard import Board, Guard, Stamps
+from ring_attention_pytorch.ranks.overdue import Overdue
+from ring_attention_pytorch.ranks.steps import Steps
 from tests.support import threads
 from tests.support.interpreter import interpreters, needs_triton
 
@@ -37,7 +37,7 @@ def ranks():
 
 def without_clock() -> None:
     """Let the kernels read this machine's clock: the interpreter has none of a GPU."""
-    from ring_attention_pytorch.comm import _triton_guard
+    from ring_attention_pytorch.ranks import _triton_guard
 
     _triton_guard.globaltimer = time.monotonic_ns
 
@@ -199,7 +199,7 @@ def test_kernels_are_code_for_a_gpu(name):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ring_attention_pytorch.comm import _triton_guard
+    from ring_attention_pytorch.ranks import _triton_guard
 
     kernel, types = getattr(_triton_guard, name), SIGNATURES[name]
     sizes = {n: s for n, s in SIZES.items() if n in kernel.arg_names}

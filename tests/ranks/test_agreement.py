@@ -19,11 +19,11 @@ from ring_attention_pytorch import (
     tree_attn_decode,
     ulysses_attn,
 )
-from ring_attention_pytorch.comm import notes
-from ring_attention_pytorch.comm.agreement import agree, typed
-from ring_attention_pytorch.comm.claims import Claim
-from ring_attention_pytorch.comm.ring import Ring
 from ring_attention_pytorch.nn.sharding import unshard_sequence
+from ring_attention_pytorch.ranks import notes
+from ring_attention_pytorch.ranks.agreement import agree, typed
+from ring_attention_pytorch.ranks.notes import Claim
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.routing import ConditionalRoutedFeedForward, soft_topk
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from tests.support import threads

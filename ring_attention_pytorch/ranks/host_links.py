@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary, finalize
 
 from torch.distributed import ProcessGroup
 
-from ring_attention_pytorch.comm.failures import Missing, timeout_of
-from ring_attention_pytorch.comm.failures import links as all_links
-from ring_attention_pytorch.comm.notes import FIRST, Gather, exchange
+from ring_attention_pytorch.ranks.failures import Missing, timeout_of
+from ring_attention_pytorch.ranks.failures import links as all_links
+from ring_attention_pytorch.ranks.notes import FIRST, Gather, exchange
 
 _MOST = 16  # ranks of a group with links: each is linked with every other one
 _NUMBER = struct.Struct("<Q")

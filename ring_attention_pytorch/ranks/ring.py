@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attention_pytorch.comm import last_words
-from ring_attention_pytorch.comm.alone import in_one_process
-from ring_attention_pytorch.comm.failures import (
+from ring_attention_pytorch.ranks import last_words
+from ring_attention_pytorch.ranks.alone import in_one_process
+from ring_attention_pytorch.ranks.failures import (
     NEW_GROUP,
     Awaiting,
     Place,
@@ -29,10 +29,10 @@ from ring_attention_pytorch.comm.failures import (
     known,
     timeout_of,
 )
-from ring_attention_pytorch.comm.guard import Stamps
-from ring_attention_pytorch.comm.host_links import close_links, links_of, missing
-from ring_attention_pytorch.comm.notes import FIRST, call_site, exchange, unreadable
-from ring_attention_pytorch.comm.steps import Steps
+from ring_attention_pytorch.ranks.guard import Stamps
+from ring_attention_pytorch.ranks.host_links import close_links, links_of, missing
+from ring_attention_pytorch.ranks.notes import FIRST, call_site, exchange, unreadable
+from ring_attention_pytorch.ranks.steps import Steps
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
 Messages = Sequence[tuple[int, Tensor]]  # rank of a ring, and what is sent to it or received
