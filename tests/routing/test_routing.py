@@ -123,7 +123,7 @@ def test_a_ring_of_threads_gives_one_process_results(module: str, size: int, lay
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("module", ["feedforward", "causal feedforward", "attention", "cross"])
+@pytest.mark.parametrize("module", sorted({*MODULES} - {"heavy attention", "cross by blocks"}))
 def test_a_ring_of_threads_gives_what_loops_over_tokens_do(module: str, masked: bool) -> None:
     case = Case(module, length=17, layout="striped" if masked else "zigzag", masked=masked)
     want = results(case.make(), case, case.data(), by_loops)

@@ -72,6 +72,13 @@ MODULES: dict[str, Callable[..., nn.Module]] = {
 }  # fmt: skip
 
 
+# the function of `routing_reference` that loops over a module's tokens, where its name is another
+_ORACLES = {
+    "causal feedforward": "feedforward", "attention to sets": "attention",
+    "causal block": "block", "rotary causal block": "block",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Case:
     """What to compute. Data and weights are drawn from the seed, the same on every rank."""
@@ -134,8 +141,11 @@ def by_loops(module: nn.Module, case: Case, data: dict[str, Tensor]) -> Tensor:
         given = {name: torch.ones_like(mask) for name, mask in given.items()}
     if case.module == "cross":
         return routing_reference.cross(module, data["x"], data["context"], **given)
-    oracle = getattr(routing_reference, case.module.removeprefix("causal "))
-    return oracle(module, data["x"], given["mask"], LIGHT["light_window_size"])
+    if case.module == "image":
+        return routing_reference.image(module, data["x"], given["mask"], image_size(case.length))
+    oracle = getattr(routing_reference, _ORACLES.get(case.module, case.module))
+    window = 8 if case.module == "rotary causal block" else LIGHT["light_window_size"]
+    return oracle(module, data["x"], given["mask"], window)
 
 
 def results(

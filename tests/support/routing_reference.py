@@ -80,14 +80,29 @@ def chosen_causally(router: nn.Module, x: Tensor, real: Tensor, k: float, size: 
         _, a = soft_gates(scores[before], min(count * 9 / 8, len(before)), router.eps)
         least = scores[before].sort(descending=True).values[count - 1]
         if count == len(before) or scores[i] >= least:
-            found[i] = ((scores[i] + a) / router.eps).clamp(max=0).exp()
+            gate = ((scores[i] + a) / router.eps).clamp(max=0).exp()
+            found[i] = gate + (1 - gate).detach() if router.straight_through else gate
     return found
 
 
-def heavy(attn: nn.Module, x: Tensor, context: Tensor, query: int, sets: list[dict]) -> Tensor:
+def turned(t: Tensor, position: int) -> Tensor:
+    """Heads t `[h, d]` of a token, rotated by its position; angles and cosines are in float32."""
+    d = t.shape[-1]
+    angles = position * 10000 ** -(torch.arange(0, d, 2).float() / d)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = t[:, : d // 2], t[:, d // 2 :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def heavy(
+    attn: nn.Module, x: Tensor, context: Tensor, query: int, sets: list[dict],
+    gate: Tensor | float = 1.0,
+) -> Tensor:  # fmt: skip
     """What one token reads from r sets of (token -> gate), before its own gate."""
-    h, d = attn.heads, attn.dim_head
+    h, d, rotary = attn.heads, attn.dim_head, attn.rotary_embed is not None
     q = attn.to_q(attn.norm(x[query])).view(h, d)
+    q = q * gate if attn.multiply_queries else q
+    q = turned(q, query) if rotary else q
     out = []
     for head in range(h):
         group = sets[head // (h // len(sets))]
@@ -95,7 +110,8 @@ def heavy(attn: nn.Module, x: Tensor, context: Tensor, query: int, sets: list[di
         keys, values = [attn.null_kv[0, head]], [attn.null_kv[1, head]]
         for token, gate in group.items():
             k, v = weights @ attn.norm(context[token])
-            keys.append(k)
+            k = k * gate if attn.multiply_keys else k
+            keys.append(turned(k[None], token)[0] if rotary else k)
             values.append(v * gate)
         p = (torch.stack(keys) @ q[head] * d**-0.5).softmax(0)
         out.append(p @ torch.stack(values))
@@ -106,12 +122,14 @@ def light(attn: nn.Module, x: Tensor, real: Tensor, causal: bool, window: int) -
     """The local branch of one sample x `[n, dim]`."""
     qkv = F.linear(attn.to_qkv[0](x), attn.to_qkv[1].weight)
     q, k, v = qkv.view(1, len(x), 3, attn.heads, attn.dim_head).unbind(2)
+    if attn.rotary_embed is not None:
+        q, k = (torch.stack([turned(row, i) for i, row in enumerate(t[0])])[None] for t in (q, k))
     out, _ = dense_attention(q, k, v, causal=causal, window=window, key_mask=real[None])
     return attn.to_out(out[0].flatten(1))
 
 
 def attention(module: nn.Module, x: Tensor, mask: Tensor, window: int) -> Tensor:
-    """`ConditionalRoutedAttention` without rotary and without gates on queries or keys."""
+    """`ConditionalRoutedAttention`."""
     out = []
     for tokens, real in zip(x, mask):
         queries = chosen(module.q_router, tokens, real, module.num_heavy_tokens_q)
@@ -120,12 +138,39 @@ def attention(module: nn.Module, x: Tensor, mask: Tensor, window: int) -> Tensor
             for route in range(module.kv_router.routes)
         ]
         rows = [
-            queries[i] * heavy(module.heavy_attn, tokens, tokens, i, sets)
+            queries[i] * heavy(module.heavy_attn, tokens, tokens, i, sets, queries[i])
             if i in queries else module.null_q_token
             for i in range(len(tokens))
         ]  # fmt: skip
-        out.append(torch.stack(rows) + light(module.light_attn, tokens, real, False, window // 2))
+        whole = torch.stack(rows)
+        if module.light_attn is not None:
+            whole = whole + light(module.light_attn, tokens, real, False, window // 2)
+        out.append(whole)
     return torch.stack(out)
+
+
+def image(module: nn.Module, x: Tensor, mask: Tensor, size: tuple[int, int]) -> Tensor:
+    """`ConditionalRoutedImageAttention` of tokens row by row; each sees its square."""
+    out, (_, width) = [], size
+    for tokens, real in zip(x, mask):
+        squares: dict[tuple[int, int], list[int]] = {}
+        for i in range(len(tokens)):
+            place = i // width // module.side, i % width // module.side
+            squares.setdefault(place, []).append(i)
+        rows: list[Tensor] = [tokens] * len(tokens)
+        for inside in squares.values():
+            seen = light(module.window_attn, tokens[inside], real[inside], False, len(inside))
+            for i, row in zip(inside, seen):
+                rows[i] = row
+        out.append(torch.stack(rows))
+    return attention(module, x, mask, 0) + torch.stack(out)
+
+
+def block(module: nn.Module, x: Tensor, mask: Tensor, window: int) -> Tensor:
+    """`ConditionalRoutedTransformerBlock`."""
+    causal = hasattr(module.conditional_attn, "window")
+    x = x + (autoregressive if causal else attention)(module.conditional_attn, x, mask, window)
+    return x + feedforward(module.conditional_ff, x, mask, window)
 
 
 def autoregressive(module: nn.Module, x: Tensor, mask: Tensor, window: int) -> Tensor:
@@ -143,7 +188,7 @@ def autoregressive(module: nn.Module, x: Tensor, mask: Tensor, window: int) -> T
         for i in range(len(tokens)):
             seen = [{j: g for j, g in s.items() if j < i - i % size} for s in sets]
             rows.append(
-                queries[i] * heavy(module.heavy_attn, tokens, tokens, i, seen)
+                queries[i] * heavy(module.heavy_attn, tokens, tokens, i, seen, queries[i])
                 if i in queries else module.null_q_token
             )  # fmt: skip
         out.append(torch.stack(rows) + light(module.light_attn, tokens, real, True, window))
