@@ -215,8 +215,10 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         "check": check,
     }  # fmt: skip
     qkv = swapped((q, k, v)) if heads_first else (q, k, v)
-    attend = _attention if is_plain(*qkv) else _attention_of_kinds
-    out, lse = attend(qkv, options, group, plan, return_lse)
+    if is_plain(*qkv):
+        out, lse = _attention(qkv, options, group, plan, return_lse)
+    else:
+        out, lse = _attention_of_kinds(qkv, options, group, plan, return_lse)
     out = out.transpose(1, 2) if heads_first else out
     return (out, lse) if return_lse else out
 

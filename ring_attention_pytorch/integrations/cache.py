@@ -30,7 +30,7 @@ from ring_attention_pytorch.integrations.masks import Visible, visible_by
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
 from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.ranks.agreement import agree, error_of
-from ring_attention_pytorch.ranks.ring import Group, as_ring
+from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 
 _LAYOUT: Final = "zigzag"  # of a chunk of a prompt that is spread
 _FEW = 16  # tokens for each rank; attention of more is spread, too, where it can be
@@ -81,10 +81,10 @@ class RingHFCache(Cache):
     (torch.Size([1, 6]), 5)
     """
 
-    ring: Any
-    config: Any
-    dtype: Any
-    windows: Any
+    ring: Ring
+    config: Any  # the text model's, of a class of its own
+    dtype: torch.dtype | None
+    windows: list[int | None]
 
     @checked
     def __init__(

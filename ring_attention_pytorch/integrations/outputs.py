@@ -30,9 +30,9 @@ class Outermost:
         after: gets the module and what it returned; None, if it raised.
     """
 
-    here: Any
-    before: Any
-    after: Any
+    here: Callable[[], bool]
+    before: Callable[[nn.Module], None]
+    after: Callable[[nn.Module, Any], None]
 
     def __init__(
         self,

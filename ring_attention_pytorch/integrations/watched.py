@@ -69,12 +69,12 @@ class Watched:
         losses: how many were computed of all ranks' tokens.
     """
 
-    block: Any
-    model: Any
+    block: Block
+    model: nn.Module | None
     attended: bool
-    losses: Any
-    placed: Any
-    pooled: Any
+    losses: int
+    placed: bool
+    pooled: bool
 
     def __init__(self, block: Block, model: nn.Module | None = None):
         self.block, self.model, self.attended, self.losses = block, model, False, 0

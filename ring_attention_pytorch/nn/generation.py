@@ -20,7 +20,7 @@ from ring_attention_pytorch.arguments import check_least
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.inference.attention import digest
 from ring_attention_pytorch.nn.checks import check_ids
-from ring_attention_pytorch.nn.layer_caches import Chunk, Reading, caches_of
+from ring_attention_pytorch.nn.layer_caches import Chunk, LayerCache, Reading, caches_of
 from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.plan.placement import current
@@ -104,9 +104,9 @@ class Decoder(Protocol):
 class CachedTransformer:
     """A `RingTransformer` with what its layers keep of all tokens that it has read."""
 
-    model: Any
-    ring: Any
-    caches: Any
+    model: Any  # a RingTransformer, which is above
+    ring: Ring
+    caches: list[LayerCache]
 
     def __init__(self, model: Any, reading: Reading) -> None:
         self.model, self.ring = model, reading.ring

@@ -93,14 +93,14 @@ class RingTransformer(Generation, nn.Module):
     torch.Size([1, 9, 256])
     """
 
-    spread: Any
+    spread: ShardConfig
     causal: bool
     rotary_restart: bool
     force_regular_attn: bool
     ignore_index: int
-    token_emb: Any
+    token_emb: nn.Embedding
     rotary_emb: Any
-    to_logits: Any
+    to_logits: nn.Sequential
 
     @checked
     def __init__(  # noqa: PLR0913 - a public entry point
