@@ -129,7 +129,7 @@ INTEGRATIONS = [
     ),
     Mutant(
         "a head looks for a token in a shard", "integrations/layers.py:check_reading",
-        "in _SEARCHING", "not in _SEARCHING",
+        "in _SEARCHING", "in (type(model).__name__,)",
     ),
     Mutant(
         "temperatures depend on the shard", "integrations/layers.py:_check_counting",

@@ -54,7 +54,7 @@ def state(folder: Path) -> dict[str, Any]:
 
 @linux
 @pytest.mark.thorough
-@pytest.mark.parametrize(("data_parallel", "ranks"), [("ddp", 2), ("fsdp2", 2), ("ddp", 3)])
+@pytest.mark.parametrize(("data_parallel", "ranks"), [("fsdp2", 2), ("ddp", 3)])
 def test_after_a_kill_all_numbers_are_those_of_an_undisturbed_run(tmp_path, data_parallel, ranks):
     calm, struck = tmp_path / "calm", tmp_path / "struck"
     with torchrun(ranks, calm, f"--data-parallel={data_parallel}") as script:
