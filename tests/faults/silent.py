@@ -57,6 +57,7 @@ def battery() -> Iterator[Case]:
     yield notes.test_what_differs_late_differs
     yield partial(notes.test_notes_that_are_none_are_an_error_that_names_the_rank, "other kinds")
     yield notes.test_a_wrong_type_within_a_call_is_not_taken_for_one_of_its_own
+    yield notes.test_whatever_breaks_in_a_check_is_told_with_its_kind
     yield a_wrong_type_is_told
     yield surface.test_a_bool_is_no_number
     yield surface.test_a_generator_is_no_checked_function

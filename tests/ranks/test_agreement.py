@@ -1,11 +1,14 @@
 """Comparing notes: all ranks go on, or all of them say the same."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from beartype import beartype
+from beartype.roar import BeartypeCallHintParamViolation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,9 +22,10 @@ from ring_attention_pytorch import (
     tree_attn_decode,
     ulysses_attn,
 )
+from ring_attention_pytorch.arguments import check_least
 from ring_attention_pytorch.nn.sharding import unshard_sequence
 from ring_attention_pytorch.ranks import notes
-from ring_attention_pytorch.ranks.agreement import agree, typed
+from ring_attention_pytorch.ranks.agreement import agree, error_of, typed
 from ring_attention_pytorch.ranks.notes import Claim
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.routing import ConditionalRoutedFeedForward, soft_topk
@@ -371,12 +375,27 @@ def test_all_ranks_hear_of_a_wrong_type(name):
 
 
 def test_a_wrong_type_within_a_call_is_not_taken_for_one_of_its_own():
-    @typed(lambda given, problem: pytest.fail("nobody is to be told"))
-    def outer(x: int) -> torch.Tensor:
-        return apply_rotary_pos_emb("angles", x)
+    told = []
 
-    with pytest.raises(ValueError, match=r"^apply_rotary_pos_emb\(\) parameter pos='angles'"):
+    @beartype
+    def inner(name: str) -> str:
+        return name
+
+    @typed(lambda given, error: told.append(error))
+    def outer(x: int) -> object:
+        return inner(x) if x else apply_rotary_pos_emb("angles", x)
+
+    with pytest.raises(BeartypeCallHintParamViolation):
         outer(1)
+    with pytest.raises(ValueError, match=r"^apply_rotary_pos_emb\(\) parameter pos='angles'"):
+        outer(0)
+    assert told == []
+
+
+def test_whatever_breaks_in_a_check_is_told_with_its_kind():
+    assert str(error_of(lambda: [][1])) == "IndexError: list index out of range"
+    assert str(error_of(partial(check_least, 1, heads=0))) == "heads must be at least 1, got 0"
+    assert error_of(lambda: None) is None
 
 
 PREFIXES = [torch.tensor(1.5), torch.zeros(1), torch.zeros(1, 1), torch.ones(1, device="meta")]
