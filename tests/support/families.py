@@ -1,6 +1,6 @@
 """Every text class of the installed transformers over rings, against transformers in one process.
 
-    python -m tests.support.families                        all of them, some half an hour
+    python -m tests.support.families                        all of them, some ten minutes
     python -m tests.support.families --kinds causal,masked --only Qwen
     python -m tests.support.families --part 1/4 --file build/part1.json
 
