@@ -34,7 +34,7 @@ its outputs, its loss and all its gradients, to 1e-6. Of packed documents one pr
 by itself. Or it is *refused*, by a `ValueError` of ours, the same on all ranks. There is no third
 outcome.
 
-    python -m tests.support.families     some ten minutes on two cores; `--kinds`, `--only`, `--part 1/4`
+    python -m tests.support.families     some ten minutes; `--kinds`, `--only`, `--part 1/4`
     python -m docs.write_families        writes this page of what it has kept
 
 {counts}
