@@ -42,7 +42,8 @@ from ring_attention_pytorch.plan.options import DEFAULTS
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, typed
 from ring_attention_pytorch.ranks.ring import Group, as_ring
-from ring_attention_pytorch.training.batches import ShardedBatch
+from ring_attention_pytorch.runtime.dropout import check_seed
+from ring_attention_pytorch.training.batches import ShardedBatch, told_by_batch
 
 _CALLER = "a model of transformers"
 _NO_POSITIONS = (
@@ -95,12 +96,7 @@ def _refuse_own_attention() -> None:
     models.get_correct_attn_implementation = asked
 
 
-def _told_by_batch(given: dict[str, Any], error: ValueError) -> None:
-    if isinstance(batch := given.get("batch"), ShardedBatch):
-        agree(batch.ring, "ring_forward", {}, check=error)
-
-
-@typed(_told_by_batch)
+@typed(told_by_batch("ring_forward"))
 def ring_forward(  # noqa: PLR0913 - a public entry point
     batch: ShardedBatch,
     *,
@@ -175,7 +171,7 @@ class RingForward:
         check_positions: bool,
         options: dict[str, Any],
     ):
-        agree(batch.ring, "ring_forward", options, check=partial(_check, batch, options))
+        agree(batch.ring, "ring_forward", {}, check=partial(_check, batch, options))
         self.batch, self.options = batch, options
         self.loss_group, self.check_positions = loss_group, check_positions
         self.num_items: Tensor | None = None
@@ -328,7 +324,7 @@ def _check(batch: ShardedBatch, options: Mapping[str, Any]) -> None:
             f"put {held} on the ranks: pad the batch, or take fewer ranks"
         )
     check_least(1, ulysses=options["ulysses"], bucket_size=options["bucket_size"])
-    check_least(0, dropout_seed=options["dropout_seed"])
+    check_seed(options["dropout_seed"])
     check_way(*(options[name] for name in ("kernel", "transport", "memory", "check")))
 
 

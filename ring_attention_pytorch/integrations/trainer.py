@@ -61,7 +61,7 @@ class RingTrainerMixin(_Trainer):
 
     Attributes:
         ring_layout: as `layout` of `shard_batch`.
-        ring_options: as `options` of `ring_forward`.
+        ring_options: parameters of `ring_forward` that say how attention is computed.
         ring_probe: compare the first batch with the trainer's own package in one process: loss,
             gradients, and logits where there are some. If they differ it raises, on all ranks.
             Each rank needs memory for the whole batch, so take one that is short.

@@ -79,6 +79,11 @@ def check_dropout(rate: float, seed: int | None) -> None:
         raise ValueError(f"dropout must be at least 0 and less than 1, got {rate}")
     if seed is not None and rate == 0:
         raise ValueError(f"dropout_seed needs a dropout above 0: nothing would be drawn by {seed}")
+    check_seed(seed)
+
+
+def check_seed(seed: int | None) -> None:
+    """Raise ValueError if a seed of dropout has more than 64 bits, or a sign."""
     if seed is not None and not 0 <= seed < _WORD**2:
         raise ValueError(f"dropout_seed must be at least 0 and less than 2 ** 64, got {seed}")
 

@@ -28,7 +28,7 @@ from ring_attention_pytorch.geometry.layouts import (
 from ring_attention_pytorch.nn.loss import next_tokens
 from ring_attention_pytorch.nn.sharding import unshard_sequence
 from ring_attention_pytorch.plan.packing import local_packing
-from ring_attention_pytorch.plan.placement import Placement
+from ring_attention_pytorch.plan.placement import Placement, current
 from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.digests import digest
@@ -44,9 +44,19 @@ _MASKS = ("attention_mask", "key_mask")
 _READ = (*_MASKS, "documents", "cu_seqlens", "position_ids", "labels", "loss_weights")
 
 
-def _told_by_batch(caller: str) -> Callable[[dict[str, Any], ValueError], None]:
+def told_by_batch(caller: str, name: str = "batch") -> Callable[[dict[str, Any], ValueError], None]:
+    """Make the `tell` of `typed`, for functions whose argument of this name is a batch.
+
+    It tells the ring of the batch, under the name `caller`; without a batch, that of the block. A
+    rank that has neither tells the default group: if that is another one, these ranks wait.
+    """
+
     def tell(given: dict[str, Any], error: ValueError) -> None:
-        agree(given["self"].ring, caller, {}, check=error)
+        batch, placement = given.get(name), current()
+        ring = batch.ring if isinstance(batch, ShardedBatch) else None
+        if ring is None:
+            ring = as_ring(None) if placement is None else placement.ring
+        agree(ring, caller, {}, check=error)
 
     return tell
 
@@ -181,13 +191,13 @@ class ShardedBatch(MutableMapping[str, Any]):
     def __exit__(self, *error: Any) -> None:
         self._blocks.pop().__exit__(*error)
 
-    @typed(_told_by_batch("unshard_sequence"))
+    @typed(told_by_batch("unshard_sequence", "self"))
     def unshard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """Gather the whole of what ranks have for their tokens, as `unshard_sequence`."""
         how: dict[str, Any] = dict(length=self.length, layout=self.layout, group=self.ring)
         return unshard_sequence(x, dim=dim, **how)
 
-    @typed(_told_by_batch("rolling a batch"))
+    @typed(told_by_batch("rolling a batch", "self"))
     def roll(self, x: Tensor, ahead: int, nothing: int) -> Tensor:
         """Fetch for each token what the token `ahead` of it in its document has.
 

@@ -22,7 +22,7 @@ from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_grou
 from ring_attention_pytorch.ranks.notes import Disagreement
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.training.batches import ShardedBatch
+from ring_attention_pytorch.training.batches import ShardedBatch, told_by_batch
 from ring_attention_pytorch.training.loss_inputs import (
     Head,
     check_labels,
@@ -131,19 +131,7 @@ def _check_blocks(caller: str, told: Sequence[Mapping[str, int]]) -> None:
         )
 
 
-def _told_by_batch(given: Mapping[str, Any], error: ValueError) -> None:
-    """Tell the ring of a batch what is wrong with an argument; without a batch, that of the block.
-
-    A rank that has neither tells the default group: if that is another one, these ranks wait.
-    """
-    batch, placement = given.get("batch"), current()
-    ring = batch.ring if isinstance(batch, ShardedBatch) else None
-    if ring is None:
-        ring = as_ring(None) if placement is None else placement.ring
-    agree(ring, "ring_token_logprobs", {}, check=error)
-
-
-@typed(_told_by_batch)
+@typed(told_by_batch("ring_token_logprobs"))
 def ring_token_logprobs(
     x: Tensor,
     batch: ShardedBatch,

@@ -360,6 +360,28 @@ def test_what_is_forgotten_raises_on_all_ranks_alike(pools):
         assert told[0][trap.__name__] == told[1][trap.__name__]
 
 
+def buckets_of_their_own() -> tuple[Tensor, list[Tensor]]:
+    return hf.spread("Llama", "plain", ring_of(3), bucket_size=4 + dist.get_rank())
+
+
+def test_ranks_may_hold_scores_of_as_many_queries_as_they_like(pools):
+    want = hf.dense_once("Llama", "plain")
+    assert all(errors(got, want) < EXACT for got in pools(3).run(buckets_of_their_own))
+
+
+def a_wrong_type_on_one_rank() -> str:
+    batch = shard_batch(batch_of("plain"), group=ring_of(3))
+    wrong: dict[str, Any] = {"ulysses": "2"} if dist.get_rank() == 1 else {}
+    return raised(lambda: ring_forward(batch, **wrong))
+
+
+def test_a_wrong_type_on_one_rank_is_told_to_all(pools):
+    first, *others = pools(3).run(a_wrong_type_on_one_rank)
+    assert first.startswith("ring_forward: ring_forward() parameter ulysses='2'"), first
+    assert first.endswith("(on rank 1)")
+    assert {*others} == {first}
+
+
 def wrong_on_one_rank() -> str:
     """Only the second rank of each ring forgets something."""
 

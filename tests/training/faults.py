@@ -316,7 +316,7 @@ TRAINING = [
     ),
     Mutant(
         "who is told of a batch's arguments is this rank alone",
-        "training/losses.py:_told_by_batch",
+        "training/batches.py:told_by_batch",
         "batch.ring if isinstance(batch, ShardedBatch) else None", "None",
     ),
 ]  # fmt: skip
