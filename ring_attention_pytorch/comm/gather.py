@@ -75,7 +75,6 @@ class GatherCall:
     ring: Ring
     program: Program
     blocks: dict[int, KVBlock]
-
     totals: KVGrads | Any  # None is forward
 
     def __init__(

@@ -202,7 +202,6 @@ class SymmetricCall(GatherCall):
     """One call of a gather through symmetric memory."""
 
     space: SymmetricWorkspace
-
     gather: SymmetricGather
 
     def __init__(

@@ -201,7 +201,6 @@ class SymmetricWorkspace:
     memory: Tensor
     handle: object
     board: Board
-
     keys: SymmetricBuffer
     grads: SymmetricBuffer
     swaps: SymmetricBuffer

@@ -37,7 +37,6 @@ class RingRotaryEmbedding(nn.Module):
     ring: bool
     layout: Layout | None
     group: Group
-
     inv_freq: Tensor
 
     @checked
