@@ -202,10 +202,10 @@ class RingCache(PagedStorage):
         for circle in self.circles:
             circle.look(self._lengths)
             circle.check_rollback(left)
+        self._grow(self._table.taken_to_shorten(left))
         copies: Copies = []
         for sequence, (m, length) in enumerate(zip(each, left)):
             if m:
-                self._grow(self._table.open_pages(sequence, length))
                 copies += self._table.shorten(sequence, length)
         self._apply(copies, left)
 
@@ -220,7 +220,7 @@ class RingCache(PagedStorage):
             )
         if beams == list(range(self.sequences)):
             return
-        self._grow(sum(self._table.open_pages(i, lengths[i]) for i in beams))
+        self._grow(self._table.taken_to_rearrange(beams, lengths))
         copies = self._table.rearrange(beams, lengths)
         self.lineage.reorder(beams)
         for circle in self.circles:

@@ -12,6 +12,7 @@ A page may serve several sequences only while it is full. So an append never wri
 pages are copied before that, where sequences are forked or shortened.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -149,13 +150,37 @@ class PageTable:
                     copies.append((page, held[place]))
         return copies
 
+    def taken_to_rearrange(self, sources: Sequence[int], lengths: Sequence[int]) -> int:
+        """Return how many free pages `rearrange` takes, beyond those that it frees.
+
+        >>> table = PageTable(2, Pages(2, 1), rank=0, size=4)
+        >>> for sequence in range(2):
+        ...     table.reserve(sequence, tokens=4)
+        >>> [table.taken_to_rearrange(sources, [3, 3]) for sources in ([1, 0], [0, 0])]
+        [0, -1]
+        """
+        again = (Counter(sources) - Counter(set(sources))).elements()
+        copied = sum(len(self._open_pages(source, lengths[source])) for source in again)
+        kept = {page for source in sources for page in self.of[source]}
+        return copied - (self.size - len(self._free) - len(kept))
+
+    def taken_to_shorten(self, lengths: Sequence[int]) -> int:
+        """Return how many free pages it takes to shorten all sequences to these lengths.
+
+        Of the sequences that will write a shared page, the last to read it keeps it.
+        """
+        users = self._users()
+        open_pages = (self._open_pages(i, length) for i, length in enumerate(lengths))
+        writers = Counter(page for pages in open_pages for page in pages)
+        return sum(min(number, users[page] - 1) for page, number in writers.items())
+
     def lacking(self, wanted: int) -> int:
         """Return by how many pages the pool is short of so many more."""
         return max(0, wanted - len(self._free))
 
-    def open_pages(self, sequence: int, length: int) -> int:
-        """Return how many of a sequence's pages are not full at this length."""
-        return len(self.of[sequence]) - self.pages.full(self.rank, length)
+    def _open_pages(self, sequence: int, length: int) -> list[int]:
+        """Return those of a sequence's pages that are not full at this length."""
+        return self.of[sequence][self.pages.full(self.rank, length) :]
 
     def free(self, sequence: int) -> None:
         """Take all pages of a sequence."""

@@ -51,6 +51,14 @@ INFERENCE = [
         "if False:",
     ),
     Mutant(
+        "a place of its own for whoever was alone", TABLE + "taken_to_rearrange",
+        "(Counter(sources) - Counter(set(sources)))", "Counter(sources)",
+    ),
+    Mutant(
+        "memory is made for pages that nobody shares", TABLE + "taken_to_shorten",
+        "users[page] - 1", "users[page]",
+    ),
+    Mutant(
         "a page of another sequence is free", TABLE + "recount", "if not users", "if users < 2",
     ),
     Mutant(

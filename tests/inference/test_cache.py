@@ -1,6 +1,7 @@
 """A cache over ranks is one cache: whatever is done to it, attention is that of dense tensors."""
 
 import gc
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from weakref import ref
@@ -69,6 +70,23 @@ def test_whatever_is_done_attention_is_dense(pools: Callable, size: int) -> None
     for errors in pools(size).run(told, stories):
         for story, error in zip(stories, errors):
             assert error < EXACT, story
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_with_a_capacity_memory_is_never_made_anew(seed: int) -> None:
+    """Graphs use it; and growing copies all of it."""
+    draw = random.Random(seed)
+    cache = RingCache(3, 2, 4, capacity=12, page=2)
+    keys = cache.keys[0]
+    for _ in range(40):
+        if draw.random() < 0.5:
+            cache.reorder([draw.randrange(3) for _ in range(3)])
+        else:
+            cache.rollback([draw.randint(0, length) for length in cache.lengths])
+        if max(cache.lengths) < 12:
+            q = torch.randn(3, 1, 2, 4)
+            ring_attn_with_cache(q, q, q, cache)
+    assert cache.keys[0] is keys
 
 
 @pytest.mark.parametrize("layout", [None, "contiguous"])

@@ -35,15 +35,24 @@ class Written:
                 turn, slot = divmod(self.pages.index(token), self.pages.page)
                 self.pool[self.table.of[sequence][turn]][slot] = self.wanted[sequence][token]
 
-    def shorten(self, sequence: int) -> None:
-        length = self.draw.randint(0, len(self.wanted[sequence]))
-        self.copy(self.table.shorten(sequence, length))
-        del self.wanted[sequence][length:]
+    def shorten(self, _: int) -> None:
+        lengths = [self.draw.randint(0, len(each)) for each in self.wanted]
+        left = self.free_pages() - self.table.taken_to_shorten(lengths)
+        for sequence, length in enumerate(lengths):
+            self.copy(self.table.shorten(sequence, length))
+            del self.wanted[sequence][length:]
+        assert self.free_pages() == left
 
     def rearrange(self, _: int) -> None:
         sources = [self.draw.randrange(3) for _ in range(3)]
-        self.copy(self.table.rearrange(sources, [len(each) for each in self.wanted]))
+        lengths = [len(each) for each in self.wanted]
+        left = self.free_pages() - self.table.taken_to_rearrange(sources, lengths)
+        self.copy(self.table.rearrange(sources, lengths))
         self.wanted = [list(self.wanted[source]) for source in sources]
+        assert self.free_pages() == left
+
+    def free_pages(self) -> int:
+        return 120 - len({page for held in self.table.of for page in held})
 
     def free(self, sequence: int) -> None:
         self.table.free(sequence)
