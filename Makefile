@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-all test-install test-gpu check-gpus speeds-gpus sanitize-gpu lint site clean
+.PHONY: demo test quick test-all test-install test-gpu check-gpus speeds-gpus sanitize-gpu lint site clean
 
 $(VENV)/ready: requirements.txt setup.py
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,10 @@ WHICH := -m "not thorough"
 
 test: $(VENV)/ready lint  ## what every change must pass; all but the tests marked `thorough`
 	$(PYTEST) $(WHICH)
+
+FOLDER ?= geometry
+quick: $(VENV)/ready lint  ## tests of one folder while you change it: make quick FOLDER=geometry
+	$(PYTEST) $(WHICH) tests/$(FOLDER)
 
 test-all: WHICH :=
 test-all: test site  ## all tests in one go, and the site

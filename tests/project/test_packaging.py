@@ -66,6 +66,11 @@ def test_issue_templates_ask_for_what_a_command_prints(files: set[str]) -> None:
         commands.parser().parse_args(words.split())  # or it exits
 
 
+def test_the_hooks_run_the_tested_ruff() -> None:
+    (tested,) = re.findall(r"^ruff==(.+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert f"rev: v{tested}\n" in (ROOT / ".pre-commit-config.yaml").read_text()
+
+
 def test_releases_of_the_changelog_have_entries_and_come_newest_first() -> None:
     assert HEADS[1:] == RELEASES if HEADS[0] == "Unreleased" else HEADS == RELEASES
     assert all(re.fullmatch(r"\d+\.\d+\.\d+", release) for release in RELEASES)

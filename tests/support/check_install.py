@@ -25,7 +25,7 @@ from ring_attention_pytorch import __version__
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PACKAGE = "ring_attention_pytorch"
-NOT_IN_SDIST = (".ci/", ".github/", ".gitignore")
+NOT_IN_SDIST = (".ci/", ".github/", ".gitignore", ".pre-commit-config.yaml")
 ABSENT = ("einx", "numpy", "triton")  # torch for CUDA brings the last
 REQUIRED = ("torch", "einops", "beartype")
 FOR_TESTS = ("pytest", "pytest-timeout", "hypothesis")
