@@ -169,10 +169,18 @@ def main() -> int:
     parser.add_argument("revision", nargs="?", default="HEAD", help="of git")
     parser.add_argument("--cases", type=int, default=600, help="a minute for each thousand")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--without",
+        nargs="+",
+        default=[],
+        metavar="FIELD",
+        help="of a case: leave out those that have it, for a revision that lacks the feature",
+    )
     parser.add_argument("--told", type=Path, help="a file of cases, not to be drawn")
     parser.add_argument("--write", type=Path, help="write this tree's record, and compare nothing")
     args = parser.parse_args()
     cases = drawn(args.cases) if args.told is None else json.loads(args.told.read_text())
+    cases = [each for each in cases if not any(f"{name}=" in each for name in args.without)]
     if args.write:
         args.write.write_text(json.dumps(record(cases, args.processes)))
         return 0
