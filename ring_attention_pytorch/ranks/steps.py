@@ -7,14 +7,15 @@ from zlib import crc32
 
 from ring_attention_pytorch.ranks.failures import (
     NEW_GROUP,
+    Disagreement,
     RingError,
     Step,
     guards,
     tell_peers,
 )
 from ring_attention_pytorch.ranks.guard import Guard
-from ring_attention_pytorch.ranks.notes import Disagreement
 
+BROKEN = "broken"  # what the others hear of a ring that is broken, on a rank where that was told
 _NEXT_PLAN = (
     "it is whole again once all ranks make a plan, or call without one; if others waited for this "
     "one in vain, their group's connections are closed, and all make a new group"
@@ -91,11 +92,14 @@ class Steps:
             self._base = crc32(repr((self._since, self.calls, self.about)).encode())
         return crc32(self.hops.to_bytes(4, "little"), self._base) >> 1
 
-    def compare(self, subject: str) -> None:
-        """Begin to compare notes on `subject`."""
+    def compare(self, subject: str) -> str:
+        """Begin to compare notes on `subject`; return what is wrong here, "" if nothing is."""
         self.notes += 1
         self._since, self.calls, self.hops, self._base = self._met[0], 0, 0, None
         self.about = (0, f"comparing notes on {subject}")
+        if self.broken is not None:
+            return BROKEN
+        return (self.guards and self.trouble()) or ""
 
     def trouble(self) -> str | None:
         """Say what a device has found wrong, if nobody has been told yet; None if nothing."""
@@ -108,19 +112,18 @@ class Steps:
         self.guards.append(guard)
         guards.add(guard)
 
-    def mend(self, meet: Callable[[], object] | None = None) -> None:
-        """Go on after notes were compared: all ranks are together, whatever has failed before.
+    def mend(self, meet: Callable[[], object]) -> None:
+        """Go on after notes were compared, of which some said that something is wrong.
 
-        Where something has, on any rank, devices forget it: after all ranks `meet`, and before they
-        do so again.
+        All ranks are together. Devices forget what has failed after all ranks `meet`, and before
+        they do so again.
         """
-        if meet is not None:
-            for guard in self.guards:
-                guard.wait()
-            meet()
-            for guard in self.guards:
-                guard.reset()
-            meet()
+        for guard in self.guards:
+            guard.wait()
+        meet()
+        for guard in self.guards:
+            guard.reset()
+        meet()
         self.broken = None
 
     def _break(self, error: BaseException) -> None:

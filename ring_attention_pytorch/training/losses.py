@@ -19,7 +19,7 @@ from ring_attention_pytorch.geometry.layouts import all_segments, segment_positi
 from ring_attention_pytorch.nn.loss import mean_over_ranks
 from ring_attention_pytorch.plan.placement import current, note_whole
 from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
-from ring_attention_pytorch.ranks.notes import Disagreement
+from ring_attention_pytorch.ranks.failures import Disagreement
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.training.batches import ShardedBatch, told_by_batch
