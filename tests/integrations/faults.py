@@ -280,8 +280,8 @@ INTEGRATIONS = [
         "if known != named or score is None:", "if score is None:",
     ),
     Mutant(
-        "positions of three rows are documents", "training/batches.py:_counted",
-        "if len(positions) == 4 else None", "",
+        "positions of three rows are documents", "training/batches.py:_packing",
+        "if len(counted) == 4 else None", "",
     ),
     Mutant(
         "choices are tokens", "training/batches.py:_tokens", "t.ndim == ndim", "t.ndim >= 2",
