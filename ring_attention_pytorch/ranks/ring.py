@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attention_pytorch.ranks import failure_reports
 from ring_attention_pytorch.ranks.alone import in_one_process
 from ring_attention_pytorch.ranks.failures import (
     NEW_GROUP,
@@ -65,14 +64,13 @@ class Transfer:
         works: list[dist.Work],
         check: Callable[[Messages, object], None] | None = None,
     ) -> None:
-        self._steps, self._step, self._works = ring.steps, ring.steps.now, list(works)
-        self._group = ring.group
+        self._ring, self._step, self._works = ring, ring.steps.now, list(works)
         self._sent, self._received = [t for _, t in sends], [t for _, t in receives]
         self._peers = [ring.first + rank for rank, _ in (*sends, *receives)]
         self._one_each = len(works) == len(self._peers)  # else one stands for all messages
         came = [(ring.first + rank, t) for rank, t in receives]
         self._check: Any = came and check and partial(check, came, Waiting(self._step, self._peers))
-        self._steps.under_way.append(self)
+        ring.steps.under_way.append(self)
 
     def wait(self) -> list[Tensor]:
         """Wait until everything has come and gone; return what came.
@@ -86,14 +84,14 @@ class Transfer:
                 self._works.pop(0)
         if self._check:
             self._check()
-        self._steps.under_way.remove(self)
+        self._ring.steps.under_way.remove(self)
         self._sent = []
         return self._received
 
     def _awaited(self) -> tuple[Step, Sequence[int], Place]:
         """Tell what is waited for, and of which ranks."""
         peers = self._peers[-len(self._works) :] if self._one_each else self._peers
-        return self._step, peers, (self._group, self._steps.notes)
+        return self._step, peers, self._ring._place
 
 
 class Ring:
@@ -153,7 +151,7 @@ class Ring:
             return Steps()
         met, each = _steps.setdefault(self.group, ([0], {}))
         if (found := each.get((self.first, self.size))) is None:
-            found = each[self.first, self.size] = Steps(met, partial(_say, ref(self.group)))
+            found = each[self.first, self.size] = Steps(met, ref(self.group))
         return found
 
     @classmethod
@@ -240,7 +238,7 @@ class Ring:
 
     def say(self, words: str) -> None:
         """Leave word for ranks that will wait for this one in vain, because it raises alone."""
-        failure_reports.write(*self._place, words)
+        self.steps.say(words)
 
     @property
     def _place(self) -> Place:
@@ -277,9 +275,9 @@ class Ring:
             raise unreadable(subject, ends.index(b""), "it does not say how its devices are")
         if any(troubles):
             self.steps.mend(partial(self.gather_bytes, b"", 1))
-        for rank, told in enumerate(troubles):
-            if told not in (b"", BROKEN.encode()):
-                raise RingError(f"rank {rank}: {told.decode()}; the ring is whole again")
+            for rank, told in enumerate(troubles):
+                if told not in (b"", BROKEN.encode()):
+                    raise RingError(f"rank {rank}: {told.decode()}; the ring is whole again")
         return list(found)
 
     def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
@@ -313,13 +311,6 @@ class Ring:
 class SubRing(Ring):
     """A ring of some places of a whole ring, whose messages go by way of the whole."""
 
-    whole: Ring
-    places: tuple[int, ...]
-    group: ProcessGroup | None
-    size: int
-    rank: int
-    first: int
-
     def __init__(self, whole: Ring, places: Sequence[int]):
         self.whole, self.places, self.group = whole, tuple(places), None
         self.size, self.rank, self.first = len(self.places), self.places.index(whole.rank), 0
@@ -338,10 +329,6 @@ class SubRing(Ring):
 
     def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
         raise NotImplementedError("the whole ring agrees, not a part of it")
-
-
-def _say(group: "ref[ProcessGroup]", notes: int, words: str) -> None:
-    failure_reports.write(group(), notes, words)
 
 
 Group = ProcessGroup | DeviceMesh | Ring | None

@@ -3,8 +3,12 @@
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
+from weakref import ref
 from zlib import crc32
 
+from torch.distributed import ProcessGroup
+
+from ring_attention_pytorch.ranks import failure_reports
 from ring_attention_pytorch.ranks.failures import (
     NEW_GROUP,
     Disagreement,
@@ -31,13 +35,10 @@ class Steps:
     from there.
     """
 
-    calls: int
-    hops: int
-
     def __init__(
-        self, met: list[int] | None = None, say: Callable[[int, str], object] | None = None
+        self, met: list[int] | None = None, group: "ref[ProcessGroup] | None" = None
     ) -> None:
-        self._say = say  # for those who wait for a rank that fails
+        self._group = group  # whose ranks may wait for one that fails
         self._met = [0] if met is None else met  # notes compared so far, in all rings of a group
         self._since = self.calls = self.hops = 0
         self._base: int | None = 0  # what tags of this call are made from
@@ -112,6 +113,11 @@ class Steps:
         self.guards.append(guard)
         guards.add(guard)
 
+    def say(self, words: str) -> None:
+        """Leave word for ranks that will wait for this one in vain."""
+        group = None if self._group is None else self._group()
+        failure_reports.write(group, self.notes, words)
+
     def mend(self, meet: Callable[[], object]) -> None:
         """Go on after notes were compared, of which some said that something is wrong.
 
@@ -130,8 +136,8 @@ class Steps:
         if self.broken is not None:  # by a call within this one
             return
         self.broken = f"{self.now}: {type(error).__name__}: {error}"
-        if self._say is not None and not isinstance(error, RingError):  # which has told itself
-            self._say(self.notes, f"raised {type(error).__name__} in {self.now}: {error}")
+        if not isinstance(error, RingError):  # which has told itself
+            self.say(f"raised {type(error).__name__} in {self.now}: {error}")
         for guard in self.guards:
             with suppress(RuntimeError):  # perhaps it was the device that failed
                 guard.fail()

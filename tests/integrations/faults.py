@@ -241,7 +241,9 @@ INTEGRATIONS = [
     ),
     Mutant(
         "a model's windows may be wider than its config's",
-        "integrations/cache.py:RingHFCache.attend", "if (error :=", "if False and (error :=",
+        "integrations/cache.py:RingHFCache.attend",
+        "self._ensure(check, f\"layer {layer}: {{}}; with spare=None all tokens of it are kept\")",
+        "pass",
     ),
     Mutant(
         "any attention may have the cache", "integrations/cache.py:RingHFCache._check_name",
