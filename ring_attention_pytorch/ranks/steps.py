@@ -100,7 +100,7 @@ class Steps:
         self.about = (0, f"comparing notes on {subject}")
         if self.broken is not None:
             return BROKEN
-        return (self.guards and self.trouble()) or ""
+        return self.trouble() or "" if self.guards else ""
 
     def trouble(self) -> str | None:
         """Say what a device has found wrong, if nobody has been told yet; None if nothing."""
