@@ -134,7 +134,7 @@ def check_plain(name: str, x: Tensor) -> None:
 
     >>> check_plain("x", torch.zeros(2))
     """
-    if _is_dtensor(x):
+    if type(x) is not Tensor and _is_dtensor(x):
         raise ValueError(
             f"{name} must be a plain tensor, got a DTensor: its to_local() is this rank's part, "
             "its full_tensor() the whole"

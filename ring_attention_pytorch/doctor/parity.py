@@ -21,7 +21,7 @@ from ring_attention_pytorch.doctor.mistakes import KNOWN, Case, Told
 from ring_attention_pytorch.doctor.shards import whole_tokens
 from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
 from ring_attention_pytorch.ranks.alone import one_process
-from ring_attention_pytorch.ranks.notes import ranks_of
+from ring_attention_pytorch.ranks.failures import ranks_of
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.digests import digest
 

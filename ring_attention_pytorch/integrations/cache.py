@@ -29,7 +29,7 @@ from ring_attention_pytorch.integrations.layers import check_layers, windows_of
 from ring_attention_pytorch.integrations.masks import Visible, visible_by
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
 from ring_attention_pytorch.plan.placement import current
-from ring_attention_pytorch.ranks.agreement import agree, error_of
+from ring_attention_pytorch.ranks.agreement import Check, agree, error_of
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 
 _LAYOUT: Final = "zigzag"  # of a chunk of a prompt that is spread
@@ -126,8 +126,7 @@ class RingHFCache(Cache):
             self._fail(
                 f"keys of layer {min(self._new)} were left out: its attention is another one"
             )
-        if (error := error_of(self._check_name)) is not None:
-            self._fail(str(error))
+        self._ensure(self._check_name)
         self._new[layer] = k
 
     def mask(self, function: Any, given: Tensor | None, kv_length: int) -> "CachedMask":
@@ -203,8 +202,7 @@ class RingHFCache(Cache):
         _, k, v = qkv
         keys = self._ready(k, v, at[0])
         check = partial(keys.memory(layer).check_window, options["window"], 0, new=True)
-        if (error := error_of(check)) is not None:
-            self._fail(f"layer {layer}: {error}; with spare=None all tokens of it are kept")
+        self._ensure(check, f"layer {layer}: {{}}; with spare=None all tokens of it are kept")
         q, k, v = (rearrange(t, "b h n d -> b n h d").to(keys.taken_as(t.dtype)) for t in qkv)
         options |= {"layer": layer}
         if self._chunk is not None:
@@ -341,6 +339,11 @@ class RingHFCache(Cache):
             'register(), and give it attn_implementation="ring"'
         )
 
+    def _ensure(self, check: Check, told: str = "{}") -> None:
+        """Raise on all ranks what a check raises here, as it is `told`; else nothing is sent."""
+        if (error := error_of(check)) is not None:
+            self._fail(told.format(error))
+
     def _fail(self, problem: str) -> NoReturn:
         self._new.clear()
         raise ValueError(f"{_CALLER}: {problem}")
@@ -384,8 +387,7 @@ class CachedMask(NamedTuple):
             self.cache._fail("there are no gradients with a cache: use torch.no_grad()")
         if scores.pop("dropout"):
             self.cache._fail("there is no dropout with a cache: model.eval()")
-        if (error := error_of(partial(check_call, self.visible, given))) is not None:
-            self.cache._fail(str(error))
+        self.cache._ensure(partial(check_call, self.visible, given))
         options = {**scores, "window": self.visible.window, "sinks": sinks}
         number: Any = layer.layer_idx
         out = self.cache.attend(number, qkv, (self.starts, positions), options)

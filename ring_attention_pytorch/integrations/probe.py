@@ -48,7 +48,7 @@ class _Step(nn.Module):
         self.__dict__["trainer"] = trainer  # it is no module
 
     def forward(self, **whole: Any) -> dict[str, Tensor]:
-        if not in_one_process():
+        if not in_one_process:
             return self.trainer._loss_for_probe(self.model, whole)
         with _theirs(self.model), _theirs(getattr(self.trainer, "ref_model", None)):
             return self.trainer._loss_alone(self.model, whole)

@@ -63,7 +63,7 @@ def spread_probabilities(model: nn.Module, shard: Shard, options: Mapping[str, A
     spread = _Spread(model, shard, options)
 
     def before(_: nn.Module, args: Any, given: dict[str, Any]) -> Any:
-        if not given.get("fused_lm_head") or in_one_process():
+        if not given.get("fused_lm_head") or in_one_process:
             return None  # it generates, or sequences are whole
         if args:
             raise ValueError(f"{spread.name}: whole sequences are given by name")
@@ -110,7 +110,7 @@ def spread_scores(model: nn.Module, shard: Shard, options: Mapping[str, Any]) ->
     spread, base = _Spread(model, shard, options), getattr(model, model.base_model_prefix)
 
     def before(_: nn.Module, args: Any, given: dict[str, Any]) -> None:
-        if in_one_process():
+        if in_one_process:
             return
         if args:
             raise ValueError(f"{spread.name}: whole sequences are given by name")

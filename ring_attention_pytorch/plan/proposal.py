@@ -17,7 +17,7 @@ from ring_attention_pytorch.plan.checks import (
     like_autocast,
 )
 from ring_attention_pytorch.plan.options import Call, Options
-from ring_attention_pytorch.ranks.notes import Claim
+from ring_attention_pytorch.ranks.agreement import Claim
 from ring_attention_pytorch.runtime.dropout import own_seed
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.scores import (

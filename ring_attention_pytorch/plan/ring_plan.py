@@ -33,7 +33,7 @@ from ring_attention_pytorch.plan.placement import (
 )
 from ring_attention_pytorch.plan.prepare import place_tokens, settle_transport, swap_heads
 from ring_attention_pytorch.plan.proposal import Proposal
-from ring_attention_pytorch.ranks.agreement import agree_on, in_the_same_call, told_by_group, typed
+from ring_attention_pytorch.ranks.agreement import agree, in_the_same_call, told_by_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.graphs import (
@@ -158,7 +158,7 @@ class RingPlan:
         kind, kept, mine, wrong = find(ring, qkv, options, also)
         known = None if ring.group is None else recall(ring, mine.subject)
         own = {**mine.own, "knows": known is not None, "plan": kept.plan.number if kept else 0}
-        lengths = agree_on(ring, "ring attention", mine.claim, own, wrong)
+        lengths = agree(ring, "ring attention", mine.claim, own, wrong)
         if kept is not None and all(rank["plan"] == kept.plan.number for rank in lengths):
             return kept.plan
         if kept is not None:

@@ -1,42 +1,133 @@
 """An agreement before any tensor is sent: all ranks agree, or all raise the same error.
 
 A rank that disagrees about a shape makes gloo end the process, return wrong data, or hang.
-So ranks first compare notes, in one small all-gather over the host.
+So ranks first compare notes, in one small all-gather over the host. A note has three lines: how
+often ranks have compared notes, the size of the ring and what is wrong; what must be the same; the
+rank's own numbers. The second is long, and the same again and again. So it is written once, and
+read only where ranks differ.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, wraps
+from hashlib import sha256
+from typing import Any, NamedTuple, TypeAlias
 
 from beartype.roar import BeartypeCallHintParamViolation
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch.arguments import Arguments, Function, WrongArgument
-from ring_attention_pytorch.ranks.notes import (
-    Claim,
-    Disagreement,
-    by_value,
-    call_site,
-    claimed,
-    exchange,
-    note,
-    ranks_of,
-    read,
-    shortened,
-)
+from ring_attention_pytorch.ranks.failures import Disagreement, by_value, call_site, ranks_of
+from ring_attention_pytorch.ranks.notes import exchange, unreadable
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.torch_func import run_apart
+
+_LONGEST_TEXT = 2000  # characters of what is wrong, or of one value
 
 # raises what is wrong with one rank's arguments; or the error, where that is known already
 Check: TypeAlias = Callable[[], object] | ValueError
 
 
+@dataclass(frozen=True)
+class Claim:
+    """What must be the `same` in a rank's ring, and `everywhere` in its group, by name."""
+
+    same: Mapping[str, Any] = field(default_factory=dict)
+    everywhere: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def text(self) -> bytes:
+        """The claim as it is told."""
+        same = {name: _plain(value) for name, value in self.same.items()}
+        return json.dumps([same, dict(self.everywhere)]).encode()
+
+
+class Told(NamedTuple):
+    """What a rank has told."""
+
+    step: int  # how often it has compared notes
+    ring_size: int
+    problem: str | None
+    claim: bytes
+    own: dict[str, int]
+
+
+def note(
+    step: int, ring_size: int, problem: str | None, claim: bytes, own: Mapping[str, int]
+) -> bytes:
+    """Write a note.
+
+    >>> note(3, 2, None, Claim({"causal": True}).text, {"n": 4})
+    b'3 2 null\\n[{"causal": true}, {}]\\n{"n": 4}'
+    """
+    problem = json.dumps(problem) if problem else "null"
+    numbers = _written(*own.items())
+    return b"%d %d %s\n%s\n%s" % (step, ring_size, problem.encode(), claim, numbers)
+
+
+def read(caller: str, rank: int, told: bytes) -> Told:
+    """Read a rank's note, which another version of this library may have made, or no version.
+
+    Raises:
+        Disagreement: it can't be read.
+    """
+    try:
+        head, claim, own = told.split(b"\n")
+        step, ring_size, problem = head.split(b" ", 2)
+        numbers = {name: int(number) for name, number in _parsed(own).items()}
+        return Told(int(step), int(ring_size), _parsed(problem), claim, numbers)
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise unreadable(caller, rank, error) from None
+
+
+def claimed(caller: str, rank: int, told: Told) -> Claim:
+    """Read a rank's claim.
+
+    Raises:
+        Disagreement: it can't be read.
+    """
+    try:
+        same, everywhere = json.loads(told.claim)
+        return Claim({**same}, {"ring size": told.ring_size, **everywhere})
+    except (ValueError, TypeError, RecursionError) as error:
+        raise unreadable(caller, rank, error) from None
+
+
+@lru_cache(maxsize=64)
+def _written(*own: tuple[str, int]) -> bytes:
+    """Write numbers as JSON."""
+    return json.dumps(dict(own)).encode()
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: bytes) -> Any:
+    """Parse JSON; what comes of it is not to be changed."""
+    return json.loads(text)
+
+
+def _shortened(text: str) -> str:
+    """Cut what is wrong to a length, and replace what can't be encoded."""
+    return text[:_LONGEST_TEXT].encode(errors="replace").decode()
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON knows and what reads alike on all ranks."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, (bool, int, float, type(None))):
+        return value
+    text = str(value)
+    if len(text) <= _LONGEST_TEXT:
+        return text
+    return f"{text[:200]}... ({sha256(text.encode(errors='replace')).hexdigest()[:12]})"
+
+
 def agree(
     ring: Ring,
     caller: str,
-    same: Mapping[str, Any],
+    same: Mapping[str, Any] | Claim,
     own: Mapping[str, int] | None = None,
     check: Check | None = None,
     everywhere: Mapping[str, Any] | None = None,
@@ -45,31 +136,21 @@ def agree(
 
     `check` raises what this rank finds wrong by itself. That is raised on every rank of the group,
     so that no rank is left waiting. Messages number ranks by the group. `everywhere` must be the
-    same in all rings of the group, because it decides what they exchange next.
+    same in all rings of the group, because it decides what they exchange next. A `Claim`, which has
+    both, may be told again.
 
     Raises:
         ValueError: ranks are in different calls, the check of one raises, or they differ; the same
             text on all ranks.
     """
-    return agree_on(ring, caller, Claim(same, everywhere or {}), own, check)
-
-
-def agree_on(
-    ring: Ring,
-    caller: str,
-    claim: Claim,
-    own: Mapping[str, int] | None = None,
-    check: Check | None = None,
-) -> list[dict[str, int]]:
-    """Do what `agree` does for a claim that may be told again."""
     own, error = dict(own or {}), error_of(check)
-    problem = shortened(ring.problem if error is None else str(error))
+    problem = ring.problem if error is None else _shortened(str(error))
     if ring.size == 1 and ring.group is None:
         ring.steps.compare(caller)
-        ring.steps.mend()
-        if problem is not None:
-            _check_problems(caller, [problem])
+        ring.steps.broken = None
+        _check_problems(caller, [problem])
         return [own]
+    claim = same if isinstance(same, Claim) else Claim(same, everywhere or {})
     mine = note(ring.steps.notes, ring.size, problem, claim.text, own)
     notes = ring.gather_notes(caller, mine)
     if problem is None and notes.count(mine) == len(notes):  # there is nothing to read
@@ -78,11 +159,7 @@ def agree_on(
     _check_problems(caller, [each.problem for each in told])
     _check_in_step(ring, caller, [each.step for each in told])
     if len({(each.ring_size, each.claim) for each in told}) > 1:
-        claims = [claimed(caller, *each) for each in enumerate(told)]
-        _check_same(caller, [each.everywhere for each in claims], first=0)
-        for first in range(0, len(claims), ring.size):  # all rings: every rank raises
-            of_ring = claims[first : first + ring.size]
-            _check_same(caller, [each.same for each in of_ring], first)
+        _check_claims(ring, caller, told)
     _check_numbers(caller, [each.own for each in told])
     return [each.own for each in told[ring.first : ring.first + ring.size]]
 
@@ -91,7 +168,7 @@ def error_of(check: Check | None) -> ValueError | None:
     """Return what `check` raises, as ranks are told it; None if it raises nothing, or is none.
 
     It may raise for a tensor without values, or for an object that breaks when it is looked at.
-    All ranks must be told, whatever it is.
+    All ranks must be told, whatever it is, with its kind if it is no plain ValueError.
 
     >>> error_of(lambda: [][1])
     ValueError('IndexError: list index out of range')
@@ -240,6 +317,15 @@ def _check_numbers(caller: str, own: list[dict[str, int]]) -> None:
             f"{caller}: ranks tell other numbers: {_each([', '.join(n) or 'none' for n in own])}; "
             "run the same version of this library on all ranks"
         )
+
+
+def _check_claims(ring: Ring, caller: str, told: list[Told]) -> None:
+    """Raise if claims differ: of the group what must be the same everywhere, of each ring all."""
+    claims = [claimed(caller, *each) for each in enumerate(told)]
+    _check_same(caller, [each.everywhere for each in claims], first=0)
+    for first in range(0, len(claims), ring.size):  # all rings: every rank raises
+        of_ring = claims[first : first + ring.size]
+        _check_same(caller, [each.same for each in of_ring], first)
 
 
 def _check_same(caller: str, members: list[Mapping[str, Any]], first: int) -> None:

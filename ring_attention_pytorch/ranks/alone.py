@@ -17,12 +17,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "all_gather_into_tensor": lambda whole, t, *_, **__: whole.copy_(t.view_as(whole)),
     "reduce_scatter_tensor": lambda part, t, *_, **__: part.copy_(t.view_as(part)),
 }
-_inside: list[bool] = []
-
-
-def in_one_process() -> bool:
-    """Tell whether this is in a block of `one_process`."""
-    return bool(_inside)
+in_one_process: list[bool] = []  # the blocks of `one_process` that are open; empty outside
 
 
 @contextmanager
@@ -34,12 +29,12 @@ def one_process() -> Iterator[None]:
     are inside, since backward runs in threads of its own.
     """
     before = {name: getattr(dist, name) for name in _ANSWERS if hasattr(dist, name)}
-    _inside.append(True)
+    in_one_process.append(True)
     try:
         for name in before:
             setattr(dist, name, _ANSWERS[name])
         yield
     finally:
-        _inside.pop()
+        in_one_process.pop()
         for name, function in before.items():
             setattr(dist, name, function)

@@ -1,10 +1,22 @@
-"""Failures of a rank, as the others see them: errors that say who waited, and waits that end."""
+"""Failures of a rank, as the others see them: errors that say who waited, and waits that end.
 
+A rank that compiles, loads or writes while others wait for it looks like one that hangs. So each
+wait of the host that lasts is logged, while it does.
+"""
+
+import contextlib
 import os
 import re
+import sys
+import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
+from types import FrameType
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -14,12 +26,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.ranks import last_words
+from ring_attention_pytorch.ranks import failure_reports
+from ring_attention_pytorch.ranks.failure_reports import logger
 from ring_attention_pytorch.ranks.guard import Guard
-from ring_attention_pytorch.ranks.notes import call_site, ranks_of
-from ring_attention_pytorch.ranks.overdue import waits
 
 _LONGEST = 300  # characters of what a backend says
+_LONG = 15.0  # seconds after which a wait of the host is logged, and again whenever it doubles
+# files that start with these are no callers of this library
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PASSED_BY = (_PACKAGE, os.path.dirname(torch.__file__), contextlib.__file__, "<")
 # gloo closes all connections of a group when one message does not come in time, and NCCL ends
 NEW_GROUP = (
     "the connections of this group are closed now, for all that uses it, and no plan mends them: "
@@ -27,6 +42,46 @@ NEW_GROUP = (
 )
 
 Place = tuple[ProcessGroup | None, int]  # a group, and how often it has compared notes
+
+
+def call_site(frame: FrameType | None = None) -> str:
+    """Return where this library was called, as "at train.py:31"; empty if no caller is found.
+
+    `frame` is where another thread is; by default the caller's is looked at.
+    """
+    frame = frame or sys._getframe(1)
+    while frame is not None:
+        if name := _caller(frame.f_code.co_filename):
+            return f"at {name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+@lru_cache(maxsize=1024)
+def _caller(path: str) -> str:
+    """Return the name of a file that calls this library; empty for what is passed by."""
+    return "" if path.startswith(_PASSED_BY) else os.path.basename(path)
+
+
+def by_value(values: Sequence) -> dict[object, list[int]]:
+    """List the ranks that have each value, in order of appearance."""
+    found: dict[object, list[int]] = defaultdict(list)
+    for rank, value in enumerate(values):
+        found[value].append(rank)
+    return found
+
+
+def ranks_of(ranks: Sequence[int]) -> str:
+    """Name ranks in words.
+
+    >>> ranks_of([2]), ranks_of([0, 2])
+    ('rank 2', 'ranks 0, 2')
+    """
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+class Disagreement(ValueError):
+    """An error that ranks found together: all raise it, in the same words, and can go on."""
 
 
 class Step(NamedTuple):
@@ -83,9 +138,9 @@ class RingError(RuntimeError):
         ranks = sorted({*ranks})
         if (group := place[0]) is not None:
             closed.add(group)
-        last_words.leave(*place, f"waits in {step} {call_site()}")
+        failure_reports.write(*place, f"waits in {step} {call_site()}")
         tell_peers()
-        words = last_words.found(*place, ranks)
+        words = failure_reports.read(*place, ranks)
         told = [f"rank {rank} {text.rstrip('.')}" for rank, text in words.items()]
         if silent := [rank for rank in ranks if rank not in words]:
             told.append(f"{ranks_of(silent)}: no word: failed, late, or in no such call")
@@ -129,30 +184,75 @@ def _advice(step: Step, words: Mapping[int, str]) -> str:
     return "All ranks must make the same calls; RING_ATTENTION_CHECK=always tells where"
 
 
+@dataclass(eq=False)
 class Awaiting:
-    """A block that waits for ranks, whose errors become `RingError`s that name them.
+    """A block that waits for ranks: it is logged while it lasts, and its errors are `RingError`s.
 
     `of` tells the step, the ranks and the place. It is asked only when there is an error, or when
-    the wait takes so long that it is reported.
+    the wait takes so long that it is logged. To begin and end one takes about a microsecond.
     """
 
-    def __init__(self, of: Callable[[], tuple[Step, Sequence[int], Place]]) -> None:
-        self._of = of
-
-    def __str__(self) -> str:
-        step, ranks, _ = self._of()
-        return str(Waiting(step, ranks))
+    of: Callable[[], tuple[Step, Sequence[int], Place]]
 
     def __enter__(self) -> None:
-        waits.begin(self)
+        waits.since[self] = time.monotonic(), threading.get_ident()
+        if waits.thread is None:
+            waits.start()
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        waits.end(self)
+        waits.since.pop(self, None)
         if not isinstance(error, RuntimeError) or isinstance(error, RingError):
             return
-        step, ranks, place = self._of()
+        step, ranks, place = self.of()
         missing = error.ranks if isinstance(error, Missing) else ()
         raise RingError.waiting(step, missing or ranks, error, place) from error
+
+
+class Waits:
+    """Waits of this process's threads for other ranks, each logged while it lasts.
+
+    `since` has when each began, and its thread. A thread of its own looks at those that last.
+    """
+
+    def __init__(self, seconds: float = _LONG) -> None:
+        self._seconds = seconds
+        self.since: dict[Awaiting, tuple[float, int]] = {}
+        self._due: dict[Awaiting, float] = {}  # seconds until the next report of each that lasts
+        self.thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread that looks."""
+        self.thread = threading.Thread(target=self._look, daemon=True)
+        self.thread.start()
+
+    def report(self) -> None:
+        """Log each wait that has lasted for long since it was last logged."""
+        now, since = time.monotonic(), dict(self.since)
+        self._due = {wait: due for wait, due in self._due.items() if wait in since}
+        for wait, (start, thread) in since.items():
+            seconds = now - start
+            if seconds < self._due.get(wait, self._seconds):
+                continue
+            self._due[wait] = 2 * seconds
+            step, ranks, _ = wait.of()
+            site = call_site(sys._current_frames().get(thread))
+            logger.warning(
+                "%s, for %.0f s by now, %s; a rank that compiles, loads or writes is late, too",
+                Waiting(step, ranks), seconds, site,
+            )  # fmt: skip
+
+    def forget(self) -> None:
+        """Forget all, in a forked child: neither those waits nor their thread are its own."""
+        self.since.clear()
+        self.thread = None
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(min(1.0, self._seconds / 10))
+            self.report()
+
+
+waits = Waits()
 
 
 def timeout_of(group: ProcessGroup | None) -> timedelta:
@@ -201,6 +301,7 @@ def _world() -> ProcessGroup | None:
 
 
 def _remember_groups() -> None:
+    waits.forget()
     for each in [*links]:  # else the others would not notice the end of the parent
         each.close()
     inherited.update(_groups)

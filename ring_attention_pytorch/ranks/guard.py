@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.ranks.overdue import Overdue
+from ring_attention_pytorch.ranks.failure_reports import Overdue
 from ring_attention_pytorch.runtime.launches import Launch
 from ring_attention_pytorch.runtime.streams import capturing, current_stream
 from ring_attention_pytorch.runtime.tape import opaque, prepared

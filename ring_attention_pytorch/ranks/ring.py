@@ -1,21 +1,18 @@
 """A ring of ranks that exchange tensors: who takes part, and all point-to-point code."""
 
-import ctypes
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any
-from weakref import WeakKeyDictionary, finalize, ref
+from weakref import WeakKeyDictionary, ref
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attention_pytorch.ranks import last_words
 from ring_attention_pytorch.ranks.alone import in_one_process
 from ring_attention_pytorch.ranks.failures import (
     NEW_GROUP,
@@ -24,26 +21,33 @@ from ring_attention_pytorch.ranks.failures import (
     RingError,
     Step,
     Waiting,
+    call_site,
     closed,
     inherited,
     known,
     timeout_of,
 )
 from ring_attention_pytorch.ranks.guard import Stamps
-from ring_attention_pytorch.ranks.host_links import close_links, links_of, missing
-from ring_attention_pytorch.ranks.notes import FIRST, call_site, exchange, unreadable
-from ring_attention_pytorch.ranks.steps import Steps
+from ring_attention_pytorch.ranks.notes import (
+    FIRST,
+    close_links,
+    exchange,
+    gather_over_gloo,
+    link,
+    links_of,
+    missing,
+    unreadable,
+)
+from ring_attention_pytorch.ranks.steps import BROKEN, Steps
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
 Messages = Sequence[tuple[int, Tensor]]  # rank of a ring, and what is sent to it or received
-_BROKEN = "broken"  # a ring, on a rank where that has been told
 _NOTHING = nullcontext()
 
 # how often a group has compared notes, and the steps of each of its rings
 _steps: WeakKeyDictionary[ProcessGroup, tuple[list[int], dict[tuple[int, int], Steps]]] = (
     WeakKeyDictionary()
 )
-_host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
 class Transfer:
@@ -60,14 +64,13 @@ class Transfer:
         works: list[dist.Work],
         check: Callable[[Messages, object], None] | None = None,
     ) -> None:
-        self._steps, self._step, self._works = ring.steps, ring.steps.now, list(works)
-        self._group = ring.group
+        self._ring, self._step, self._works = ring, ring.steps.now, list(works)
         self._sent, self._received = [t for _, t in sends], [t for _, t in receives]
         self._peers = [ring.first + rank for rank, _ in (*sends, *receives)]
         self._one_each = len(works) == len(self._peers)  # else one stands for all messages
         came = [(ring.first + rank, t) for rank, t in receives]
         self._check: Any = came and check and partial(check, came, Waiting(self._step, self._peers))
-        self._steps.under_way.append(self)
+        ring.steps.under_way.append(self)
 
     def wait(self) -> list[Tensor]:
         """Wait until everything has come and gone; return what came.
@@ -81,14 +84,14 @@ class Transfer:
                 self._works.pop(0)
         if self._check:
             self._check()
-        self._steps.under_way.remove(self)
+        self._ring.steps.under_way.remove(self)
         self._sent = []
         return self._received
 
     def _awaited(self) -> tuple[Step, Sequence[int], Place]:
         """Tell what is waited for, and of which ranks."""
         peers = self._peers[-len(self._works) :] if self._one_each else self._peers
-        return self._step, peers, (self._group, self._steps.notes)
+        return self._step, peers, self._ring._place
 
 
 class Ring:
@@ -116,7 +119,7 @@ class Ring:
                     'pick one, as in mesh["cp"]'
                 )
             group = group.get_group()
-        if in_one_process():
+        if in_one_process:
             group = None
         elif group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
@@ -129,7 +132,7 @@ class Ring:
             )
         if group is None:
             _check_missing_group()
-        else:
+        elif inherited or group not in _steps:  # else it is known
             known(group)
         if total == 1 and (size is None or size >= 1):
             size = None  # alone, a ring of any size is this process
@@ -148,7 +151,7 @@ class Ring:
             return Steps()
         met, each = _steps.setdefault(self.group, ([0], {}))
         if (found := each.get((self.first, self.size))) is None:
-            found = each[self.first, self.size] = Steps(met, partial(_say, ref(self.group)))
+            found = each[self.first, self.size] = Steps(met, ref(self.group))
         return found
 
     @classmethod
@@ -230,19 +233,12 @@ class Ring:
 
     def total(self, t: Tensor) -> None:
         """Sum a tensor over the whole group, in place."""
-        self._reduce(t, dist.ReduceOp.SUM)
-
-    def largest(self, t: Tensor) -> None:
-        """Take the maximum of each element over the whole group, in place."""
-        self._reduce(t, dist.ReduceOp.MAX)
-
-    def _reduce(self, t: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         with self.call("reducing"), Awaiting(lambda: (self.steps.now, self.peers, self._place)):
-            dist.all_reduce(t, op, group=self.group)
+            dist.all_reduce(t, group=self.group)
 
     def say(self, words: str) -> None:
         """Leave word for ranks that will wait for this one in vain, because it raises alone."""
-        last_words.leave(*self._place, words)
+        self.steps.say(words)
 
     @property
     def _place(self) -> Place:
@@ -272,18 +268,16 @@ class Ring:
             ValueError: ranks have different subjects; the same text on all ranks.
             RingError: a device has found ranks out of step, and no rank was told; on all ranks.
         """
-        self.steps.compare(subject)
-        trouble = self.steps.trouble()
-        said = trouble if trouble or self.steps.broken is None else _BROKEN
-        message = (said or "").encode() + b"\0" + note
+        message = self.steps.compare(subject).encode() + b"\0" + note
         notes = exchange(self.gather_bytes, f"{subject}\n{call_site()}", message)
         troubles, ends, found = zip(*(each.partition(b"\0") for each in notes))
         if not all(ends):
             raise unreadable(subject, ends.index(b""), "it does not say how its devices are")
-        self.steps.mend(partial(self.gather_bytes, b"", 1) if any(troubles) else None)
-        for rank, told in enumerate(troubles):
-            if told not in (b"", _BROKEN.encode()):
-                raise RingError(f"rank {rank}: {told.decode()}; the ring is whole again")
+        if any(troubles):
+            self.steps.mend(partial(self.gather_bytes, b"", 1))
+            for rank, told in enumerate(troubles):
+                if told not in (b"", BROKEN.encode()):
+                    raise RingError(f"rank {rank}: {told.decode()}; the ring is whole again")
         return list(found)
 
     def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
@@ -300,10 +294,11 @@ class Ring:
             raise RingError(f"{now}: a wait has failed before on this rank; {NEW_GROUP}", now)
         before = self.group, self.steps.notes - 1  # words of ranks that do not compare these notes
         with Awaiting(lambda: (self.steps.now, missing(self.group) or self.peers, before)):
-            over_gloo = partial(_gather_over_gloo, self.group)
-            links = links_of(self.group, over_gloo)
+            if self.group not in links_of:
+                link(self.group)
+            links = links_of[self.group]
             if links is None or size > FIRST:
-                return over_gloo(message, size)
+                return gather_over_gloo(self.group, message, size)
             return links.gather(message, size)
 
     def shared(self) -> tuple[ProcessGroup, tuple[int, ...]] | None:
@@ -315,13 +310,6 @@ class Ring:
 
 class SubRing(Ring):
     """A ring of some places of a whole ring, whose messages go by way of the whole."""
-
-    whole: Ring
-    places: tuple[int, ...]
-    group: ProcessGroup | None
-    size: int
-    rank: int
-    first: int
 
     def __init__(self, whole: Ring, places: Sequence[int]):
         self.whole, self.places, self.group = whole, tuple(places), None
@@ -343,27 +331,15 @@ class SubRing(Ring):
         raise NotImplementedError("the whole ring agrees, not a part of it")
 
 
-def _gather_over_gloo(group: ProcessGroup, message: bytes, size: int) -> list[bytes]:
-    """Return the message of every rank, filled up to that size with zeros."""
-    mine = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
-    all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(all_of_them, mine, group=_host_group(group))
-    return [ctypes.string_at(t.data_ptr(), size) for t in all_of_them]
-
-
-def _say(group: "ref[ProcessGroup]", notes: int, words: str) -> None:
-    last_words.leave(group(), notes, words)
-
-
 Group = ProcessGroup | DeviceMesh | Ring | None
 
 
 def as_ring(group: Group, size: int | None = None) -> Ring:
     """Return the ring of a group's ranks, or of `size` consecutive ones."""
-    if in_one_process():
-        return Ring.alone()
     if not isinstance(group, Ring):
         return Ring(group, size)
+    if in_one_process:
+        return Ring.alone()
     if size not in (None, group.size):
         raise ValueError(f"ring_size={size} was given beside a ring of {group.size}")
     return group
@@ -371,7 +347,7 @@ def as_ring(group: Group, size: int | None = None) -> Ring:
 
 def _check_missing_group() -> None:
     """Raise ValueError where several processes were started together, and have no group."""
-    if in_one_process() or not dist.is_available():
+    if in_one_process or not dist.is_available():
         return
     elastic = dist.is_torchelastic_launched() and os.environ["WORLD_SIZE"] != "1"
     main = getattr(multiprocessing.current_process(), "_target", None)
@@ -382,23 +358,3 @@ def _check_missing_group() -> None:
             "several, but there is no process group, so each would work alone: call "
             "torch.distributed.init_process_group() first"
         )
-
-
-def _host_group(group: ProcessGroup) -> ProcessGroup:
-    """Return a group of these ranks that moves CPU tensors: the group, or a gloo companion."""
-    if "cpu:" in str(dist.get_backend_config(group)):
-        return group
-    if group not in _host_groups:
-        ranks = dist.get_process_group_ranks(group)
-        companion: Any = dist.new_group(
-            ranks, timeout_of(group), backend="gloo", use_local_synchronization=True
-        )
-        _host_groups[group] = known(companion)
-        finalize(group, _end, ref(companion)).atexit = False
-    return _host_groups[group]
-
-
-def _end(companion: "ref[ProcessGroup]") -> None:
-    """Destroy a companion whose group is gone, if it still exists."""
-    if dist.is_initialized() and (group := companion()) is not None:
-        dist.destroy_process_group(group)

@@ -3,18 +3,23 @@
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
+from weakref import ref
 from zlib import crc32
 
+from torch.distributed import ProcessGroup
+
+from ring_attention_pytorch.ranks import failure_reports
 from ring_attention_pytorch.ranks.failures import (
     NEW_GROUP,
+    Disagreement,
     RingError,
     Step,
     guards,
     tell_peers,
 )
 from ring_attention_pytorch.ranks.guard import Guard
-from ring_attention_pytorch.ranks.notes import Disagreement
 
+BROKEN = "broken"  # what the others hear of a ring that is broken, on a rank where that was told
 _NEXT_PLAN = (
     "it is whole again once all ranks make a plan, or call without one; if others waited for this "
     "one in vain, their group's connections are closed, and all make a new group"
@@ -30,13 +35,10 @@ class Steps:
     from there.
     """
 
-    calls: int
-    hops: int
-
     def __init__(
-        self, met: list[int] | None = None, say: Callable[[int, str], object] | None = None
+        self, met: list[int] | None = None, group: "ref[ProcessGroup] | None" = None
     ) -> None:
-        self._say = say  # for those who wait for a rank that fails
+        self._group = group  # whose ranks may wait for one that fails
         self._met = [0] if met is None else met  # notes compared so far, in all rings of a group
         self._since = self.calls = self.hops = 0
         self._base: int | None = 0  # what tags of this call are made from
@@ -91,11 +93,14 @@ class Steps:
             self._base = crc32(repr((self._since, self.calls, self.about)).encode())
         return crc32(self.hops.to_bytes(4, "little"), self._base) >> 1
 
-    def compare(self, subject: str) -> None:
-        """Begin to compare notes on `subject`."""
+    def compare(self, subject: str) -> str:
+        """Begin to compare notes on `subject`; return what is wrong here, "" if nothing is."""
         self.notes += 1
         self._since, self.calls, self.hops, self._base = self._met[0], 0, 0, None
         self.about = (0, f"comparing notes on {subject}")
+        if self.broken is not None:
+            return BROKEN
+        return self.trouble() or "" if self.guards else ""
 
     def trouble(self) -> str | None:
         """Say what a device has found wrong, if nobody has been told yet; None if nothing."""
@@ -108,27 +113,31 @@ class Steps:
         self.guards.append(guard)
         guards.add(guard)
 
-    def mend(self, meet: Callable[[], object] | None = None) -> None:
-        """Go on after notes were compared: all ranks are together, whatever has failed before.
+    def say(self, words: str) -> None:
+        """Leave word for ranks that will wait for this one in vain."""
+        group = None if self._group is None else self._group()
+        failure_reports.write(group, self.notes, words)
 
-        Where something has, on any rank, devices forget it: after all ranks `meet`, and before they
-        do so again.
+    def mend(self, meet: Callable[[], object]) -> None:
+        """Go on after notes were compared, of which some said that something is wrong.
+
+        All ranks are together. Devices forget what has failed after all ranks `meet`, and before
+        they do so again.
         """
-        if meet is not None:
-            for guard in self.guards:
-                guard.wait()
-            meet()
-            for guard in self.guards:
-                guard.reset()
-            meet()
+        for guard in self.guards:
+            guard.wait()
+        meet()
+        for guard in self.guards:
+            guard.reset()
+        meet()
         self.broken = None
 
     def _break(self, error: BaseException) -> None:
         if self.broken is not None:  # by a call within this one
             return
         self.broken = f"{self.now}: {type(error).__name__}: {error}"
-        if self._say is not None and not isinstance(error, RingError):  # which has told itself
-            self._say(self.notes, f"raised {type(error).__name__} in {self.now}: {error}")
+        if not isinstance(error, RingError):  # which has told itself
+            self.say(f"raised {type(error).__name__} in {self.now}: {error}")
         for guard in self.guards:
             with suppress(RuntimeError):  # perhaps it was the device that failed
                 guard.fail()

@@ -290,9 +290,15 @@ def shard_batch(
         check_least(1, ring_size=ring_size)
         for name, t in batch.items():
             if isinstance(t, Tensor):
-                _check_kind(name, t)
+                if t.is_meta:
+                    raise ValueError(f"{name} must have values, got a tensor on {t.device}")
+                check_plain(name, t)
         whole = _Whole.read(batch, shift_labels, ignore_index)
-        chosen = whole.layout(size) if layout == AUTO else layout
+        chosen: Layout = layout
+        if layout == AUTO:
+            chosen = "zigzag"
+            if whole.packing is not None:
+                chosen = deal(whole.packing, size, causal=True, window=None)
         check_layout(chosen, size, whole.length)
         made = whole.shard(chosen, place, size)
         told = None
@@ -305,12 +311,6 @@ def shard_batch(
     same = {"check_same": check_same, "batch, layout and labels (their digest)": told}
     agree(ring, "shard_batch", same, check=error)
     return found[0] if rank is not None else replace(found[0], told=None)
-
-
-def _check_kind(name: str, t: Tensor) -> None:
-    if t.is_meta:
-        raise ValueError(f"{name} must have values, got a tensor on {t.device}")
-    check_plain(name, t)
 
 
 @dataclass(frozen=True)
@@ -357,12 +357,6 @@ class _Whole:
         kept = {name: t for name, t in more.items() if name not in cut}
         given = batch.get("position_ids") is not None
         return cls(n, cut, kept, packing, real, num_items, in_place, given)
-
-    def layout(self, ring_size: int) -> Layout:
-        """Choose the layout that leaves ranks as much to do as one another."""
-        if self.packing is None:
-            return "zigzag"
-        return deal(self.packing, ring_size, causal=True, window=None)
 
     def shard(self, layout: Layout, rank: int, ring_size: int) -> ShardedBatch:
         """Return a rank's part of it."""
@@ -413,23 +407,18 @@ def _packing(
     documents, borders = batch.get("documents"), batch.get("cu_seqlens")
     check_documents(documents, borders, tokens.shape, tokens.shape[1])
     if documents is None and borders is None:
-        counted = _counted(batch.get("position_ids"))
+        # Three rows of positions say where images and videos are, and not where documents begin. Of
+        # four rows the first one does, as transformers has it.
+        counted = batch.get("position_ids")
+        if counted is not None and counted.ndim > 2:
+            counted = counted[0] if len(counted) == 4 else None
         documents = None if counted is None else documents_of_positions(counted, real)
+        if documents is None:
+            return None
     packing = local_packing(documents, borders, tokens)
     if packing is None or all(len(each.runs) < 2 for each in packing):
         return None
     return packing
-
-
-def _counted(positions: Tensor | None) -> Tensor | None:
-    """Return the positions `[b, n]` by which tokens are counted; None if there are none.
-
-    Three rows say where images and videos are, and not where documents begin. Of four rows the
-    first one does, as transformers has it.
-    """
-    if positions is None or positions.ndim == 2:
-        return positions
-    return positions[0] if len(positions) == 4 else None
 
 
 def _positions(batch: Mapping[str, Any], tokens: Tensor, packing: BatchDocuments | None) -> Tensor:

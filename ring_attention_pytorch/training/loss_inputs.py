@@ -10,7 +10,7 @@ class say, is an error at once on CPU only. Elsewhere the GPU finds it:
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -58,15 +58,6 @@ class Head(NamedTuple):
     def classes(self, x: Tensor) -> int:
         """Count the classes, of hidden states or logits x."""
         return x.shape[-1] if self.weight is None else len(self.weight)
-
-    def note(self) -> dict[str, Any]:
-        """Return what must be the same on every rank, by name."""
-        return {
-            "head": None if self.weight is None else self.weight.dtype,
-            "bias of the head": self.bias is not None,
-            "scale of logits": self.scale,
-            "softcap of logits": self.softcap,
-        }
 
     def check(self, x: Tensor) -> None:
         """Raise ValueError where it makes no logits of hidden states x `[b, n, d]`."""

@@ -5,7 +5,7 @@ At long contexts logits need more memory than attention does. So a head's logits
 forgotten a chunk of tokens at a time, and made again in backward.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch.geometry.layouts import all_segments, segment_positions
 from ring_attention_pytorch.nn.loss import mean_over_ranks
-from ring_attention_pytorch.plan.placement import current, note_whole
+from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
-from ring_attention_pytorch.ranks.notes import Disagreement
+from ring_attention_pytorch.ranks.failures import Disagreement
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.training.batches import ShardedBatch, told_by_batch
@@ -87,16 +87,15 @@ def ring_cross_entropy(  # noqa: PLR0913 - a public entry point
             for given in ((x, head, bias), (weights,))
         ],
     }
-    told = agree(ring, "ring_cross_entropy", same, _block_note(), check=error)
-    _check_blocks("ring_cross_entropy", told)
-    note_whole("ring_cross_entropy")
+    _agree_in_block(ring, same, error)
     total = x.new_zeros((), dtype=accumulation_dtype(x.dtype))
     found = targets(labels, weights, ignore_index, of.classes(x), total.dtype)
     held = found.real.sum() if found.weights is None else found.weights.sum()
     if found.wrong is not None:  # all ranks divide by the sum of this
         held = torch.where(found.wrong.any(), torch.nan, held.to(total.dtype))
-    for part in _chunks(chunk or of.chunk, x, found.labels, found.weights):
-        total = total + _again(_loss_of_chunk, chunk or of.chunk, *part, of, ignore_index)
+    entropies = partial(_entropies, head=of, reduction="sum", ignore_index=ignore_index)
+    for part in _by_chunks(entropies, chunk or of.chunk, x, found.labels, found.weights):
+        total = total + part
     return mean_over_ranks(total, held, ring)
 
 
@@ -105,20 +104,27 @@ def _same(x: Tensor, head: Head, error: ValueError | None, ignore_index: int) ->
     same: dict[str, Any] = {}
     if error is None:  # else there may be no such dimension
         same["classes"] = head.classes(x)
-    same |= {"dtype": x.dtype, "ignore_index": ignore_index, **head.note()}
-    return same | {"grad mode": torch.is_grad_enabled()}
+    return same | {
+        "dtype": x.dtype,
+        "ignore_index": ignore_index,
+        "head": None if head.weight is None else head.weight.dtype,
+        "bias of the head": head.bias is not None,
+        "scale of logits": head.scale,
+        "softcap of logits": head.softcap,
+        "grad mode": torch.is_grad_enabled(),
+    }
 
 
-def _block_note() -> dict[str, int]:
-    """Return numbers of the batch in whose block this rank is: its ring's, its own; -1 is none."""
-    placement = current()
-    if placement is None or placement.digest is None:
-        return {"ring": -1, "batch": -1}
-    return {"ring": placement.ring.ranks[0], "batch": placement.digest}
+def _agree_in_block(ring: Ring, same: dict[str, Any], error: ValueError | None) -> None:
+    """Agree on a mean over all ranks, which the block that this is in is told.
 
-
-def _check_blocks(caller: str, told: Sequence[Mapping[str, int]]) -> None:
-    """Raise ValueError, on all ranks, if ranks that share a batch are in blocks of several ones."""
+    Raises:
+        ValueError: ranks that share a batch are in blocks of several ones, or as for `agree`.
+    """
+    block, own = current(), {"ring": -1, "batch": -1}  # of no block
+    if block is not None and block.digest is not None:
+        own = {"ring": block.ring.ranks[0], "batch": block.digest}
+    told = agree(ring, "ring_cross_entropy", same, own, check=error)
     rings: dict[int, set[int]] = {}
     for note in told:
         if note["ring"] >= 0:
@@ -126,9 +132,11 @@ def _check_blocks(caller: str, told: Sequence[Mapping[str, int]]) -> None:
     if any(len(batches) > 1 for batches in rings.values()):
         where = ", ".join(f"rank {rank}: {note['batch']}" for rank, note in enumerate(told))
         raise Disagreement(
-            f"{caller}: ranks of one ring are in the blocks of different batches, by their digests "
-            f"{where}; one has made more or fewer steps than the others"
+            "ring_cross_entropy: ranks of one ring are in the blocks of different batches, by "
+            f"their digests {where}; one has made more or fewer steps than the others"
         )
+    if block is not None:
+        block.wholes.append("ring_cross_entropy")
 
 
 @typed(told_by_batch("ring_token_logprobs"))
@@ -174,10 +182,9 @@ def ring_token_logprobs(
     same = _same(x, of, error, ignore_index) | {"batch (its digest)": batch.digest}
     agree(ring, "ring_token_logprobs", same, check=error)
     wanted = targets(labels, None, ignore_index, of.classes(x), x.dtype)
-    parts = []
-    for part in _chunks(chunk or of.chunk, x, wanted.labels, None):
-        parts.append(_again(_logprobs_of_chunk, chunk or of.chunk, *part, of, ignore_index))
-    each = torch.cat(parts).view(x.shape[:2])
+    entropies = partial(_entropies, head=of, reduction="none", ignore_index=ignore_index)
+    parts = _by_chunks(entropies, chunk or of.chunk, x, wanted.labels, None)
+    each = -torch.cat([*parts]).view(x.shape[:2])
     if wanted.wrong is not None:
         each = torch.where(wanted.wrong, torch.nan, each)
     return _Whole.apply(each, batch)
@@ -201,40 +208,32 @@ class _Whole(Function):
         return grad.index_select(1, ctx.held) * ctx.times, None
 
 
-def _chunks(chunk: int | None, *given: Tensor | Any) -> Iterator[list[Tensor | Any]]:
-    """Yield tensors `[b, n, ...]` as chunks of so many of their b * n tokens."""
+def _by_chunks(
+    entropies: Callable[..., Tensor], chunk: int | None, *given: Tensor | None
+) -> Iterator[Tensor]:
+    """Yield the entropies of tensors `[b, n, ...]`, of so many of their b * n tokens at a time.
+
+    What they make of chunks is made again in backward, and not kept.
+    """
     flat: list[Any] = [None if t is None else t.flatten(0, 1) for t in given]
     n = len(flat[0])
     for start in range(0, max(1, n), chunk or max(1, n)):  # of no tokens one, for its graph
         stop = start + (chunk or n)
-        yield [None if t is None else t[start:stop] for t in flat]
-
-
-def _again(function: Any, chunk: int | None, *given: Any) -> Tensor:
-    """Call a function; what it makes of chunks is made again in backward, and not kept."""
-    if chunk is None or not torch.is_grad_enabled():
-        return function(*given)
-    return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
+        part = [None if t is None else t[start:stop] for t in flat]
+        if chunk is None or not torch.is_grad_enabled():
+            yield entropies(*part)
+        else:
+            yield checkpoint(entropies, *part, use_reentrant=False, preserve_rng_state=False)
 
 
 def _entropies(
-    x: Tensor, labels: Tensor, head: Head, ignore_index: int, reduction: str = "none"
+    x: Tensor, labels: Tensor, weights: Tensor | None, head: Head, reduction: str, **ignore: Any
 ) -> Tensor:
-    """Return the cross entropy of each token `[n]`, 0 where there is no label; or their sum."""
+    """Return the cross entropy of each token `[n]`, 0 where there is no label; or their "sum"."""
     logits = head.logits(x)
-    return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction=reduction)
-
-
-def _loss_of_chunk(
-    x: Tensor, labels: Tensor, weights: Tensor | None, head: Head, ignore_index: int
-) -> Tensor:
     if weights is None:
-        return _entropies(x, labels, head, ignore_index, "sum")
-    return (_entropies(x, labels, head, ignore_index) * weights).sum()
-
-
-def _logprobs_of_chunk(x: Tensor, labels: Tensor, _: None, head: Head, ignore_index: int) -> Tensor:
-    return -_entropies(x, labels, head, ignore_index)
+        return F.cross_entropy(logits, labels, reduction=reduction, **ignore)
+    return (F.cross_entropy(logits, labels, reduction="none", **ignore) * weights).sum()
 
 
 def _check(

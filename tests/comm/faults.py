@@ -395,8 +395,8 @@ ATTENTION = [
         "if ring.several:", "if False:",
     ),
     Mutant(
-        "a rank's problem is kept to itself", "ranks/agreement.py:agree_on",
-        "shortened(ring.problem if error is None else str(error))", "None",
+        "a rank's problem is kept to itself", "ranks/agreement.py:agree",
+        "ring.problem if error is None else _shortened(str(error))", "None",
     ),
 ]  # fmt: skip
 
@@ -411,11 +411,11 @@ SILENT = [
         "== len(firsts)", "> 0",
     ),
     Mutant(
-        "own numbers are taken for the others'", "ranks/agreement.py:agree_on",
+        "own numbers are taken for the others'", "ranks/agreement.py:agree",
         "notes.count(mine) == len(notes)", "notes.count(mine) > 0",
     ),
     Mutant(
-        "a problem that all ranks have is none", "ranks/agreement.py:agree_on",
+        "a problem that all ranks have is none", "ranks/agreement.py:agree",
         "problem is None and", "",
     ),
     Mutant(
@@ -427,7 +427,7 @@ SILENT = [
         "if more > 0", "if False",
     ),
     Mutant(
-        "notes of any kind are read", "ranks/notes.py:read",
+        "notes of any kind are read", "ranks/agreement.py:read",
         "(ValueError, TypeError, AttributeError, OverflowError, RecursionError)",
         "ZeroDivisionError",
     ),
@@ -443,7 +443,7 @@ SILENT = [
         "if len({*steps}) > 1:", "if False:",
     ),
     Mutant(
-        "what differs late is taken for the same", "ranks/notes.py:_plain",
+        "what differs late is taken for the same", "ranks/agreement.py:_plain",
         "if len(text) <= _LONGEST_TEXT: return text", "return text[:_LONGEST_TEXT]",
     ),
     Mutant(
@@ -528,27 +528,27 @@ FAILING = [
         "ranks = sorted({*ranks})", "ranks = []",
     ),
     Mutant(
-        "an old note is taken for the next one", "ranks/host_links.py:Links._came",
+        "an old note is taken for the next one", "ranks/notes.py:Links._receive",
         "if number >= self._number:", "if True:",
     ),
     Mutant(
-        "an exchange that failed leaves its links", "ranks/host_links.py:Links.gather",
+        "an exchange that failed leaves its links", "ranks/notes.py:Links.gather",
         "self.close()", "pass",
     ),
     Mutant(
-        "all are missing if one is", "ranks/host_links.py:Links._came",
+        "all are missing if one is", "ranks/notes.py:Links._receive",
         'raise Missing("Connection closed", [rank])', 'raise Missing("Connection closed", ())',
     ),
     Mutant(
-        "notes are looked for without end", "ranks/host_links.py:Links._receive",
+        "notes are looked for without end", "ranks/notes.py:Links._receive",
         "waited < _AWAKE", "True",
     ),
     Mutant(
-        "notes are waited for without end", "ranks/host_links.py:_wait",
+        "notes are waited for without end", "ranks/notes.py:_wait",
         "min(max(0.0, 1000 * seconds), _MOST_MS)", "3000",
     ),
     Mutant(
-        "one rank has links alone", "ranks/host_links.py:_meet", "len(links) == rank", "True",
+        "one rank has links alone", "ranks/notes.py:_meet", "len(links) == rank", "True",
     ),
     Mutant(
         "all are named where one is missing", "ranks/failures.py:Awaiting.__exit__",
@@ -573,23 +573,23 @@ FAILING = [
         "NEW_GROUP in text", "False",
     ),
     Mutant(
-        "words of a failure that was mended are told", "ranks/last_words.py:_look",
+        "words of a failure that was mended are told", "ranks/failure_reports.py:_look",
         "if since >= notes:", "if True:",
     ),
     Mutant(
-        "patience begins anew with each message", "ranks/host_links.py:Links._receive",
+        "patience begins anew with each message", "ranks/notes.py:Links._receive",
         "self._patience - waited", "self._patience",
     ),
     Mutant(
-        "any packet is a note", "ranks/host_links.py:Links._came",
+        "any packet is a note", "ranks/notes.py:Links._receive",
         "if not _NUMBER.size <= len(packet) <= _NUMBER.size + FIRST:", "if False:",
     ),
     Mutant(
-        "whoever has a number is let in", "ranks/host_links.py:_let_in",
+        "whoever has a number is let in", "ranks/notes.py:_let_in",
         "(rank := _name(link)) in missing", "(rank := _name(link)) is not None",
     ),
     Mutant(
-        "who connects is waited for until it says something", "ranks/host_links.py:_name",
+        "who connects is waited for until it says something", "ranks/notes.py:_name",
         "link.settimeout(_HEARD)", "pass",
     ),
     Mutant(
@@ -604,14 +604,17 @@ FAILING = [
         "if not all(ends):", "if False:",
     ),
     Mutant(
-        "nobody is told of a long wait", "ranks/overdue.py:Waits.report",
+        "nobody is told of a long wait", "ranks/failures.py:Waits.report",
         "seconds < self._due.get(wait, self._seconds)", "True",
     ),
     Mutant(
-        "a long wait is told again and again", "ranks/overdue.py:Waits.report",
+        "a long wait is told again and again", "ranks/failures.py:Waits.report",
         "self._due[wait] = 2 * seconds", "pass",
     ),
-    Mutant("waits never end", "ranks/overdue.py:Waits.end", "self._since.pop(wait, None)", "pass"),
+    Mutant(
+        "waits never end", "ranks/failures.py:Awaiting.__exit__",
+        "waits.since.pop(self, None)", "pass",
+    ),
     Mutant(
         "groups of another process are used", "ranks/failures.py:known",
         "group in inherited or _world() in inherited", "False",

@@ -116,7 +116,7 @@ DOCTOR = [
         "not any(error > self.allowed for error in errors)",
     ),
     Mutant(
-        "what is computed in one process shares the sequence", "ranks/alone.py:in_one_process",
-        "return bool(_inside)", "return False",
+        "what is computed in one process shares the sequence", "ranks/ring.py:Ring.__init__",
+        "if in_one_process:", "if False:",
     ),
 ]  # fmt: skip

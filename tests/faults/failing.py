@@ -16,7 +16,7 @@ def battery() -> Iterator[Callable[[], object]]:
     from tests.ranks import test_agreement as agreement
     from tests.ranks import test_failures as failures
     from tests.ranks import test_guard as guard
-    from tests.ranks import test_host_links as links
+    from tests.ranks import test_notes as links
     from tests.support import threads
 
     torch.set_num_threads(1)

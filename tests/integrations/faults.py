@@ -241,7 +241,9 @@ INTEGRATIONS = [
     ),
     Mutant(
         "a model's windows may be wider than its config's",
-        "integrations/cache.py:RingHFCache.attend", "if (error :=", "if False and (error :=",
+        "integrations/cache.py:RingHFCache.attend",
+        "self._ensure(check, f\"layer {layer}: {{}}; with spare=None all tokens of it are kept\")",
+        "pass",
     ),
     Mutant(
         "any attention may have the cache", "integrations/cache.py:RingHFCache._check_name",
@@ -280,8 +282,8 @@ INTEGRATIONS = [
         "if known != named or score is None:", "if score is None:",
     ),
     Mutant(
-        "positions of three rows are documents", "training/batches.py:_counted",
-        "if len(positions) == 4 else None", "",
+        "positions of three rows are documents", "training/batches.py:_packing",
+        "if len(counted) == 4 else None", "",
     ),
     Mutant(
         "choices are tokens", "training/batches.py:_tokens", "t.ndim == ndim", "t.ndim >= 2",

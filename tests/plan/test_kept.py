@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.plan import kept, ring_plan
 from ring_attention_pytorch.plan.kept import Kept
-from ring_attention_pytorch.ranks.agreement import agree_on
+from ring_attention_pytorch.ranks.agreement import agree
 
 Q = torch.randn(1, 6, 4, 8)
 
@@ -135,9 +135,9 @@ def test_who_has_found_another_plan_makes_a_new_one() -> None:
     plan = RingPlan.make(Q, Q, Q, causal=True)
 
     def another(*given: object) -> list[dict[str, int]]:
-        return [{**own, "plan": own["plan"] + 1} for own in agree_on(*given)]
+        return [{**own, "plan": own["plan"] + 1} for own in agree(*given)]
 
-    with mock.patch.object(ring_plan, "agree_on", another):
+    with mock.patch.object(ring_plan, "agree", another):
         assert RingPlan.make(Q, Q, Q, causal=True) is not plan
 
 

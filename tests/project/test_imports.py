@@ -46,8 +46,8 @@ EVERYBODY = {"arguments"}  # is used by all, and uses nothing
 UPWARDS = {"plan.ring_plan": "warm_up"}
 # point-to-point and collectives are nobody else's business
 MAY_COMMUNICATE = {
-    "ranks.alone", "ranks.failures", "ranks.last_words", "ranks.ring", "comm.symmetric_memory",
-    "launch",
+    "ranks.alone", "ranks.failures", "ranks.failure_reports", "ranks.notes", "ranks.ring",
+    "comm.symmetric_memory", "launch",
 }  # fmt: skip
 MAY_ASK = {"doctor.facts"}  # what there is to communicate with
 # public entry points: a long signature, and its checks in one place

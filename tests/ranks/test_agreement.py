@@ -25,8 +25,7 @@ from ring_attention_pytorch import (
 from ring_attention_pytorch.arguments import check_least
 from ring_attention_pytorch.nn.sharding import unshard_sequence
 from ring_attention_pytorch.ranks import notes
-from ring_attention_pytorch.ranks.agreement import agree, error_of, typed
-from ring_attention_pytorch.ranks.notes import Claim
+from ring_attention_pytorch.ranks.agreement import Claim, agree, error_of, typed
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.routing import ConditionalRoutedFeedForward, soft_topk
 from ring_attention_pytorch.routing.plan import RoutingPlan

@@ -27,13 +27,19 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from ring_attention_pytorch import RingAttention, RingError, RingPlan, fail_together, ring_attn
-from ring_attention_pytorch.ranks import failures, host_links, last_words, overdue
-from ring_attention_pytorch.ranks.failures import Step, known, timeout_of
-from ring_attention_pytorch.ranks.notes import Disagreement
-from ring_attention_pytorch.ranks.overdue import Waits
-from ring_attention_pytorch.ranks.ring import Ring, _host_group
+from ring_attention_pytorch.ranks import failure_reports, failures, notes
+from ring_attention_pytorch.ranks.failures import (
+    Awaiting,
+    Disagreement,
+    Step,
+    Waits,
+    known,
+    timeout_of,
+)
+from ring_attention_pytorch.ranks.notes import _host_group
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.ranks.steps import Steps
-from tests.ranks import test_host_links as links
+from tests.ranks import test_notes as links
 from tests.ranks.test_steps import EVENTS, OTHER, SIZE, plans_of
 from tests.support import threads
 from tests.support.ranks import Pool
@@ -249,11 +255,11 @@ def test_words_of_a_failure_that_was_mended_are_told_no_more(pools):
 def test_words_of_a_failure_are_those_since_notes_were_last_compared():
     store = dist.HashStore()
     store.set("rank 1", json.dumps([3, "raised MemoryError"]))
-    look, words = partial(last_words._look, None), {}
+    look, words = partial(failure_reports._look, None), {}
     with (
-        mock.patch.object(last_words, "_store", return_value=store),
-        mock.patch.object(last_words, "_key", lambda _, rank: f"rank {rank}"),
-        mock.patch.object(last_words, "_MEANWHILE", 0.1),
+        mock.patch.object(failure_reports, "_store", return_value=store),
+        mock.patch.object(failure_reports, "_key", lambda _, rank: f"rank {rank}"),
+        mock.patch.object(failure_reports, "_MEANWHILE", 0.1),
     ):
         look(4, [1], words)
         assert words == {}
@@ -268,10 +274,10 @@ def test_after_a_wait_in_vain_nothing_is_agreed_over_that_group_and_others_hear_
     group, (mine, theirs, _) = Group(), links.ring_of_links()
     ring = Ring.alone()
     ring.group, ring.size = group, 2
-    with pytest.raises(RingError), failures.Awaiting(lambda: (ring.steps.now, [1], (group, 0))):
+    with pytest.raises(RingError), Awaiting(lambda: (ring.steps.now, [1], (group, 0))):
         raise RuntimeError("Timed out waiting 200ms")
     with (
-        mock.patch.dict(host_links._links, {group: mine}),
+        mock.patch.dict(notes.links_of, {group: mine}),
         pytest.raises(RingError, match="a wait has failed before on this rank; the connections of"),
     ):
         ring.gather_bytes(b"", 1)
@@ -404,8 +410,8 @@ def test_a_group_waits_as_long_as_the_least_patient_of_its_backends():
 def waits_for_long() -> list[str]:
     """For a pool: what is logged while rank 1 is late twice: for notes, and for keys."""
     told: list[str] = []
-    overdue.logger.addFilter(lambda record: told.append(record.getMessage()))
-    mine, look = shards(ring := Ring(), 1), partial(mock.patch.object, overdue.waits, "_seconds")
+    failures.logger.addFilter(lambda record: told.append(record.getMessage()))
+    mine, look = shards(ring := Ring(), 1), partial(mock.patch.object, failures.waits, "_seconds")
     plan = RingPlan.make(*mine, transport="ring")
     try:
         with look(0.2):
@@ -416,7 +422,7 @@ def waits_for_long() -> list[str]:
                 time.sleep(1.6 * ring.rank)  # the thread may have slept for a second before
                 call()
     finally:
-        overdue.logger.filters.clear()
+        failures.logger.filters.clear()
     return told
 
 
@@ -433,17 +439,21 @@ def test_who_waits_for_whom_is_told_while_it_waits(pools):
 
 def test_a_wait_is_told_again_when_it_has_doubled_and_no_more_when_it_is_over():
     waits, told = Waits(0.05), []
-    waits._thread = threading.current_thread()  # which looks itself
-    with mock.patch.object(
-        overdue.logger, "warning", lambda text, *given: told.append(text % given)
+    waits.thread = threading.current_thread()  # which looks itself
+    step = Step("comparing notes", 0, 0, 0)
+    with (
+        mock.patch.object(failures, "waits", waits),
+        mock.patch.object(
+            failures.logger, "warning", lambda text, *given: told.append(text % given)
+        ),
     ):
-        waits.begin("here")
-        for seconds, count in ((0, 0), (0, 0), (0.06, 1), (0, 1), (0.2, 2), (0, 2)):
-            time.sleep(seconds)
-            waits.report()
-            assert len(told) == count
-        assert told[0].startswith("here, for 0 s by now, at test_failures.py:")
-        waits.end("here")
+        with Awaiting(lambda: (step, [1], (None, 0))):
+            for seconds, count in ((0, 0), (0, 0), (0.06, 1), (0, 1), (0.2, 2), (0, 2)):
+                time.sleep(seconds)
+                waits.report()
+                assert len(told) == count
+        here = f"{step}: waits for rank 1, for 0 s by now, at test_failures.py:"
+        assert told[0].startswith(here)
         time.sleep(0.6)
         waits.report()
         assert len(told) == 2

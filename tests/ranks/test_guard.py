@@ -14,9 +14,9 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
+from ring_attention_pytorch.ranks.failure_reports import Overdue
 from ring_attention_pytorch.ranks.failures import RingError, fail_together
 from ring_attention_pytorch.ranks.guard import Board, Guard, Stamps
-from ring_attention_pytorch.ranks.overdue import Overdue
 from ring_attention_pytorch.ranks.steps import Steps
 from tests.support import threads
 from tests.support.interpreter import interpreters, needs_triton

@@ -166,7 +166,10 @@ TRAINING = [
     ),
     Mutant(
         "ranks do not compare the terms of a head", "training/losses.py:_same",
-        ", **head.note()", "",
+        '''"head": None if head.weight is None else head.weight.dtype,
+        "bias of the head": head.bias is not None,
+        "scale of logits": head.scale,
+        "softcap of logits": head.softcap,''', "",
     ),
     Mutant(
         "weights are learned on some ranks", "training/losses.py:ring_cross_entropy",
@@ -198,11 +201,11 @@ TRAINING = [
         "* ctx.times", "",
     ),
     Mutant(
-        "a rank without tokens takes no part", "training/losses.py:_chunks",
+        "a rank without tokens takes no part", "training/losses.py:_by_chunks",
         "range(0, max(1, n), chunk or max(1, n))", "range(0, n, chunk or max(1, n))",
     ),
     Mutant(
-        "chunks overlap", "training/losses.py:_chunks",
+        "chunks overlap", "training/losses.py:_by_chunks",
         "stop = start + (chunk or n)", "stop = start + (chunk or n) + 1",
     ),
     Mutant(
@@ -266,7 +269,7 @@ TRAINING = [
         "block.check_plan(self)", "self._blocks.add(block); block.check_plan(self)",
     ),
     Mutant(
-        "losses are of any batches", "training/losses.py:_check_blocks",
+        "losses are of any batches", "training/losses.py:_agree_in_block",
         "len(batches) > 1", "False",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Links of ranks that share a host: who is told what, who is named, and when there are none."""
+"""Notes over links of a host: who is told what, who is named, and when there are none."""
 
 import os
 import socket
@@ -16,10 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from ring_attention_pytorch import fail_together
-from ring_attention_pytorch.ranks import failures, host_links
+from ring_attention_pytorch.ranks import failures, notes
 from ring_attention_pytorch.ranks.failures import Awaiting, Missing, RingError, Step
-from ring_attention_pytorch.ranks.host_links import Links, _meet
-from ring_attention_pytorch.ranks.notes import FIRST
+from ring_attention_pytorch.ranks.notes import FIRST, Links, _meet
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.ranks.steps import Steps
 
@@ -84,7 +83,7 @@ def test_an_end_is_noticed_while_another_rank_is_waited_for():
 def test_what_an_interrupted_exchange_has_left_is_not_taken_for_the_next_one():
     links = ring_of_links()
     with (
-        mock.patch.object(host_links, "_wait", side_effect=KeyboardInterrupt),
+        mock.patch.object(notes, "_wait", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         links[0].gather(b"old", 3)
@@ -94,7 +93,7 @@ def test_what_an_interrupted_exchange_has_left_is_not_taken_for_the_next_one():
 
 def test_patience_is_with_the_exchange_and_not_with_each_message():
     links = ring_of_links(patience=0.6)
-    note = host_links._NUMBER.pack(1)
+    note = notes._NUMBER.pack(1)
     threading.Timer(0.4, lambda: links[1]._links[0].send(note)).start()
     start = time.monotonic()
     with pytest.raises(Missing, match="Timed out waiting 600ms") as told:
@@ -151,8 +150,8 @@ def test_ranks_of_one_host_meet_and_leave_nothing_behind(tmp_path, monkeypatch):
 def test_if_one_rank_has_no_way_none_has(why):
     host, doors, reached, here = (
         Host(),
-        host_links._open_door,
-        host_links._connected,
+        notes._open_door,
+        notes._connected,
         threading.local(),
     )
 
@@ -163,10 +162,10 @@ def test_if_one_rank_has_no_way_none_has(why):
     patch: tuple[Any, str, Any] = (tempfile, "tempdir", f"/tmp/{'x' * 120}")
     if why == "no door":
         closed = lambda: nullcontext(None)  # noqa: E731
-        patch = host_links, "_open_door", lambda n: closed() if here.rank == 1 else doors(n)
+        patch = notes, "_open_door", lambda n: closed() if here.rank == 1 else doors(n)
     elif why == "another host":
         far = lambda rank, paths: reached(rank, [path + b"?" * rank for path in paths])  # noqa: E731
-        patch = host_links, "_connected", far
+        patch = notes, "_connected", far
     with mock.patch.object(*patch):
         assert together(meet) == [None] * SIZE
 
@@ -180,14 +179,14 @@ def connected(door: socket.socket, said: bytes) -> socket.socket:
 
 
 def test_only_ranks_that_are_awaited_are_let_in():
-    come, named = [], host_links._RANK.pack
+    come, named = [], notes._RANK.pack
     visitors = b"", b"?", named(2), named(7), named(0), b"much" * 9, named(1)
-    with host_links._open_door(SIZE) as door, mock.patch.object(host_links, "_HEARD", 0.05):
+    with notes._open_door(SIZE) as door, mock.patch.object(notes, "_HEARD", 0.05):
         visit = threading.Thread(
             target=lambda: come.extend(connected(door, said) for said in visitors), daemon=True
         )
         visit.start()
-        links = host_links._let_in(door, range(1, SIZE))
+        links = notes._let_in(door, range(1, SIZE))
         visit.join()
         links[2].send(b"welcome")
         assert sorted(links) == [1, 2]
@@ -197,15 +196,15 @@ def test_only_ranks_that_are_awaited_are_let_in():
 
 
 def connect_and_let_in(door: socket.socket) -> None:
-    with connected(door, host_links._RANK.pack(1)):
-        host_links._let_in(door, range(1, SIZE))
+    with connected(door, notes._RANK.pack(1)):
+        notes._let_in(door, range(1, SIZE))
 
 
 def test_who_does_not_come_to_the_door_is_named_in_time():
     start = time.monotonic()
     with (
-        mock.patch.object(host_links, "_PATIENCE", 0.2),
-        host_links._open_door(SIZE) as door,
+        mock.patch.object(notes, "_PATIENCE", 0.2),
+        notes._open_door(SIZE) as door,
         pytest.raises(Missing, match=r"nobody has come in 0.2 s") as told,
     ):
         connect_and_let_in(door)
@@ -220,7 +219,7 @@ def test_a_group_of_one_tells_itself():
 
 
 def test_a_large_group_has_none():
-    with mock.patch.object(host_links, "_MOST", SIZE - 1):
+    with mock.patch.object(notes, "_MOST", SIZE - 1):
         assert together(Host().meet) == [None] * SIZE
 
 
@@ -237,10 +236,10 @@ def without_gloo() -> tuple[list[bytes], int, int]:
 
     ring.gather_notes("first", b"")
     with mock.patch.object(dist, "all_gather", counted):
-        notes = ring.gather_notes("a note", b"%d" % ring.rank)
+        told = ring.gather_notes("a note", b"%d" % ring.rank)
         short = len(sent)
         assert ring.gather_notes("long", b"x" * 2 * FIRST) == [b"x" * 2 * FIRST] * ring.size
-    return notes, short, len(sent)
+    return told, short, len(sent)
 
 
 def test_notes_take_no_gloo_but_the_rest_of_long_ones(pools):
@@ -251,7 +250,7 @@ def patience() -> float:
     """For a pool: how long this rank waits for notes of a group whose timeout is 7 seconds."""
     group = dist.new_group(timeout=timedelta(seconds=7))
     Ring(group).gather_notes("first", b"")
-    return host_links._links[group]._patience
+    return notes.links_of[group]._patience
 
 
 def test_notes_are_waited_for_as_long_as_the_group_s_timeout(pools):
