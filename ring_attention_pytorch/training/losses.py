@@ -5,7 +5,7 @@ At long contexts logits need more memory than attention does. So a head's logits
 forgotten a chunk of tokens at a time, and made again in backward.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,8 @@ from ring_attention_pytorch.training.loss_inputs import (
     check_values,
     targets,
 )
+
+_CHUNK = 2048  # tokens whose logits a head makes at once
 
 
 @typed(told_by_group("ring_cross_entropy"), apart=True)
@@ -95,8 +97,8 @@ def ring_cross_entropy(  # noqa: PLR0913 - a public entry point
     held = found.real.sum() if found.weights is None else found.weights.sum()
     if found.wrong is not None:  # all ranks divide by the sum of this
         held = torch.where(found.wrong.any(), torch.nan, held.to(total.dtype))
-    for part in _chunks(chunk or of.chunk, x, found.labels, found.weights):
-        total = total + _again(_loss_of_chunk, chunk or of.chunk, *part, of, ignore_index)
+    for part in _chunks(_loss_of_chunk, chunk, of, ignore_index, x, found.labels, found.weights):
+        total = total + part
     return mean_over_ranks(total, held, ring)
 
 
@@ -174,10 +176,8 @@ def ring_token_logprobs(
     same = _same(x, of, error, ignore_index) | {"batch (its digest)": batch.digest}
     agree(ring, "ring_token_logprobs", same, check=error)
     wanted = targets(labels, None, ignore_index, of.classes(x), x.dtype)
-    parts = []
-    for part in _chunks(chunk or of.chunk, x, wanted.labels, None):
-        parts.append(_again(_logprobs_of_chunk, chunk or of.chunk, *part, of, ignore_index))
-    each = torch.cat(parts).view(x.shape[:2])
+    parts = _chunks(_logprobs_of_chunk, chunk, of, ignore_index, x, wanted.labels, None)
+    each = torch.cat([*parts]).view(x.shape[:2])
     if wanted.wrong is not None:
         each = torch.where(wanted.wrong, torch.nan, each)
     return _Whole.apply(each, batch)
@@ -201,40 +201,41 @@ class _Whole(Function):
         return grad.index_select(1, ctx.held) * ctx.times, None
 
 
-def _chunks(chunk: int | None, *given: Tensor | Any) -> Iterator[list[Tensor | Any]]:
-    """Yield tensors `[b, n, ...]` as chunks of so many of their b * n tokens."""
+def _chunks(
+    function: Callable[..., Tensor],
+    chunk: int | None,
+    head: Head,
+    ignore_index: int,
+    *given: Tensor | None,
+) -> Iterator[Tensor]:
+    """Yield what a function makes of tensors `[b, n, ...]`, of so many of b * n tokens at a time.
+
+    With a chunk, or a head, which has one, that is made again in backward, and not kept.
+    """
+    if chunk is None and head.weight is not None:
+        chunk = _CHUNK
     flat: list[Any] = [None if t is None else t.flatten(0, 1) for t in given]
     n = len(flat[0])
     for start in range(0, max(1, n), chunk or max(1, n)):  # of no tokens one, for its graph
         stop = start + (chunk or n)
-        yield [None if t is None else t[start:stop] for t in flat]
-
-
-def _again(function: Any, chunk: int | None, *given: Any) -> Tensor:
-    """Call a function; what it makes of chunks is made again in backward, and not kept."""
-    if chunk is None or not torch.is_grad_enabled():
-        return function(*given)
-    return checkpoint(function, *given, use_reentrant=False, preserve_rng_state=False)
-
-
-def _entropies(
-    x: Tensor, labels: Tensor, head: Head, ignore_index: int, reduction: str = "none"
-) -> Tensor:
-    """Return the cross entropy of each token `[n]`, 0 where there is no label; or their sum."""
-    logits = head.logits(x)
-    return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction=reduction)
+        part = (*(None if t is None else t[start:stop] for t in flat), head, ignore_index)
+        if chunk is None or not torch.is_grad_enabled():
+            yield function(*part)
+        else:
+            yield checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False)
 
 
 def _loss_of_chunk(
     x: Tensor, labels: Tensor, weights: Tensor | None, head: Head, ignore_index: int
 ) -> Tensor:
-    if weights is None:
-        return _entropies(x, labels, head, ignore_index, "sum")
-    return (_entropies(x, labels, head, ignore_index) * weights).sum()
+    how = "sum" if weights is None else "none"
+    found = F.cross_entropy(head.logits(x), labels, ignore_index=ignore_index, reduction=how)
+    return found if weights is None else (found * weights).sum()
 
 
 def _logprobs_of_chunk(x: Tensor, labels: Tensor, _: None, head: Head, ignore_index: int) -> Tensor:
-    return -_entropies(x, labels, head, ignore_index)
+    logits = head.logits(x)
+    return -F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="none")
 
 
 def _check(
