@@ -33,6 +33,7 @@ from ring_attention_pytorch.integrations.layers import (
     check_reading,
     is_tower_by_name,
 )
+from ring_attention_pytorch.integrations.losses import are_equal
 from ring_attention_pytorch.integrations.masks import RingMask, Visible, visible_by
 from ring_attention_pytorch.integrations.outputs import Outermost
 from ring_attention_pytorch.integrations.watched import Watched, spread_losses
@@ -297,13 +298,11 @@ class RingForward:
     ) -> None:
         """Raise ValueError if a mask is not of the batch's tokens, or of others beside them."""
         mine = self.inputs["attention_mask"]
-        if given is not None and given is not mine:
-            alike = given.shape == mine.shape
-            if not (alike and torch.equal(given.to(mine.device, mine.dtype), mine)):
-                raise ValueError(
-                    f"attention_mask {list(given.shape)} is not the batch's, {list(mine.shape)} of "
-                    "this rank's tokens; give it to shard_batch, and call model(**inputs)"
-                )
+        if given is not None and not (given.shape == mine.shape and are_equal(given, mine)):
+            raise ValueError(
+                f"attention_mask {list(given.shape)} is not the batch's, {list(mine.shape)} of "
+                "this rank's tokens; give it to shard_batch, and call model(**inputs)"
+            )
         if q_length != kv_length or any(offsets):
             raise ValueError(
                 "there are keys of earlier tokens: ring_forward is for whole sequences, without a "
