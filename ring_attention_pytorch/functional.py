@@ -94,6 +94,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     ulysses: int = 1,
     memory: int | None = None,
     bucket_size: int = 1024,
+    calibrate: bool = False,
     check: CheckOption | None = None,
     plan: RingPlan | None = None,
     heads_first: bool = False,
@@ -167,14 +168,17 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             for few tokens over several GPUs it may be the one that is launched least, and for
             short documents another (`explain_plan` tells). A named one never falls back to another.
         transport: "ring" passes keys from neighbour to neighbour, "gather" brings all needed keys
-            at once. None chooses; on GPUs by speeds that the group's first plan measures, or by
-            those of H200s under torch.use_deterministic_algorithms.
+            at once. None chooses: on GPUs by a prediction, with constants of the device, so that
+            it is the same in every run; on CPUs "ring".
         ulysses: how many neighbours swap heads for sequence (all-to-all) first, so that only ranks
             with the same heads exchange keys. It must divide the ring and the heads of q.
         memory: bytes that other ranks' keys and gradients may take on this rank under "gather",
             which then brings the keys of fewer owners at once, but of at least one. None sets no
             bound if transport is named; else 8 GiB, and on GPUs at most half of the free memory.
         bucket_size: kernels that hold scores in memory hold those of this many queries at once.
+        calibrate: on GPUs, choose by speeds that are measured here, when the first plan of a group
+            and a kernel is made, and not by constants; not with transport="ring", nor under
+            torch.use_deterministic_algorithms, for the choice may differ between runs.
         check: "always" lets ranks check in each call that they agree, and says where one is out of
             step: for debugging. None takes the environment's RING_ATTENTION_CHECK.
         plan: a `RingPlan` for tensors like these. It replaces all options except return_lse,
@@ -212,7 +216,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         "softclamp": softclamp, "sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias,
         "dropout": dropout, "dropout_seed": dropout_seed, "layout": layout, "kernel": kernel,
         "transport": transport, "ulysses": ulysses, "memory": memory, "bucket_size": bucket_size,
-        "check": check,
+        "calibrate": calibrate, "check": check,
     }  # fmt: skip
     qkv = swapped((q, k, v)) if heads_first else (q, k, v)
     if is_plain(*qkv):

@@ -59,8 +59,9 @@ def all_gather_stacked(x: Tensor, ring: Ring) -> Tensor:
     if ring.size == 1:
         return x.unsqueeze(0)
     found = x.new_empty((ring.size, *x.shape))
-    others = _others(ring)
-    transfer = _start(ring, [x] * len(others), [found[rank] for rank in others])
+    parts = [*found.unbind()]
+    parts.pop(ring.rank)
+    transfer = _start(ring, [x] * len(parts), parts)
     found[ring.rank] = x
     transfer.wait()
     return found
@@ -123,9 +124,5 @@ def _swap(
 
 def _start(ring: Ring, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Transfer:
     """Send tensor i to the i-th other rank, and let tensor i be received from it."""
-    others = _others(ring)
+    others = [rank for rank in range(ring.size) if rank != ring.rank]
     return ring.exchange([*zip(others, sends)], [*zip(others, receives)])
-
-
-def _others(ring: Ring) -> list[int]:
-    return [rank for rank in range(ring.size) if rank != ring.rank]

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.arguments import check_least, checked, checks_of
-from ring_attention_pytorch.compat._moved import moved_names
 from ring_attention_pytorch.distributed import (
     get_rank,
     get_world_size,
@@ -48,7 +47,6 @@ __all__ = [
     "send_and_receive_",
 ]
 
-__getattr__ = moved_names(__name__, "ranks.ring")
 Some = tuple[Tensor | None, ...]
 RingInfo = namedtuple("RingInfo", ["ring_rank", "iter_info"])
 

@@ -6,13 +6,10 @@ from types import SimpleNamespace
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.compat._moved import moved_names
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption
 from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
-
-__getattr__ = moved_names(__name__, "functional")
 
 
 @checked

@@ -154,8 +154,7 @@ def _decode_step(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from tokens that all ranks have: new ones, which are appended, or the last ones."""
     (q, k, v, sinks, slopes), layer = given, options.layer
-    kind = _kind(given, cache, options)
-    plan = cache.checked.get(kind) or _checked(kind, given, cache, options)
+    plan = _plan_for(given, cache, options)
     if plan.checks:
         same = {"values of q, k and v": digest(q, k, v), "layer": layer, _STATE: cache.told(layer)}
         agree(cache.ring, _CALLER, same)
@@ -185,8 +184,7 @@ def _captured_step(
         ValueError: a graph can't hold what this call does.
     """
     (q, k, v, sinks, slopes), layer = given, options.layer
-    kind = _kind(given, cache, options)
-    plan = cache.checked.get(kind) or _checked(kind, given, cache, options)
+    plan = _plan_for(given, cache, options)
     if not plan.ran:
         raise ValueError(_UNSEEN)
     if not plan.capturable:
@@ -246,10 +244,11 @@ def _sharded_chunk(
     return out[:, mine], lse[..., mine]
 
 
-def _kind(given: Given, cache: RingCache, options: StepOptions) -> tuple[object, ...]:
-    """Return all that decides whether a call is right, and by which plan it is done."""
+def _plan_for(given: Given, cache: RingCache, options: StepOptions) -> DecodePlan:
+    """Return the plan of a call; the first one of a kind, all that decides on it, is checked."""
     kinds = [None if t is None else (type(t), t.shape, t.dtype, t.device) for t in given]
-    return *kinds, options, cache.has_starts
+    kind = *kinds, options, cache.has_starts
+    return cache.checked.get(kind) or _checked(kind, given, cache, options)
 
 
 def _checked(

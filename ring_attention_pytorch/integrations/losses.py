@@ -84,9 +84,9 @@ def check_labels(
     ahead, here = batch.get("shift_labels"), batch.in_place
     mine = ahead if here is None or not in_place else here
     if in_place or moved is None:
-        right = _same(labels, mine) or (not in_place and _same(labels, here))
+        right = are_equal(labels, mine) or (not in_place and are_equal(labels, here))
     else:
-        right = labels is not None and _same(moved, mine)
+        right = labels is not None and are_equal(moved, mine)
     if not right:
         raise ValueError(
             "labels are not the batch's; a label is of the next token, which may be on another "
@@ -104,7 +104,7 @@ def check_entropy(
 ) -> None:
     """Raise ValueError if a model does with PyTorch's cross entropy what can't be spread."""
     plain = function.weight is None and function.label_smoothing == 0
-    if plain and function.reduction == "mean" and _same(labels, mine):
+    if plain and function.reduction == "mean" and are_equal(labels, mine):
         return
     raise ValueError(
         f"{model} computes a cross entropy by itself, of labels that are not the batch's in place, "
@@ -139,8 +139,8 @@ def loss_of(
     return total / num_items.to(total.device)
 
 
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Tell whether these are the same labels, in whatever shape."""
+def are_equal(a: Tensor | None, b: Tensor | None) -> bool:
+    """Tell whether these have the same values, in whatever shape, dtype, and place."""
     if a is None or b is None or a.numel() != b.numel():
         return False
     return a is b or torch.equal(a.to(b.device, b.dtype).reshape(b.shape), b)

@@ -14,7 +14,7 @@ Tested with transformers 5.17.0 and 5.24.0.
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from ring_attention_pytorch.integrations.layers import (
     check_reading,
     is_tower_by_name,
 )
+from ring_attention_pytorch.integrations.losses import are_equal
 from ring_attention_pytorch.integrations.masks import RingMask, Visible, visible_by
 from ring_attention_pytorch.integrations.outputs import Outermost
 from ring_attention_pytorch.integrations.watched import Watched, spread_losses
@@ -210,8 +211,7 @@ class RingForward:
 
     def _begins(self, model: nn.Module) -> None:
         self.call = Watched(self, model)
-        first = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-        if first is not None:
+        for first in self.call.parts.models[:1]:
             self.ensure(partial(check_reading, first))
 
     def _ends(self, _: nn.Module, given: Any) -> None:
@@ -247,8 +247,7 @@ class RingForward:
         def check() -> None:
             found.append(visible_by(mask_function))
             check_layers(config, self.batch.length)
-            self._check_mask(given)
-            _check_no_cache(**at)
+            self._check_whole(given, **at)
 
         error = error_of(check)
         return RingMask(self, found[0] if found else None, error)
@@ -294,14 +293,21 @@ class RingForward:
             mask.told = True
             self.told(error, mask=[*mask.visible])
 
-    def _check_mask(self, given: Tensor | None) -> None:
+    def _check_whole(
+        self, given: Tensor | None, q_length: int, kv_length: int, offsets: tuple[Any, Any]
+    ) -> None:
+        """Raise ValueError if a mask is not of the batch's tokens, or of others beside them."""
         mine = self.inputs["attention_mask"]
-        if given is None or given is mine or (given.shape == mine.shape and _equal(given, mine)):
-            return
-        raise ValueError(
-            f"attention_mask {list(given.shape)} is not the batch's, {list(mine.shape)} of this "
-            "rank's tokens; give it to shard_batch, and call model(**inputs)"
-        )
+        if given is not None and not (given.shape == mine.shape and are_equal(given, mine)):
+            raise ValueError(
+                f"attention_mask {list(given.shape)} is not the batch's, {list(mine.shape)} of "
+                "this rank's tokens; give it to shard_batch, and call model(**inputs)"
+            )
+        if q_length != kv_length or any(offsets):
+            raise ValueError(
+                "there are keys of earlier tokens: ring_forward is for whole sequences, without a "
+                "cache"
+            )
 
 
 def _inputs(batch: ShardedBatch, labels: bool) -> dict[str, Any]:
@@ -317,15 +323,21 @@ def _inputs(batch: ShardedBatch, labels: bool) -> dict[str, Any]:
 
 
 def _check(batch: ShardedBatch, options: Mapping[str, Any]) -> None:
-    """Raise ValueError if a batch can't be computed, or options can't be; they are all given."""
+    """Raise ValueError if a batch can't be computed, or options can't be."""
     if min(held := batch.counts) == 0:
         raise ValueError(
             f"each rank must have a token, for models can't do with none; {batch.length} tokens "
             f"put {held} on the ranks: pad the batch, or take fewer ranks"
         )
-    check_least(1, ulysses=options["ulysses"], bucket_size=options["bucket_size"])
-    check_seed(options["dropout_seed"])
-    check_way(*(options[name] for name in ("kernel", "transport", "memory", "check")))
+    _check_options(**options)
+
+
+@lru_cache(typed=True)
+def _check_options(ulysses: int, bucket_size: int, dropout_seed: int | None, **way: Any) -> None:
+    """Raise ValueError if options can't be; they are all given. What was right stays so."""
+    check_least(1, ulysses=ulysses, bucket_size=bucket_size)
+    check_seed(dropout_seed)
+    check_way(**way)
 
 
 def opened() -> RingForward | None:
@@ -377,14 +389,3 @@ def _attention(
     forward.check(module, attention_mask, given, positions)
     q, k, v = (rearrange(t, "b h n d -> b n h d") for t in (query, key, value))
     return forward.attend(module, (q, k, v), visible, sinks, scores), None
-
-
-def _check_no_cache(q_length: int, kv_length: int, offsets: tuple[Any, Any]) -> None:
-    if q_length != kv_length or any(offsets):
-        raise ValueError(
-            "there are keys of earlier tokens: ring_forward is for whole sequences, without a cache"
-        )
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.shape == b.shape and torch.equal(a.to(b.device, b.dtype), b))

@@ -43,32 +43,26 @@ class Outermost:
         self.here, self.before, self.after = here, before, after
 
     def __enter__(self) -> "Outermost":
-        self._expect()
+        self._handle = register_module_forward_pre_hook(self._begins)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._handle.remove()
 
-    def _expect(self) -> None:
-        self._handle = register_module_forward_pre_hook(self._begins)
-
     def _begins(self, module: nn.Module, args: Any) -> None:
         if is_compiling():
             run_apart(self._begins, module, args)
         elif self.here() and not in_backward():  # what is recomputed has been seen
-            self._watch(module)
-
-    def _watch(self, module: nn.Module) -> None:
-        self._handle.remove()  # inner modules are not slowed down
-        self._handle = module.register_forward_hook(self._ends, always_call=True)
-        self.before(module)
+            self._handle.remove()  # inner modules are not slowed down
+            self._handle = module.register_forward_hook(self._ends, always_call=True)
+            self.before(module)
 
     def _ends(self, module: nn.Module, args: Any, given: Any) -> None:
         if is_compiling():
             run_apart(self._ends, module, args, given)
         else:
             self._handle.remove()
-            self._expect()
+            self._handle = register_module_forward_pre_hook(self._begins)
             self.after(module, given)
 
 
@@ -99,17 +93,18 @@ def check_output(module: nn.Module, given: Any, batch: ShardedBatch, losses: int
 
 
 def _check_tokens(module: nn.Module, name: str, t: Tensor, batch: ShardedBatch) -> None:
-    shape, told = tuple(t.shape), f"{name_of(module)} returns {name or 'a tensor'} {[*t.shape]}"
-    b, n = batch["position_ids"].shape[-2:]
-    if shape[:2] == (b, n):
-        if t.ndim > 2 or not _widths_of(module).intersection(batch.counts):
-            return
+    shape, (b, n) = tuple(t.shape), batch["position_ids"].shape[-2:]
+    of_tokens = shape[:2] == (b, n)
+    if of_tokens and (t.ndim > 2 or not _widths_of(module).intersection(batch.counts)):
+        return
+    if "router" in name and shape[0] == b * n and not of_tokens:
+        return
+    told = f"{name_of(module)} returns {name or 'a tensor'} {[*shape]}"
+    if of_tokens:
         raise ValueError(
             f"{told}, and a parameter has a rank's number of tokens as its size, too: nobody can "
             "tell of which these are; return [batch, tokens, 1], or take another number of tokens"
         )
-    if "router" in name and shape[0] == b * n:
-        return
     raise ValueError(
         f"{told}, which should be [{b}, {n}, ...] of this rank's tokens: "
         "what is pooled is pooled of these alone; return hidden states or logits of all tokens "

@@ -7,7 +7,6 @@ of the whole sequence's last one, and the model may take any.
 
 import inspect
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +14,13 @@ from transformers import PreTrainedModel
 
 from ring_attention_pytorch.training.batches import ShardedBatch
 
-_heads: "WeakKeyDictionary[nn.Module, tuple[nn.Module, Any] | None]" = WeakKeyDictionary()
 
-
-def last_token_head(module: nn.Module) -> tuple[nn.Module, Any] | None:
-    """Return the head whose last token a model in a module takes, and its config; None if none."""
-    if module not in _heads:
-        models = (m for m in module.modules() if isinstance(m, PreTrainedModel))
-        _heads[module] = None
-        if (model := next(models, None)) is not None and "last_non_pad_token" in _variables(model):
-            head = getattr(model, "score", None)
-            if isinstance(head, nn.Module):
-                _heads[module] = head, model.config.get_text_config()
-    return _heads[module]
+def last_token_head(model: PreTrainedModel | None) -> tuple[nn.Module, Any] | None:
+    """Return the head whose last token a model takes, and the model's config; None if none."""
+    if model is None or "last_non_pad_token" not in _variables(model):
+        return None
+    head = getattr(model, "score", None)
+    return (head, model.config.get_text_config()) if isinstance(head, nn.Module) else None
 
 
 def _variables(model: nn.Module) -> tuple[str, ...]:

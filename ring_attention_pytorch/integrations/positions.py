@@ -11,7 +11,6 @@ Attention that is merely handed positions says nothing about those that were use
 
 import inspect
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +22,14 @@ _TABLES = {
     "wpe", "embed_positions", "pos_emb", "pos_embed", "pos_embeddings", "position_embedding",
     "position_embeddings", "positions_embed",
 }  # fmt: skip
-_places: "WeakKeyDictionary[nn.Module, list[nn.Module]]" = WeakKeyDictionary()
 
 
-def places_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that positions of tokens go into."""
-    found = _places.get(model)
-    if found is None:
-        found = [m for name, m in model.named_modules() if _is_place(name, m)]
-        _places[model] = found
-    return found
+def places_of(model: nn.Module) -> dict[nn.Module, int | None]:
+    """Return the modules of a model that positions of tokens go into, and by which parameter.
+
+    It is the parameter's number; None if the module makes its own.
+    """
+    return {m: _parameter(m) for name, m in model.named_modules() if _is_place(name, m)}
 
 
 def _is_place(name: str, module: nn.Module) -> bool:
@@ -52,19 +49,21 @@ def _parameter(module: nn.Module) -> int | None:
     return names.index("position_ids") if "position_ids" in names else None
 
 
-def given_to(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor | None:
-    """Return the positions that a call of such a module was given; None if it makes its own."""
-    at = _parameter(module)
+def given_at(at: int | None, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor | None:
+    """Return the positions that a call was given as that parameter; None if there is none."""
     if at is None:
         return None
     return args[at] if at < len(args) else given.get("position_ids", given.get("input"))
 
 
 def with_positions(
-    module: nn.Module, args: tuple[Any, ...], given: dict[str, Any], positions: Tensor
+    module: nn.Module,
+    at: int | None,
+    args: tuple[Any, ...],
+    given: dict[str, Any],
+    positions: Tensor,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of such a call with other positions."""
-    at = _parameter(module)
+    """Return the arguments of a module's call with other positions."""
     assert at is not None  # it was given some
     if at < len(args):
         return (*args[:at], positions, *args[at + 1 :]), given

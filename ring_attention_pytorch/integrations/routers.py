@@ -6,13 +6,12 @@ over tokens, and the means of a shard are others than those of the whole.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ring_attention_pytorch.nn.loss import mean_over_ranks
@@ -20,13 +19,12 @@ from ring_attention_pytorch.ranks.ring import Ring
 
 _NAME: Final = "load_balancing_loss_func"
 _PARAMETERS: Final = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-_modules: "WeakKeyDictionary[nn.Module, list[Any]]" = WeakKeyDictionary()
 
 
 @contextmanager
-def own_router_loss(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None]:
-    """Let the models in a module call `loss` for that of their routers."""
-    before = [(module, getattr(module, _NAME)) for module in _modules_of(model)]
+def own_router_loss(files: Sequence[Any], loss: Callable[..., Any]) -> Iterator[None]:
+    """Let the models of these Python modules call `loss` for that of their routers."""
+    before = [(module, getattr(module, _NAME)) for module in files]
     for module, _ in before:
         setattr(module, _NAME, loss)
     try:
@@ -36,12 +34,10 @@ def own_router_loss(model: nn.Module, loss: Callable[..., Any]) -> Iterator[None
             setattr(module, _NAME, function)
 
 
-def _modules_of(model: nn.Module) -> list[Any]:
-    if model not in _modules:
-        models = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-        files = {type(m).__module__: sys.modules.get(type(m).__module__) for m in models}
-        _modules[model] = [file for file in files.values() if _has_loss(file)]
-    return _modules[model]
+def with_router_loss(models: Sequence[PreTrainedModel]) -> list[Any]:
+    """List the Python modules of models that have a loss of routers."""
+    files = {type(m).__module__: sys.modules.get(type(m).__module__) for m in models}
+    return [file for file in files.values() if _has_loss(file)]
 
 
 def _has_loss(file: Any) -> bool:

@@ -5,13 +5,15 @@ are functions of the module, for torch.compile remembers which they are.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from transformers import PreTrainedModel
 
 from ring_attention_pytorch.integrations.blocks import needed, opened
 from ring_attention_pytorch.integrations.losses import (
@@ -25,11 +27,15 @@ from ring_attention_pytorch.integrations.pooling import last_token_head, of_last
 from ring_attention_pytorch.integrations.positions import (
     check_positions,
     counted_by,
-    given_to,
+    given_at,
     places_of,
     with_positions,
 )
-from ring_attention_pytorch.integrations.routers import balance, own_router_loss
+from ring_attention_pytorch.integrations.routers import (
+    balance,
+    own_router_loss,
+    with_router_loss,
+)
 from ring_attention_pytorch.plan.placement import in_backward
 from ring_attention_pytorch.ranks.agreement import Check
 from ring_attention_pytorch.ranks.ring import Group
@@ -60,6 +66,34 @@ class Block(Protocol):
         """Raise on all ranks of the ring what a check raises here; else nothing is sent."""
 
 
+class Parts(NamedTuple):
+    """The parts of a module that have to do with where tokens are.
+
+    Attributes:
+        models: the models of transformers in it, the outermost first.
+        places: modules that positions go into, and the number of the parameter that takes them.
+        head: the head whose last token the first model takes, and that model's config.
+        routed: Python modules of models that have a loss of routers.
+    """
+
+    models: Sequence[PreTrainedModel] = ()
+    places: Mapping[nn.Module, int | None] = {}
+    head: tuple[nn.Module, Any] | None = None
+    routed: Sequence[Any] = ()
+
+
+_parts: "WeakKeyDictionary[nn.Module, Parts]" = WeakKeyDictionary()
+
+
+def parts_of(module: nn.Module) -> Parts:
+    """Return the parts of a module, which are looked for once."""
+    if module not in _parts:
+        models = [m for m in module.modules() if isinstance(m, PreTrainedModel)]
+        head = last_token_head(next(iter(models), None))
+        _parts[module] = Parts(models, places_of(module), head, with_router_loss(models))
+    return _parts[module]
+
+
 class Watched:
     """A call of an outermost module, and what has happened in it.
 
@@ -81,14 +115,14 @@ class Watched:
         self.placed = False  # the batch's positions went into an embedding that is known
         self.pooled = False  # a head has the last tokens of whole sequences
         self._before, self._hooks = len(block.wholes), ExitStack()
-        if model is None:
-            return
-        for place in places_of(model):
+        self.parts = Parts() if model is None else parts_of(model)
+        for place in self.parts.places:
             hook = place.register_forward_pre_hook(_given_positions, with_kwargs=True)
             self._hooks.callback(hook.remove)
-        if head := last_token_head(model):
-            self._hooks.callback(head[0].register_forward_hook(_scored).remove)
-        self._hooks.enter_context(own_router_loss(model, _router_loss))
+        if self.parts.head is not None:
+            self._hooks.callback(self.parts.head[0].register_forward_hook(_scored).remove)
+        if self.parts.routed:
+            self._hooks.enter_context(own_router_loss(self.parts.routed, _router_loss))
 
     def end(self) -> None:
         """Leave the modules as they were."""
@@ -121,13 +155,16 @@ class Watched:
         Raises:
             ValueError: it was given others; on all ranks.
         """
-        block, positions = self.block, given_to(module, args, given)
+        block, at = self.block, self.parts.places.get(module)
+        positions = given_at(at, args, given)
         if block.check_positions and not self._is_same(positions):
             self._compare(type(module).__name__, positions)
         self.placed = True
         with self._unnoticed():
             counted = counted_by(module, block.batch)
-        return (args, given) if counted is None else with_positions(module, args, given, counted)
+        return (
+            (args, given) if counted is None else with_positions(module, at, args, given, counted)
+        )
 
     def are_placed(self, layer: nn.Module, positions: Tensor | None) -> bool:
         """Tell whether something that is known was given positions, the batch's.
@@ -154,11 +191,10 @@ class Watched:
 
     def pool(self, scores: Tensor) -> Tensor:
         """Return scores `[b, n, k]`, each those of its whole sequence's last real token."""
-        head = None if self.model is None else last_token_head(self.model)
-        if head is None:
+        if self.parts.head is None:
             return scores
         with self._unnoticed():
-            found = of_last_token(scores, self.block.batch, head[1])
+            found = of_last_token(scores, self.block.batch, self.parts.head[1])
         self.pooled = True
         return found
 
@@ -196,11 +232,6 @@ class Watched:
             self.block.told(ValueError(_ROUTERS_OF_SEVERAL))
         self.losses += 1
         return balance(gate_logits, top_k, mask, self.block.batch.ring)
-
-
-def spread_losses() -> Any:
-    """Return the block in which models' losses are those of the calls that are watched."""
-    return own_losses(_loss, _entropy, _is_of_wholes)
 
 
 def _loss(
@@ -250,3 +281,7 @@ def _scored(_: nn.Module, __: Any, scores: Tensor) -> Tensor:
     if block is None:
         return scores
     return run_apart(block.call.pool, scores) if is_compiling() else block.call.pool(scores)
+
+
+# makes the block in which models' losses are those of the calls that are watched
+spread_losses = partial(own_losses, _loss, _entropy, _is_of_wholes)

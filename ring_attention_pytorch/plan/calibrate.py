@@ -1,10 +1,10 @@
-"""The speeds of a kernel and of a group's links, measured once for each, for the cost model.
+"""The speeds of a kernel and of a group's links, for plans that are asked to measure them.
 
-The slowest rank counts, so all ranks get the same figures and choose alike.
+They are measured once for each group, and kept for it. The slowest rank counts, so all ranks get
+the same figures and choose alike.
 """
 
 import json
-import socket
 import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -24,13 +24,10 @@ from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals, ScoreMods
-from ring_attention_pytorch.schedule.cost import choose_transport
-from ring_attention_pytorch.schedule.hardware import H200, Hardware, h200_with
-from ring_attention_pytorch.schedule.pieces import KVShape, Workload
+from ring_attention_pytorch.schedule.hardware import Hardware
+from ring_attention_pytorch.schedule.pieces import KVShape
 
 Seconds = dict[str, float]
-
-ROOM = 8 << 30  # bytes at most for others' keys where neither transport nor memory is given
 
 _BYTES = (1 << 16, 8 << 20, 64 << 20)  # of the messages that are timed
 _PULLED = 16 << 20  # bytes, of which symmetric memory keeps one rank's part
@@ -40,109 +37,46 @@ _ROUNDS = 3
 _TIMES = 4  # back to back: a device takes longer than the host to launch the next one
 _LAUNCHES = 100  # of a small operation
 _known: WeakKeyDictionary[ProcessGroup | Any, dict[Hashable, Seconds]] = WeakKeyDictionary()
-_machines: WeakKeyDictionary[ProcessGroup | Any, dict[Hashable, Hardware]] = WeakKeyDictionary()
 
 
-def measures(like: Tensor, named: str | None) -> bool:
-    """Tell whether a plan that names this transport measures; a group's ranks must do alike."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return named != "ring" and like.is_cuda and not deterministic
-
-
-def room_left(like: Tensor, ring_size: int) -> int:
-    """Return the bytes others' keys may take here: where plans measure, at most half of free ones.
-
-    They are rounded down to a power of two, because they decide in which groups owners come. Of
-    two ranks they decide nothing: one owner's keys come in any case. To ask takes 25 to 50 us.
-    """
-    if ring_size <= 2 or not measures(like, None):
-        return ROOM
-    free = torch.cuda.mem_get_info(like.device)[0]
-    if free >= 2 * ROOM:
-        return ROOM
-    stats = torch.cuda.memory_stats_as_nested_dict(like.device)  # flat they take ten times longer
-    reserved, allocated = (
-        stats[f"{of}_bytes"]["all"]["current"] for of in ("reserved", "allocated")
-    )
-    half = (free + reserved - allocated) // 2
-    return min(ROOM, 1 << half.bit_length() >> 1)
-
-
-def select_transport(
-    named: str | None,
+def calibrated(
+    machine: Hardware,
     ring: Ring,
+    degree: int,
     kernel: SelectedKernel,
-    blocks: Workload,
     shape: KVShape,
-    at_once: int,
     like: Tensor,
-    known: Hardware | None = None,
-) -> tuple[str, Hardware]:
-    """Choose the transport of a plan; return it and the speeds of those that it connects.
-
-    All ranks of the group call this together, if they measure: unless the speeds are `known`.
-    """
-    machine = h200_with(kernel.name) if like.is_cuda else H200
-    degree = ring.size // len(blocks.keys)  # of Ulysses
-    if measures(like, named) and ring.group is not None and ring.size > 1:
-        machine = known or hardware_of(ring, degree, kernel, shape, like)
-        machine = with_calls_of(kernel, machine)
-    if named is None:
-        near = machine.every(degree) if like.is_cuda else None
-        named = choose_transport(blocks, shape, at_once, near)
-    return named, machine
-
-
-def with_calls_of(kernel: SelectedKernel, machine: Hardware) -> Hardware:
-    """Return a machine with what a kernel's calls are like; its speeds stay."""
-    return machine._replace(one_call=kernel.fuses_merge, keys_first=kernel.keys_first)
-
-
-def recall(ring: Ring, subject: Hashable) -> Hardware | None:
-    """Return the speeds that this rank remembers for a subject; None of a group of several rings.
-
-    Of those some ranks may remember what others don't.
-    """
-    if ring.several:
-        return None
-    return _machines.get(ring.group, {}).get((ring.size, subject))
-
-
-def remember(ring: Ring, subject: Hashable, machine: Hardware) -> None:
-    """Remember measured speeds, so that the next plan of such a subject need not ask."""
-    _machines.setdefault(ring.group, {})[ring.size, subject] = machine
-
-
-def hardware_of(
-    ring: Ring, degree: int, kernel: SelectedKernel, shape: KVShape, like: Tensor
+    hosts: Sequence[int],
 ) -> Hardware:
-    """Return this ring's speeds for the cost model; its neighbours are `degree` ranks apart.
+    """Return a machine with this ring's speeds; its neighbours are `degree` ranks apart.
 
-    All ranks of the group tell what they know. What any of them does not know is measured.
+    All ranks of the group call this together, and tell what they know. What any of them does not
+    know is measured. `hosts` are numbers of the hosts on which the ring's ranks are.
     """
     known = _known.setdefault(ring.group, {})
     links = "links", ring.size, degree
     speeds = kernel.name, shape.key_heads, shape.heads, shape.d, shape.d_v, like.dtype
-    note = [socket.gethostname(), links in known, speeds in known]
+    note = [links in known, speeds in known]
     notes = ring.gather_notes("measuring", json.dumps(note).encode())
-    hosts, links_known, speeds_known = zip(*map(json.loads, notes))
+    links_known, speeds_known = zip(*map(json.loads, notes))
     with torch.no_grad(), torch.autocast(like.device.type, enabled=False):
         if not all(links_known):
             known[links] = _slowest(ring, _links(ring, degree, hosts, like.device))
         if not all(speeds_known):
             known[speeds] = _slowest(ring, _kernel(kernel, shape, like))
-    return hardware_from(known[links] | known[speeds], same_host(hosts, ring.size), shape)
+    return with_measured(machine, known[links] | known[speeds], shape)
 
 
-def hardware_from(seconds: Seconds, domain: int, shape: KVShape) -> Hardware:
-    """Make the machine that takes so many seconds; what was not measured is as on an H200.
+def with_measured(machine: Hardware, seconds: Seconds, shape: KVShape) -> Hardware:
+    """Return the machine that takes so many seconds; what was not measured stays.
 
+    >>> from ring_attention_pytorch.schedule.hardware import H200
     >>> seconds = {f"near {n}": 1e-4 + n / 100e9 for n in (1 << 16, 8 << 20, 64 << 20)}
-    >>> machine = hardware_from(seconds, domain=4, shape=KVShape(1, 32, 8, 128, 128, 2))
-    >>> [n for n, _ in machine.hops], machine.domain, machine.forward == H200.forward
-    ([0, 65536, 8388608, 67108864], 4, True)
+    >>> machine = with_measured(H200, seconds, KVShape(1, 32, 8, 128, 128, 2))
+    >>> [n for n, _ in machine.hops], machine.forward == H200.forward
+    ([0, 65536, 8388608, 67108864], True)
     """
-    machine = H200._replace(domain=domain, measured=True)
+    usual, machine = machine, machine._replace(measured=True)
     least, most = _BYTES[0], _BYTES[-1]
     hops = [(n, seconds[f"near {n}"]) for n in _BYTES if f"near {n}" in seconds]
     if hops:
@@ -155,7 +89,7 @@ def hardware_from(seconds: Seconds, domain: int, shape: KVShape) -> Hardware:
         machine = machine._replace(pull=_PULLED / seconds["pull"])
     if "launches" in seconds:
         launch = seconds["launches"] / _LAUNCHES
-        machine = machine._replace(launch=launch, host=H200.host * launch / H200.launch)
+        machine = machine._replace(launch=launch, host=usual.host * launch / usual.launch)
     if "memory" in seconds:
         machine = machine._replace(memory=2 * _COPIES * most / seconds["memory"])
     flops = shape._replace(batch=1).pair_flops * _tokens(shape) ** 2
@@ -164,20 +98,6 @@ def hardware_from(seconds: Seconds, domain: int, shape: KVShape) -> Hardware:
     if "backward" in seconds:
         machine = machine._replace(backward=2.5 * flops / seconds["backward"])
     return machine
-
-
-def same_host(hosts: Sequence[str], ring_size: int) -> int:
-    """Return how many consecutive ranks of a ring share a host, the least of all rings.
-
-    >>> same_host("aabb", 4), same_host("aaa", 3), same_host("abb", 3), same_host("aaabbb", 2)
-    (2, 3, 1, 1)
-    """
-    for size in range(ring_size, 1, -1):
-        if ring_size % size == 0:
-            firsts = range(0, len(hosts), size)
-            if all(len(set(hosts[first : first + size])) == 1 for first in firsts):
-                return size
-    return 1
 
 
 def _slowest(ring: Ring, mine: Seconds | None) -> Seconds:
@@ -197,7 +117,7 @@ def _two_buffers(device: torch.device) -> list[Tensor]:
     return [torch.zeros(_BYTES[-1], dtype=torch.uint8, device=device) for _ in range(2)]
 
 
-def _links(ring: Ring, degree: int, hosts: Sequence[str], device: torch.device) -> Seconds | None:
+def _links(ring: Ring, degree: int, hosts: Sequence[int], device: torch.device) -> Seconds | None:
     """Time messages between neighbours, and pulls; None if some rank lacks memory.
 
     Messages of n bytes are "near n" if both neighbours are on this host, and else "far n".
@@ -212,7 +132,7 @@ def _links(ring: Ring, degree: int, hosts: Sequence[str], device: torch.device) 
     step = degree % ring.size or 1
     after = (ring.rank + step) % ring.size
     before = (ring.rank - step) % ring.size
-    mine, *others = (hosts[ring.first + rank] for rank in (ring.rank, after, before))
+    mine, *others = (hosts[rank] for rank in (ring.rank, after, before))
     kind = "near" if {*others} == {mine} else "far"
     seconds: Seconds = {}
     for n in _BYTES:

@@ -33,8 +33,8 @@ def explain_plan(plan: RingPlan, *, picture: str | PathLike[str] | None = None) 
             under way meanwhile, by the model, and as measured if calls were inside `observe()`.
 
     Returns:
-        Some lines of text. Times are of a model (docs/scaling.md), by speeds that were measured
-        here where the plan chose the transport on GPUs, and else by those of H200s.
+        Some lines of text. Times are of a model (docs/scaling.md): by the device's constants, or
+        by speeds that were measured here if the plan was made with calibrate=True.
 
     >>> import torch
     >>> q = torch.randn(1, 6, 2, 4)
@@ -97,7 +97,7 @@ def _of_host(plan: RingPlan, found: Prediction) -> list[str]:
 
 def _prediction(plan: RingPlan, found: Prediction) -> str:
     cost = found.cost
-    where = "by speeds measured here" if plan.machine.measured else "on H200s"
+    where = "by speeds measured here" if plan.machine.measured else f"on {plan.machine.device}s"
     forward, backward = f"{1e3 * cost.forward:.3g} ms", f"{1e3 * cost.backward:.3g} ms"
     line = f"predicted {where}: forward {forward}, backward {backward}"
     if found.swaps:

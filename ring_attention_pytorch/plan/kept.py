@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from ring_attention_pytorch.plan.calibrate import room_left
 from ring_attention_pytorch.plan.options import Call
 from ring_attention_pytorch.plan.placement import placed
-from ring_attention_pytorch.plan.proposal import Proposal
+from ring_attention_pytorch.plan.proposal import Proposal, room_left
 from ring_attention_pytorch.ranks.agreement import as_told
 from ring_attention_pytorch.ranks.ring import Ring
 

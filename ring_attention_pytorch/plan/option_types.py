@@ -76,6 +76,7 @@ class PlanOptions(TypedDict, total=False):
     ulysses: int
     memory: int | None
     bucket_size: int
+    calibrate: bool
     check: CheckOption | None
 
 

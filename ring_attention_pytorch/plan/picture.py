@@ -42,7 +42,7 @@ def picture(plan: RingPlan) -> str:
         name: predicted(program, plan.place, plan.kv_shape, machine, name == "backward")
         for name, program in (("forward", both.forward), ("backward", both.backward))
     }
-    where = "speeds measured here" if plan.machine.measured else "speeds of H200s"
+    where = "speeds measured here" if plan.machine.measured else f"speeds of {plan.machine.device}s"
     panels = [Panel(f"{plan.transport_name}, predicted by {where}", found)]
     if plan.records:
         seen = {name: measured(record) for name, record in sorted(plan.records.items())[::-1]}

@@ -13,7 +13,7 @@ from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.segments import Segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import SelectedKernel
-from ring_attention_pytorch.plan.calibrate import recall, remember, select_transport, with_calls_of
+from ring_attention_pytorch.plan.calibrate import calibrated
 from ring_attention_pytorch.plan.checks import check_lengths, segments_of_two
 from ring_attention_pytorch.plan.masks import check_repeats, copied, gather_positions
 from ring_attention_pytorch.plan.options import Options
@@ -24,7 +24,14 @@ from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.interfaces import ScoreMods, Transport
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.schedule.hardware import Hardware, with_another
+from ring_attention_pytorch.schedule.cost import choose_transport
+from ring_attention_pytorch.schedule.hardware import (
+    H200,
+    Hardware,
+    hardware,
+    share_a_host,
+    with_another,
+)
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 from ring_attention_pytorch.schedule.policy import documents_are_short, is_small, launches_decide
 
@@ -128,15 +135,18 @@ def settle_transport(
     if named is None and memory is None:
         memory = min(rank["room"] for rank in lengths)
     at_once = owners_at_once(memory, blocks, shape)
-    known = recall(ring, mine.subject) if all(rank["knows"] for rank in lengths) else None
-    name, machine = select_transport(named, ring, kernel, blocks, shape, at_once, q, known)
-    if machine.measured:
-        remember(ring, mine.subject, machine)
+    degree = ring.size // len(blocks.keys)  # of Ulysses
+    machine = _machine_of(kernel, lengths, q)
+    if options.calibrate:
+        hosts = [rank["host"] for rank in lengths]
+        machine = calibrated(machine, ring, degree, kernel, shape, q, hosts)
+    near = machine.every(degree)
+    name = named or choose_transport(blocks, shape, at_once, near if q.is_cuda else None)
     light, short = mine.lightest, mine.for_short
     if short is not None and documents_are_short(blocks, shape):
         kernel, light = short, None
-        machine = with_calls_of(kernel, machine)
-    near = machine.every(ring.size // len(blocks.keys))
+        machine = _with_calls_of(kernel, machine)
+        near = machine.every(degree)
     if ulysses is not None:
         ring = ulysses.ring
     small = is_small(blocks, shape, near)
@@ -149,7 +159,7 @@ def settle_transport(
     can = few.square, few.keys_first, few.begins_early and alike
     together = make_together(overlapping, blocks, shape, near, *can)
     if light is not None and together is not None:
-        machine = with_another(machine, kernel.name, light.name)
+        machine = with_another(_with_calls_of(light, machine), kernel.name, light.name)
         kernel = light
     return TransportChoice(
         kernel=kernel,
@@ -162,3 +172,17 @@ def settle_transport(
         kv_shape=shape,
         concurrent=alike and (overlapping.overtaken or small),
     )
+
+
+def _machine_of(kernel: SelectedKernel, ranks: list[dict[str, int]], like: Tensor) -> Hardware:
+    """Return the machine of ranks by what they have told: the slowest of their devices."""
+    if not like.is_cuda:
+        return H200
+    domain = share_a_host([rank["host"] for rank in ranks])
+    machine = hardware(kernel.name, min(rank["device"] for rank in ranks), domain)
+    return _with_calls_of(kernel, machine)
+
+
+def _with_calls_of(kernel: SelectedKernel, machine: Hardware) -> Hardware:
+    """Return a machine with what a kernel's calls are like; its speeds stay."""
+    return machine._replace(one_call=kernel.fuses_merge, keys_first=kernel.keys_first)

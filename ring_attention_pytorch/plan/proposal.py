@@ -4,13 +4,15 @@ Nothing here waits for another rank. Whatever goes wrong is raised, and all rank
 agreement, so that none of them is left waiting.
 """
 
-from collections.abc import Hashable, Mapping
+import socket
+from collections.abc import Mapping
 from typing import Any, NamedTuple
+from zlib import crc32
 
+import torch
 from torch import Tensor
 
 from ring_attention_pytorch.kernels import SelectedKernel, choose, for_short_documents, lightest
-from ring_attention_pytorch.plan.calibrate import measures, room_left
 from ring_attention_pytorch.plan.checks import (
     agreed_shapes,
     check_qkv,
@@ -24,6 +26,9 @@ from ring_attention_pytorch.runtime.scores import (
     columns,
     widened,
 )
+from ring_attention_pytorch.schedule.hardware import number_of
+
+ROOM = 8 << 30  # bytes at most for others' keys where neither transport nor memory is given
 
 
 class Proposal(NamedTuple):
@@ -41,7 +46,6 @@ class Proposal(NamedTuple):
     lightest: SelectedKernel | None = None  # for few tokens, where none is named
     for_short: SelectedKernel | None = None  # for short documents, likewise
     shaped: tuple[Tensor, ...] = ()
-    subject: Hashable = None  # what speeds are measured of
 
     def of_tensors(self, *given: Tensor) -> "Proposal":
         """Return this proposal for other tensors, of the same kind; none are kept of no others."""
@@ -88,7 +92,6 @@ class Proposal(NamedTuple):
             "device": q.device.type,
             **options.agreed(everywhere=True),
             "query_positions and key_positions": "given" if options.placed else None,
-            "measuring (not for 'ring', nor deterministic)": measures(q, options.transport),
         }
         return cls(
             claim=Claim(same, everywhere),
@@ -97,6 +100,7 @@ class Proposal(NamedTuple):
                 "m": k.shape[1],
                 "seed": own_seed(options.dropout, options.dropout_seed),
                 "room": room_left(q, size) if chooses and options.memory is None else 0,
+                **_facts(q),
             },
             options=options,
             scale=scale,
@@ -104,5 +108,32 @@ class Proposal(NamedTuple):
             lightest=light,
             for_short=short,
             shaped=(q, k, v),
-            subject=(kernel.name, q.shape[2:], v.shape[2:], q.dtype, options.ulysses),
         )
+
+
+def _facts(like: Tensor) -> dict[str, int]:
+    """Return numbers of this rank's host and device, by which plans on GPUs are chosen."""
+    if not like.is_cuda:
+        return {}
+    device = number_of(torch.cuda.get_device_name(like.device))
+    return {"host": crc32(socket.gethostname().encode()), "device": device}
+
+
+def room_left(like: Tensor, ring_size: int) -> int:
+    """Return the bytes others' keys may take here: on a GPU at most half of those that are free.
+
+    They are rounded down to a power of two, because they decide in which groups owners come, and so
+    do nothing where algorithms are deterministic. Of two ranks they decide nothing: one owner's
+    keys come in any case. To ask takes 25 to 50 us.
+    """
+    if ring_size <= 2 or not like.is_cuda or torch.are_deterministic_algorithms_enabled():
+        return ROOM
+    free = torch.cuda.mem_get_info(like.device)[0]
+    if free >= 2 * ROOM:
+        return ROOM
+    stats = torch.cuda.memory_stats_as_nested_dict(like.device)  # flat they take ten times longer
+    reserved, allocated = (
+        stats[f"{of}_bytes"]["all"]["current"] for of in ("reserved", "allocated")
+    )
+    half = (free + reserved - allocated) // 2
+    return min(ROOM, 1 << half.bit_length() >> 1)

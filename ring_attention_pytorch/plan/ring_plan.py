@@ -19,7 +19,6 @@ from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.geometry.segments import Segments, segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel
-from ring_attention_pytorch.plan.calibrate import recall
 from ring_attention_pytorch.plan.checks import Signature, check_tensors
 from ring_attention_pytorch.plan.kept import Kept, find, keep
 from ring_attention_pytorch.plan.masks import by_sample, positions_seen, reached, seen_by_any
@@ -73,7 +72,7 @@ class RingPlan:
     memory: int | None
     at_once: int  # owners whose keys a gather brings together
     kv_shape: KVShape
-    machine: Hardware  # with measured speeds, where those decided
+    machine: Hardware  # by whose speeds was chosen
     blocks: Workload  # of the ranks that the transport connects
     ulysses: Ulysses | None
     key_mask: Tensor | None
@@ -156,8 +155,7 @@ class RingPlan:
         also: Mapping[str, Any],
     ) -> "RingPlan":
         kind, kept, mine, wrong = find(ring, qkv, options, also)
-        known = None if ring.group is None else recall(ring, mine.subject)
-        own = {**mine.own, "knows": known is not None, "plan": kept.plan.number if kept else 0}
+        own = {**mine.own, "plan": kept.plan.number if kept else 0}
         lengths = agree(ring, "ring attention", mine.claim, own, wrong)
         if kept is not None and all(rank["plan"] == kept.plan.number for rank in lengths):
             return kept.plan

@@ -1,10 +1,11 @@
 """Speeds of a device and of its links: what every decision about time goes by.
 
-`H200` is for plans that measure nothing, and for what can't be measured. Its figures are those of
-H200 GPUs within one NVLink domain. The network is a 400 Gb/s link for each GPU, which was not
-measured.
+They are constants, by the device's name, so that plans are the same in every run. `H200` is what
+others are told by: its figures are those of H200 GPUs within one NVLink domain. The network is a
+400 Gb/s link for each GPU, which was not measured. A plan that is asked to measures what it can.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 # bytes and seconds of one NCCL send/recv hop between H200s, both ways at once
@@ -33,6 +34,7 @@ class Hardware(NamedTuple):
     host: float = 6.4e-3  # and calls that overlap, forward and backward
     domain: int = 8  # GPUs that reach one another by NVLink
     hops: tuple[tuple[int, float], ...] = _HOPS  # bytes and seconds between its neighbours
+    device: str = "H200"
     measured: bool = False  # whether on the group at hand
     one_call: bool = False  # whether the kernel takes a single call for all tiles of a block
     keys_first: bool = False  # whether the kernel makes dk and dv first, and dq later
@@ -79,19 +81,52 @@ _KERNELS = {
 }
 
 
-def h200_with(kernel: str) -> Hardware:
-    """Return an H200 that has the speed of a kernel, or of one forward and one backward.
+class _Device(NamedTuple):
+    """How a device differs from an H200."""
 
-    >>> h200_with("triton").forward, h200_with("triton+sdpa-flash").backward
+    name: str
+    forward: float = float("inf")  # FLOP/s of any kernel, at most
+    backward: float = float("inf")
+    memory: float = H200.memory
+    pull: float = H200.pull
+
+
+# the slowest first. Nothing was measured on an A100: its kernels' speeds are as flash-attn 2 tells
+# them, its links' and memories' as they are to an H200's by their makers; so are an H100's memories
+_DEVICES = (
+    _Device("A100", 220e12, 190e12, memory=1.8e12, pull=230e9),
+    _Device("H100", memory=3.0e12),
+    _Device("H200"),
+)
+
+
+def number_of(device: str) -> int:
+    """Return a device's place among those that are known, the slowest first; 0 if it is not.
+
+    >>> [number_of(f"NVIDIA {name}") for name in ("A100-SXM4-80GB", "H100 80GB HBM3", "L4")]
+    [0, 1, 0]
+    """
+    places = [place for place, known in enumerate(_DEVICES) if known.name in device]
+    return places[-1] if places else 0
+
+
+def hardware(kernel: str, device: int = -1, domain: int = H200.domain) -> Hardware:
+    """Return a machine of devices of that number, by the speed of a kernel, or of one each way.
+
+    >>> hardware("triton").forward, hardware("triton+sdpa-flash").backward
     (530000000000000.0, 315000000000000.0)
+    >>> hardware("flash-attn-2", number_of("A100")).forward
+    220000000000000.0
     """
     forward, _, backward = kernel.partition("+")
-    usual = H200.forward, H200.backward
+    usual, at_most = (H200.forward, H200.backward), _DEVICES[device]
     return H200._replace(
-        forward=_KERNELS.get(forward, usual)[0],
-        backward=_KERNELS.get(backward or forward, usual)[1],
-        one_call=kernel == "triton",
-        keys_first=(backward or forward) == "triton",
+        forward=min(_KERNELS.get(forward, usual)[0], at_most.forward),
+        backward=min(_KERNELS.get(backward or forward, usual)[1], at_most.backward),
+        memory=at_most.memory,
+        pull=at_most.pull,
+        domain=domain,
+        device=at_most.name,
     )
 
 
@@ -101,10 +136,21 @@ def with_another(machine: Hardware, kernel: str, other: str) -> Hardware:
     >>> with_another(H200._replace(forward=300e12), "sdpa-cudnn", "triton").forward
     265000000000000.0
     """
-    old, new = h200_with(kernel), h200_with(other)
+    old, new = hardware(kernel), hardware(other)
     return machine._replace(
         forward=machine.forward * new.forward / old.forward,
         backward=machine.backward * new.backward / old.backward,
-        one_call=new.one_call,
-        keys_first=new.keys_first,
     )
+
+
+def share_a_host(hosts: Sequence[int]) -> int:
+    """Return how many consecutive ranks share a host, wherever they are.
+
+    >>> share_a_host([1, 1, 2, 2]), share_a_host([1, 1, 1]), share_a_host([1, 2, 2])
+    (2, 3, 1)
+    """
+    for size in range(len(hosts), 1, -1):
+        firsts = range(0, len(hosts), size)
+        if len(hosts) % size == 0 and all(len({*hosts[i : i + size]}) == 1 for i in firsts):
+            return size
+    return 1

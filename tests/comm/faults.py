@@ -248,7 +248,7 @@ ATTENTION = [
     ),
     Mutant(
         "a kernel of one call is predicted as one of many", "plan/prepare.py:settle_transport",
-        "with_calls_of(kernel, machine)", "machine",
+        "_with_calls_of(kernel, machine)", "machine",
     ),
     Mutant(
         "a named kernel is not that of short documents", "plan/proposal.py:Proposal._right",

@@ -1,7 +1,5 @@
 """Modules, names and scripts of ring-attention-pytorch 0.5.20: all import here, and are right.
 
-Modules of 1.0 that have moved import, too, with a warning.
-
 Each script's flow is written anew on its module paths, with random cotangents, in float64, and
 compared on every rank with dense attention that knows nothing of ranks.
 """
@@ -62,7 +60,6 @@ from ring_attention_pytorch import (
     RingError,
     default_attention,
     distributed,
-    explain_kernel,
     ring_flash_attn,
     tensor_typing,
     triton_flash_attn,
@@ -70,9 +67,7 @@ from ring_attention_pytorch import (
 )
 from ring_attention_pytorch import ring as ring_module
 from ring_attention_pytorch import ring_attention as ring_attention_module
-from ring_attention_pytorch.compat._moved import MOVED
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.ring import as_ring
 from tests.support.interpreter import needs_triton
 from tests.support.module_cases import gradient_errors, made
 from tests.support.ranks import alone
@@ -114,33 +109,6 @@ def test_names_of_0_5_are_there_whichever_module_comes_first() -> None:
     first = "from ring_attention_pytorch.ring_attention import RingTransformer\n"
     first += "from ring_attention_pytorch.ring import ring_pass"
     subprocess.run([sys.executable, "-c", first], check=True, timeout=300)
-
-
-@pytest.mark.parametrize("old", MOVED)
-def test_a_path_of_1_0_imports_with_a_warning_that_names_the_new_ones(old: str) -> None:
-    path = f"ring_attention_pytorch.{old}"
-    paths = [f"ring_attention_pytorch.{new}" for new in MOVED[old].split()]
-    sys.modules.pop(path, None)
-    text = f"^{path} has moved to {' and '.join(paths)}$"
-    with pytest.warns(DeprecationWarning, match=text) as warned:
-        exec(compile(f"import {path}\nimport {path}", "user.py", "exec"))
-    assert [each.filename for each in warned] == ["user.py"]
-    module = import_module(path)
-    for new in map(import_module, paths):
-        for name in vars(new):
-            assert name.startswith("__") or getattr(module, name) is getattr(new, name)
-
-
-@pytest.mark.parametrize(
-    ("old", "name", "new"),
-    [("ring", "as_ring", as_ring), ("ring_flash_attention", "explain_kernel", explain_kernel)],
-)
-def test_names_of_1_0_are_found_at_paths_of_0_5(old: str, name: str, new: Callable) -> None:
-    module = import_module(f"ring_attention_pytorch.{old}")
-    with pytest.warns(DeprecationWarning, match=f"{old}.{name} has moved to"):
-        assert getattr(module, name) is new
-    with pytest.raises(AttributeError, match="has no attribute 'none_such'"):
-        module.none_such  # noqa: B018
 
 
 def test_paths_of_0_5_import_without_a_warning() -> None:

@@ -47,6 +47,7 @@ def battery() -> Iterator[Case]:
     yield a_wide_sum_is_wide
     yield what_is_compiled_fits
     yield test_transports.batches_may_be_empty
+    yield machines
     yield test_routing.layers_that_route_other_numbers_share_a_plan
     yield from found_again()
     yield test_features.queries_of_two_sequences_stand_where_their_layout_has_them
@@ -76,6 +77,15 @@ def battery() -> Iterator[Case]:
     yield alike.test_a_table_that_was_changed_in_place_is_another
     yield partial(notes.test_all_ranks_hear_of_tensors_without_values, "documents")
     yield partial(notes.test_all_ranks_hear_of_tensors_without_values, "cu_seqlens")
+
+
+def machines() -> None:
+    """By which plans are chosen."""
+    from tests.plan import test_measure
+
+    test_measure.test_measuring_that_can_t_be_or_decides_nothing_is_refused()
+    with pytest.MonkeyPatch.context() as patch:
+        test_measure.plans_go_by_the_slowest_device_and_by_who_shares_a_host(patch)
 
 
 def a_wrong_type_is_told() -> None:

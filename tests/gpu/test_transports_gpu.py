@@ -499,10 +499,16 @@ def models_replay(kernels: list[str]) -> None:
 
 
 def speeds() -> str:
-    """What a plan that names no transport measured; the same on all ranks."""
+    """What a plan measured that was asked to; the same on all ranks, and others measure nothing."""
     q = torch.randn(1, 1024, 8, 64, device=torch.cuda.current_device(), dtype=torch.bfloat16)
-    plan = RingPlan.make(q, q, q, causal=True, layout="zigzag")
+    how = dict(causal=True, layout="zigzag")
+    usual, plan = (RingPlan.make(q, q, q, **how, calibrate=on) for on in (False, True))
+    assert not usual.machine.measured
+    assert usual.machine.device in torch.cuda.get_device_name()
+    assert usual.machine.domain == dist.get_world_size()
     assert plan.machine.measured
+    again = RingPlan.make(q, q, q, **how, window=9, calibrate=True)
+    assert again.machine == plan.machine, "measured once for a group and a kernel"
     told = [""] * dist.get_world_size()
     dist.all_gather_object(told, str(plan.machine))
     assert len({*told}) == 1, told

@@ -126,19 +126,22 @@ INFERENCE = [
         "result.add(all_rows, *found)", "pass",
     ),
     Mutant(
-        "a call of another dtype is taken for one that was right", "inference/attention.py:_kind",
+        "a call of another dtype is taken for one that was right",
+        "inference/attention.py:_plan_for",
         "t.dtype,", "",
     ),
     Mutant(
-        "a call of another shape is taken for one that was right", "inference/attention.py:_kind",
+        "a call of another shape is taken for one that was right",
+        "inference/attention.py:_plan_for",
         "t.shape,", "",
     ),
     Mutant(
-        "a call elsewhere is taken for one that was right", "inference/attention.py:_kind",
+        "a call elsewhere is taken for one that was right",
+        "inference/attention.py:_plan_for",
         "t.device", "0",
     ),
     Mutant(
-        "any layer is one that there is", "inference/attention.py:_kind",
+        "any layer is one that there is", "inference/attention.py:_plan_for",
         "*kinds, options, ", "*kinds, options[1:], ",
     ),
     Mutant(

@@ -24,8 +24,8 @@ INTEGRATIONS = [
         "any labels will do", "integrations/losses.py:check_labels", "if not right:", "if False:",
     ),
     Mutant(
-        "any mask of padding will do", "integrations/models.py:RingForward._check_mask",
-        "if given is None or", "if given is not None or",
+        "any mask of padding will do", "integrations/models.py:RingForward._check_whole",
+        "given.shape == mine.shape and are_equal(given, mine)", "True",
     ),
     Mutant(
         "losses stay spread after the block", "integrations/losses.py:own_losses",
@@ -52,7 +52,7 @@ INTEGRATIONS = [
         "if window is not None and", "if window is None and",
     ),
     Mutant(
-        "keys of earlier tokens are forgotten", "integrations/models.py:_check_no_cache",
+        "keys of earlier tokens are forgotten", "integrations/models.py:RingForward._check_whole",
         "if q_length != kv_length or any(offsets):", "if False:",
     ),
     Mutant(
@@ -88,7 +88,7 @@ INTEGRATIONS = [
     ),
     Mutant(
         "what is pooled of a shard comes out", "integrations/outputs.py:_check_tokens",
-        "if shape[:2] == (b, n):", "if True:",
+        "of_tokens = shape[:2] == (b, n)", "of_tokens = True",
     ),
     Mutant(
         "columns are taken for tokens", "integrations/outputs.py:_check_tokens",
@@ -145,7 +145,7 @@ INTEGRATIONS = [
     ),
     Mutant(
         "a model of two models is one", "integrations/models.py:RingForward._begins",
-        "first is not None:", "first is None:",
+        "models[:1]", "models[:0]",
     ),
     Mutant(
         "any trainer's loss will do", "integrations/known_trainers.py:loss_of",

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 import transformers
 from transformers import AttentionInterface, masking_utils
 
+from benchmarks.reading_path import walks_of_transformers
 from ring_attention_pytorch import shard_batch
 from ring_attention_pytorch.integrations.masks import visible_by
 from ring_attention_pytorch.integrations.transformers import register, ring_forward
@@ -463,3 +464,16 @@ def test_dropout_is_the_same_when_it_is_recomputed():
     with ring_forward(shard_batch(batch_of("plain"))) as inputs:
         whole(**inputs).loss.backward()
     assert relative_error(kept[0], whole.model.embed_tokens.weight.grad) > 1e-3
+
+
+def counted() -> tuple[int, int]:
+    """For a pool: functions and files that a later forward with its loss meets."""
+    met = walks_of_transformers(dist.get_rank())["Hugging Face, again"]
+    return len(met.functions), met.files
+
+
+def test_a_later_forward_gets_no_longer(pools):
+    """A change that needs more says why, one that needs fewer lowers the numbers."""
+    functions, files = pools(2).run(counted)[1]
+    assert functions <= 228 + 3, "beside what other tests have left in the processes"
+    assert files <= 49

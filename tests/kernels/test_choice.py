@@ -25,7 +25,7 @@ from ring_attention_pytorch.kernels import (
     refusal,
     triton,
 )
-from ring_attention_pytorch.plan.calibrate import with_calls_of
+from ring_attention_pytorch.plan.prepare import _with_calls_of
 from ring_attention_pytorch.runtime.interfaces import FEATURES, KernelRequest
 from ring_attention_pytorch.schedule.hardware import H200
 
@@ -251,7 +251,7 @@ def test_kernels_merge_if_both_ways_do_make_keys_first_if_backward_does_begin_ea
     kernel = choose(name, KernelRequest.of(q, q))
     assert (kernel.fuses_merge, kernel.keys_first) == (merges, keys_first)
     assert kernel.begins_early == begins_early
-    machine = with_calls_of(kernel, H200)
+    machine = _with_calls_of(kernel, H200)
     assert (machine.one_call, machine.keys_first) == (merges, keys_first)
 
 

@@ -102,6 +102,27 @@ ATTENTION = [
 
 SILENT = [
     Mutant(
+        "plans go by the fastest device of several", "plan/prepare.py:_machine_of",
+        'min(rank["device"]', 'max(rank["device"]',
+    ),
+    Mutant(
+        "whoever shares a ring shares a host", "plan/prepare.py:_machine_of",
+        "for rank in ranks), domain)", "for rank in ranks))",
+    ),
+    Mutant(
+        "a device that nobody knows is as fast as any", "schedule/hardware.py:number_of",
+        "else 0", "else -1",
+    ),
+    Mutant(
+        "a plan of one rank is asked to measure in vain", "plan/options.py:_check_calibrate",
+        "not call.q.is_cuda or call.ring_size == 1", "not call.q.is_cuda and call.ring_size > 1",
+    ),
+    Mutant(
+        "sums go by what was measured under deterministic algorithms",
+        "plan/options.py:_check_calibrate",
+        "if torch.are_deterministic_algorithms_enabled():", "if False:",
+    ),
+    Mutant(
         "messages of any layer", "plan/ring_plan.py:RingPlan.call",
         'f"ring attention{self.of_layer}, {direction}"', 'f"ring attention, {direction}"',
     ),

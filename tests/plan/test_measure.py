@@ -12,19 +12,17 @@ from ring_attention_pytorch import RingPlan, explain_plan
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import choose
-from ring_attention_pytorch.plan import calibrate, picture
-from ring_attention_pytorch.plan.calibrate import (
-    hardware_from,
-    hardware_of,
-    room_left,
-    select_transport,
-)
+from ring_attention_pytorch.plan import calibrate, picture, prepare, proposal
+from ring_attention_pytorch.plan.calibrate import calibrated, with_measured
 from ring_attention_pytorch.plan.explain import predicted
+from ring_attention_pytorch.plan.options import Call, Options
+from ring_attention_pytorch.plan.proposal import ROOM, room_left
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.schedule.cost import choose_transport, predict
-from ring_attention_pytorch.schedule.hardware import H200
+from ring_attention_pytorch.schedule.hardware import H200, hardware, number_of
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
+from tests.support import threads
 
 JOB = KVShape(1, 2, 1, 16, 16, 4)
 NEAR = {f"near {n}": 1e-4 + n / 100e9 for n in calibrate._BYTES}
@@ -48,11 +46,11 @@ def measured(without: int = -1, forgets: int = -1) -> tuple[dict, bool, list[int
     small |= dict(_two_buffers=no_room if ring.rank == without else buffers)
     with mock.patch.multiple(calibrate, **small):
         for _ in range(2):
-            seconds.append(hardware_of(ring, 1, kernel, JOB, like))
+            seconds.append(calibrated(H200, ring, 1, kernel, JOB, like, [0] * ring.size))
             times.append(counted.call_count)
             if ring.rank == forgets:
                 calibrate._known.pop(ring.group)
-        seconds.append(hardware_of(ring, 1, kernel, JOB, like))
+        seconds.append(calibrated(H200, ring, 1, kernel, JOB, like, [0] * ring.size))
         times.append(counted.call_count)
     calibrate._known.pop(ring.group)
     return seconds[-1]._asdict(), seconds[0] == seconds[1], times
@@ -65,7 +63,6 @@ def test_all_ranks_see_the_same_machine_and_measure_it_once(pools, size):
     assert all(each == found[0] for each in found)
     assert repeats
     assert times == [3 + 1 + 2] * 3  # messages of three lengths, copies, forward and backward
-    assert machine["domain"] == size
     assert machine["pull"] == H200.pull  # there is no shared memory to pull from
     for speed in ("forward", "backward"):
         assert 0 < machine[speed] < 1e13
@@ -88,49 +85,91 @@ def test_what_one_rank_has_forgotten_all_measure_again(pools):
 def test_slow_links_change_the_choice():
     everyone = all_segments("zigzag", 4, 4 * 8192)
     blocks, job = Workload(everyone, everyone, Mask(causal=True)), KVShape(1, 32, 8, 128, 128, 2)
-    fast = hardware_from(NEAR | {"pull": calibrate._PULLED / 400e9}, 4, job)
+    fast = with_measured(H200, NEAR | {"pull": calibrate._PULLED / 400e9}, job)
     assert fast.pull == pytest.approx(400e9)
     assert choose_transport(blocks, job, 3, fast) == "gather"
-    slow = hardware_from(NEAR | {"pull": calibrate._PULLED / 1e9}, 4, job)
+    slow = with_measured(H200, NEAR | {"pull": calibrate._PULLED / 1e9}, job)
     assert choose_transport(blocks, job, 3, slow) == "ring"
 
 
 def test_far_ranks_are_reached_over_the_network():
-    machine = hardware_from(FAR, 1, JOB)
+    machine = with_measured(H200, FAR, JOB)
     assert machine.network == pytest.approx(1e9, rel=0.01)
     assert machine.network_hop == pytest.approx(1e-3, rel=0.1)
     assert machine.hops == H200.hops
 
 
-def test_a_cpu_measures_nothing_and_a_gpu_gives_at_most_half_of_what_is_left(monkeypatch):
+ON_GPU = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+
+
+def plans_go_by_the_slowest_device_and_by_who_shares_a_host(monkeypatch: pytest.MonkeyPatch):
+    """On a CPU by neither, and always by a ring, if no transport is named."""
     q = torch.empty(1, 4, 2, 8)
     plan = RingPlan.make(q, q, q)
-    assert plan.memory == calibrate.ROOM == room_left(q, 2)
     assert plan.machine is H200
-    asked = plan.ring, plan.kernel, plan.blocks, plan.kv_shape, 1, q
-    assert select_transport(None, *asked) == ("ring", H200)
-    assert select_transport("gather", *asked) == ("gather", H200)
-    on_gpu = SimpleNamespace(is_cuda=True, device="cuda")
+    assert plan.transport_name == "ring"
+    kernel = plan.kernel._replace(name="triton", fuses_merge=True)
+    names = iter(["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H200"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
+    ranks = []
+    for host in "aabb":
+        monkeypatch.setattr(proposal.socket, "gethostname", lambda host=host: host)
+        ranks.append(proposal._facts(ON_GPU))
+    machine = prepare._machine_of(kernel, ranks, ON_GPU)
+    assert machine == hardware("triton", number_of("H100"), 2)._replace(one_call=True)
+    assert (machine.device, machine.domain, machine.memory) == ("H100", 2, 3.0e12)
+    assert prepare._machine_of(kernel, ranks, q) is H200
+
+
+def test_plans_go_by_the_slowest_device_and_by_who_shares_a_host(monkeypatch):
+    plans_go_by_the_slowest_device_and_by_who_shares_a_host(monkeypatch)
+
+
+def test_measuring_that_can_t_be_or_decides_nothing_is_refused():
+    q = torch.empty(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="got 1 rank on cpu; leave it out"):
+        RingPlan.make(q, q, q, calibrate=True)
+    texts = []
+
+    def main(ring: threads.ThreadRing) -> str:
+        with pytest.raises(ValueError, match="choice on several GPUs, got 2 ranks on cpu") as told:
+            RingPlan.make(q, q, q, calibrate=ring.rank == 1, group=ring)
+        return str(told.value)
+
+    texts, _ = threads.run(2, main)
+    assert texts[0] == texts[1]
+    assert texts[0].endswith("(on rank 1)")
+    on_gpus = Call(ON_GPU, ON_GPU, ON_GPU, 2)
+    Options(calibrate=True).check_for(on_gpus)
+    with pytest.raises(ValueError, match="transport='ring' leaves none"):
+        Options(calibrate=True, transport="ring").check_for(on_gpus)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ValueError, match="deterministic_algorithms is on"):
+            Options(calibrate=True).check_for(on_gpus)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_gpu_gives_at_most_half_of_what_is_left(monkeypatch):
+    q, on_gpu = torch.empty(1, 4, 2, 8), ON_GPU
+    assert RingPlan.make(q, q, q).memory == ROOM == room_left(q, 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 9000))
     sizes = {"reserved_bytes": 500, "allocated_bytes": 300}
     stats = {name: {"all": {"current": size}} for name, size in sizes.items()}
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
     assert room_left(on_gpu, 3) == 512  # a power of two up to (1000 + 500 - 300) / 2
     for size in (1, 2):  # there are no others, or one, whose keys come in any case
-        assert room_left(on_gpu, size) == calibrate.ROOM
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * calibrate.ROOM, 0))
-    assert room_left(on_gpu, 3) == calibrate.ROOM
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * calibrate.ROOM - 202, 0))
-    assert room_left(on_gpu, 3) == calibrate.ROOM // 2
+        assert room_left(on_gpu, size) == ROOM
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * ROOM, 0))
+    assert room_left(on_gpu, 3) == ROOM
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * ROOM - 202, 0))
+    assert room_left(on_gpu, 3) == ROOM // 2
     torch.use_deterministic_algorithms(True)
     try:
-        assert room_left(on_gpu, 3) == calibrate.ROOM
-        assert not calibrate.measures(on_gpu, None)
+        assert room_left(on_gpu, 3) == ROOM
     finally:
         torch.use_deterministic_algorithms(False)
-    assert calibrate.measures(on_gpu, None)
-    assert calibrate.measures(on_gpu, "gather")
-    assert not calibrate.measures(on_gpu, "ring")
 
 
 def test_explaining_says_whose_speeds_they_are():
@@ -141,7 +180,8 @@ def test_explaining_says_whose_speeds_they_are():
     two = all_segments("contiguous", 2, 8)
     plan = replace(plan, ring=ring, query_segments=two, blocks=Workload(two, two, plan.visible))
     assert "on H200s" in explain_plan(plan)
-    assert "measured here" in explain_plan(replace(plan, machine=hardware_from(NEAR, 2, JOB)))
+    assert "on A100s" in explain_plan(replace(plan, machine=hardware("sdpa", number_of("L4"))))
+    assert "measured here" in explain_plan(replace(plan, machine=with_measured(H200, NEAR, JOB)))
 
 
 def test_a_prediction_and_its_picture_count_load_that_lasts():
