@@ -21,7 +21,6 @@ from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.plan.calibrate import recall
 from ring_attention_pytorch.plan.checks import Signature, check_tensors
-from ring_attention_pytorch.plan.kept import Kept, find, keep
 from ring_attention_pytorch.plan.masks import by_sample, positions_seen, reached, seen_by_any
 from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.packing import whole_packing
@@ -31,6 +30,7 @@ from ring_attention_pytorch.plan.placement import (
     attention_ring,
     block_of,
 )
+from ring_attention_pytorch.plan.plan_cache import Kept, PlanCache, find, keep
 from ring_attention_pytorch.plan.prepare import place_tokens, settle_transport, swap_heads
 from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.ranks.agreement import agree_on, in_the_same_call, told_by_group, typed
@@ -51,6 +51,7 @@ from ring_attention_pytorch.schedule.hardware import Hardware
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 from ring_attention_pytorch.schedule.steps import Schedule
 
+_LAYERS = 256  # whose plans a plan remembers
 _Results = TypeVar("_Results", bound=tuple[Any, ...])
 
 
@@ -102,8 +103,8 @@ class RingPlan:
     _of_mask: dict[Segments, list] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
-    _layers: dict[int, "RingPlan"] = field(
-        default_factory=dict, init=False, compare=False, repr=False
+    _layers: "PlanCache[RingPlan]" = field(
+        default_factory=partial(PlanCache, _LAYERS), init=False, compare=False, repr=False
     )
     _passed: set[tuple] = field(default_factory=set, init=False, compare=False, repr=False)
 
@@ -223,8 +224,9 @@ class RingPlan:
     def for_layer(self, number: int) -> "RingPlan":
         """Return this plan, but dropout draws otherwise for each number; without dropout, itself.
 
-        Nothing is exchanged or made anew. Layers that share a plan would drop alike. All ranks of
-        the ring must give a call the same number, which its messages have.
+        Nothing is exchanged, and of the last 256 numbers nothing made anew. Layers that share a
+        plan would drop alike. All ranks of the ring must give a call the same number, which its
+        messages have.
 
         Raises:
             ValueError: the number is negative, or 2 ** 32 - 1 or more.
@@ -235,22 +237,14 @@ class RingPlan:
             return self
         if is_compiling():
             return _TracedLayer(self, number)
-        of_layer = partial(self._of_layer, number, dropout.for_layer(number))
-        if self.graphs is None:
-            return of_layer()
-        return self.graphs.of_layer(number, lambda: of_layer().in_graphs())
+        return self._layers.of(number, partial(self._of_layer, number, dropout.for_layer(number)))
 
     def _of_layer(self, number: int, dropout: Dropout) -> "RingPlan":
         terms = self.terms._replace(dropout=dropout)
         swap, of_layer = self.ulysses, f" of layer {number}"
         swap = None if swap is None else replace(swap, of_layer=of_layer)
-        return replace(self, terms=terms, ulysses=swap, of_layer=of_layer)
-
-    def layer(self, number: int) -> "RingPlan":
-        """Return `for_layer`, the same object as long as there is this plan."""
-        if number not in self._layers:
-            self._layers[number] = self.for_layer(number)
-        return self._layers[number]
+        found = replace(self, terms=terms, ulysses=swap, of_layer=of_layer)
+        return found if self.graphs is None else found.in_graphs()
 
     @checked
     def in_graphs(self) -> "RingPlan":

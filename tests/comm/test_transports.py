@@ -37,7 +37,7 @@ from ring_attention_pytorch.geometry.layouts import (
 from ring_attention_pytorch.geometry.segments import slice_segments
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel, choose
-from ring_attention_pytorch.plan import kept, prepare, proposal
+from ring_attention_pytorch.plan import plan_cache, prepare, proposal
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime import streams
@@ -736,7 +736,7 @@ def few_tokens_get_the_kernel_that_is_launched_least(patch: pytest.MonkeyPatch) 
 
     def main(ring: threads.ThreadRing) -> list[str]:
         q, one = torch.empty(2, 16, 2, 4), torch.empty(1, 16, 2, 4)
-        kept.forget()
+        plan_cache.forget()
         how = dict(layout="zigzag", group=ring, transport="gather")
         borders, each_sample_s = [0, 16, 64], torch.arange(2).mul(16).add(16)[:, None]
         numbers = (
@@ -863,7 +863,7 @@ def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 8, 2, 4)
     patch.setattr(policy, "_SMALL", -1)
     for overtaken in (False, True):
-        kept.forget()
+        plan_cache.forget()
         few, made = (SimpleNamespace(overtaken=on, ring=Ring.alone()) for on in (False, overtaken))
         patch.setattr(prepare, "make_transport", lambda *_, made=made: made)
         patch.setattr(prepare, "make_together", lambda *_, few=few: few)
@@ -877,7 +877,7 @@ def test_few_may_be_short(monkeypatch):
 def test_long_calls_go_one_after_another(monkeypatch):
     long = [torch.randn(1, 8, 2, 4) for _ in range(3)]
     for most, short in ((2 * 64 * 2 * 8, True), (2 * 64 * 2 * 8 - 1, False)):
-        kept.forget()
+        plan_cache.forget()
         monkeypatch.setattr(policy, "_SMALL", (most + 0.5) / (H200.call * H200.forward))
         assert RingPlan.make(*long, causal=True).concurrent == short
     held = ((Segment(0, 1, 8),),)

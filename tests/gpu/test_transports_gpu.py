@@ -26,7 +26,7 @@ from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer, shared_by
 from ring_attention_pytorch.kernels import _flash, refusal
-from ring_attention_pytorch.plan import kept
+from ring_attention_pytorch.plan import plan_cache
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.streams import side_stream
@@ -87,7 +87,7 @@ def plan_for(
     """A plan; apart as for GPUs that share no memory, which send point to point; soon as if keys
     came before own keys are computed on, which takes more tokens; gradients come aside by copy
     engine, or not, whatever hides them; as for few tokens, which come together, or many."""
-    kept.forget()  # what is patched here is no part of what a plan is found again by
+    plan_cache.forget()  # what is patched here is no part of what a plan is found again by
     without = mock.patch.object(Ring, "shared", return_value=None)
     in_time = mock.patch.object(transports, "keys_come_late", return_value=False)
     coming = mock.patch.object(gather_symmetric, "come_home_aside", return_value=side_stream)

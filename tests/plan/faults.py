@@ -236,23 +236,24 @@ KEPT = [
         'all(rank["plan"] == kept.plan.number for rank in lengths)', "True",
     ),
     Mutant(
-        "options of other types are found again", "plan/kept.py:kind_of",
+        "options of other types are found again", "plan/plan_cache.py:kind_of",
         "tuple(options), values, types, tuple", "tuple(options), values, tuple",
     ),
     Mutant(
-        "seeds that are drawn are found again", "plan/kept.py:kind_of",
+        "seeds that are drawn are found again", "plan/plan_cache.py:kind_of",
         'options.get("dropout") or options.get("mask_mod") is not None', "False",
     ),
     Mutant(
-        "options that are tensors are found again by their identity", "plan/kept.py:_has_tensors",
+        "options that are tensors are found again by their identity",
+        "plan/plan_cache.py:_has_tensors",
         "any(issubclass(each, Tensor) for each in types)", "False",
     ),
     Mutant(
-        "plans are found again whatever the settings", "plan/kept.py:settings",
+        "plans are found again whatever the settings", "plan/plan_cache.py:settings",
         "torch.is_grad_enabled(),", "",
     ),
     Mutant(
-        "plans of groups that are gone stay", "plan/kept.py:keep",
-        "if not ring.exists:", "if False:",
+        "plans of groups that are gone stay", "plan/plan_cache.py:keep",
+        "not old.ring.exists", "False",
     ),
 ]  # fmt: skip
