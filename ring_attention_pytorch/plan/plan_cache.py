@@ -19,7 +19,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ class GraphCache(PlanCache[Any]):
             self._where = where
         kind = (
             plan.signature, plan.blocks, swapped, plan.terms, plan.kernel.name,
-            plan.transport_name, plan.at_once, plan.device, ring.group, ring.first, ring.size,
+            plan.chosen.name, plan.chosen.at_once, plan.device, ring.group, ring.first, ring.size,
             torch.is_inference_mode_enabled(),
         )  # fmt: skip
         if kind not in self:
@@ -125,15 +125,8 @@ class GraphCache(PlanCache[Any]):
         return GraphCache, ()
 
 
-class Kept(NamedTuple):
-    """A plan, and what was proposed for it, without tensors."""
-
-    ring: Ring
-    proposal: Proposal
-    plan: Any
-
-
-_kept: PlanCache[Kept] = PlanCache(_KINDS)
+# what was proposed, without tensors, and the plan of it
+_kept: PlanCache[tuple[Proposal, Any]] = PlanCache(_KINDS)
 atexit.register(_kept.clear)  # before process groups go
 
 
@@ -172,9 +165,9 @@ def kind_of(
     return kind
 
 
-# what a rank brings to the agreement on a plan: the kind, the plan of it that is kept, if one is,
-# and a proposal; or what is wrong
-Found: TypeAlias = tuple[Hashable, Kept | None, Proposal, ValueError | None]
+# what a rank brings to the agreement on a plan: the kind, a proposal, and the plan of it that is
+# kept, if one is; or what is wrong
+Found: TypeAlias = tuple[Hashable, Proposal, Any, ValueError | None]
 
 
 def find(
@@ -189,16 +182,16 @@ def find(
         kind = kind_of(ring, qkv, options, also)
         kept = None if kind is None else _kept.get(kind)
         if kept is None:
-            return kind, None, Proposal.of(Call(*qkv, ring.size), options, also), None
-        return kind, kept, kept.proposal, None
+            return kind, Proposal.of(Call(*qkv, ring.size), options, also), None, None
+        return kind, *kept, None
     except Exception as error:  # whatever it is: all ranks are told
-        return None, None, Proposal(), as_told(error)
+        return None, Proposal(), None, as_told(error)
 
 
-def keep(kind: Hashable, kept: Kept) -> None:
+def keep(kind: Hashable, proposal: Proposal, plan: Any) -> None:
     """Keep a plan of this kind, instead of those whose group is gone and of the oldest one."""
-    _kept.drop(lambda old: not old.ring.exists)
-    _kept.keep(kind, kept)
+    _kept.drop(lambda old: not old[1].ring.exists)
+    _kept.keep(kind, (proposal._replace(shaped=()), plan))
 
 
 def forget() -> None:

@@ -94,7 +94,9 @@ def with_graphs(plan: Any) -> Any:
     launches a graph at once, so calls that overlap cost it nothing more there. Kernels
     that merge by themselves lose by overlapping, so their transport stays.
     """
-    transport = plan.transport if plan.kernel.fuses_merge else plan.overlapped or plan.transport
+    transport = (
+        plan.transport if plan.kernel.fuses_merge else plan.chosen.overlapped or plan.transport
+    )
     swap = None if plan.ulysses is None else plan.ulysses.in_graphs(plan.device)
     found = replace(plan if transport is plan.transport else plan.by(transport), ulysses=swap)
     object.__setattr__(found, "graphs", Graphs(plan.device, found.transport.follow_stream))

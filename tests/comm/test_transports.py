@@ -650,7 +650,7 @@ def test_calls_go_side_by_side_where_keys_stay(how, at_once, aside):
         held = {*plan.positions().tolist()}
         for yields in (True, False):
             shared = over_shared_memory(
-                plan, mine, ring, at_once, overtaken=yields and plan.concurrent
+                plan, mine, ring, at_once, overtaken=yields and plan.chosen.concurrent
             )
             assert shared.transport.overtaken == (yields and aside)
             keys = plan.keys(*mine[1:])
@@ -711,10 +711,14 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
         q = torch.empty(1, 16, 2, 4)
         plan = RingPlan.make(q, q, q, **shown, layout="zigzag", group=ring)
         made = [
-            transports.make_transport("gather", ring, plan.blocks, at_once, plan.kv_shape, q.device)
+            transports.make_transport(
+                "gather", ring, plan.blocks, at_once, plan.chosen.shape, q.device
+            )
             for at_once in (9, 1)
         ]
-        few = (transports.make_together(each, plan.blocks, plan.kv_shape, machine) for each in made)
+        few = (
+            transports.make_together(each, plan.blocks, plan.chosen.shape, machine) for each in made
+        )
         return [(type(spares), type(each)) for spares, each in zip(few, made)]
 
     monkeypatch.setattr(transports, "shared_by", threads.shared_by)
@@ -783,7 +787,7 @@ def short_documents_get_a_kernel_of_their_own(patch: pytest.MonkeyPatch) -> None
             RingPlan.make(q, t, t, group=ring, **dict(causal=True) | options)
             for t, options in shown
         ]
-        return [(plan.kernel.name, plan.machine.one_call) for plan in plans]
+        return [(plan.kernel.name, plan.chosen.machine.one_call) for plan in plans]
 
     patch.setattr(proposal, "for_short_documents", short)
     found = [("short", True)] * 2 + [("sdpa", False)] * 5
@@ -867,7 +871,7 @@ def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
         few, made = (SimpleNamespace(overtaken=on, ring=Ring.alone()) for on in (False, overtaken))
         patch.setattr(prepare, "make_transport", lambda *_, made=made: made)
         patch.setattr(prepare, "make_together", lambda *_, few=few: few)
-        assert RingPlan.make(q, q, q, causal=True).concurrent == overtaken
+        assert RingPlan.make(q, q, q, causal=True).chosen.concurrent == overtaken
 
 
 def test_few_may_be_short(monkeypatch):
@@ -879,7 +883,7 @@ def test_long_calls_go_one_after_another(monkeypatch):
     for most, short in ((2 * 64 * 2 * 8, True), (2 * 64 * 2 * 8 - 1, False)):
         plan_cache.forget()
         monkeypatch.setattr(policy, "_SMALL", (most + 0.5) / (H200.call * H200.forward))
-        assert RingPlan.make(*long, causal=True).concurrent == short
+        assert RingPlan.make(*long, causal=True).chosen.concurrent == short
     held = ((Segment(0, 1, 8),),)
     blocks, job = Workload(held, held, Mask(causal=True)), KVShape(1, 2, 2, 4, 4, itemsize=4)
     enough = (64 * job.pair_flops + 0.5) / (H200.call * H200.forward)

@@ -234,7 +234,7 @@ def one(
     plan = plan_for(*mine, causal=causal, layout=layout, key_mask=key_mask, kernel="eager", **how)
     others = (d for d in range(torch.cuda.device_count()) if d != device)
     shared = all(torch.cuda.can_device_access_peer(device, d) for d in others)
-    if plan.transport_name == "gather" and shared:
+    if plan.chosen.name == "gather" and shared:
         assert isinstance(plan.transport, SymmetricGather) != how.get("apart", False)
         others = len(plan.blocks.keys) > 1
         assert isinstance(plan.transport, SerialGather) == (others and how.get("few", False))
@@ -502,11 +502,11 @@ def speeds() -> str:
     """What a plan that names no transport measured; the same on all ranks."""
     q = torch.randn(1, 1024, 8, 64, device=torch.cuda.current_device(), dtype=torch.bfloat16)
     plan = RingPlan.make(q, q, q, causal=True, layout="zigzag")
-    assert plan.machine.measured
+    assert plan.chosen.machine.measured
     told = [""] * dist.get_world_size()
-    dist.all_gather_object(told, str(plan.machine))
+    dist.all_gather_object(told, str(plan.chosen.machine))
     assert len({*told}) == 1, told
-    return f"{plan.machine}\n{explain_plan(plan)}"
+    return f"{plan.chosen.machine}\n{explain_plan(plan)}"
 
 
 def in_each_dtype(ways: list[dict]) -> None:

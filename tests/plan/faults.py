@@ -45,12 +45,11 @@ ATTENTION = [
     ),
     Mutant(
         "another transport's calls are counted as this one's", "plan/ring_plan.py:RingPlan.by",
-        ", _calls={})", ")",
+        "Worked()", "Worked(calls=self._shared.calls)",
     ),
     Mutant(
         "calls overlap as another transport's", "plan/ring_plan.py:RingPlan.by",
-        "_tiles={}, _calls",
-        "_calls",
+        "Worked()", "Worked(tiles=self._shared.tiles)",
     ),
     Mutant(
         "few tokens' graphs have calls that wait for one another",
@@ -232,8 +231,8 @@ KEPT = [
         "id(call.kernel), *call.constants.items()", "id(call), ",
     ),
     Mutant(
-        "a plan that one rank has found is taken", "plan/ring_plan.py:RingPlan._make",
-        'all(rank["plan"] == kept.plan.number for rank in lengths)', "True",
+        "a plan that one rank has found is taken", "plan/ring_plan.py:RingPlan.make",
+        'all(rank["plan"] == kept.number for rank in lengths)', "True",
     ),
     Mutant(
         "options of other types are found again", "plan/plan_cache.py:kind_of",
@@ -254,6 +253,6 @@ KEPT = [
     ),
     Mutant(
         "plans of groups that are gone stay", "plan/plan_cache.py:keep",
-        "not old.ring.exists", "False",
+        "not old[1].ring.exists", "False",
     ),
 ]  # fmt: skip

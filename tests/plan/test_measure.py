@@ -23,7 +23,7 @@ from ring_attention_pytorch.plan.explain import predicted
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.schedule.cost import choose_transport, predict
-from ring_attention_pytorch.schedule.hardware import H200
+from ring_attention_pytorch.schedule.hardware import H200, Hardware
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 
 JOB = KVShape(1, 2, 1, 16, 16, 4)
@@ -105,9 +105,9 @@ def test_far_ranks_are_reached_over_the_network():
 def test_a_cpu_measures_nothing_and_a_gpu_gives_at_most_half_of_what_is_left(monkeypatch):
     q = torch.empty(1, 4, 2, 8)
     plan = RingPlan.make(q, q, q)
-    assert plan.memory == calibrate.ROOM == room_left(q, 2)
-    assert plan.machine is H200
-    asked = plan.ring, plan.kernel, plan.blocks, plan.kv_shape, 1, q
+    assert plan.chosen.memory == calibrate.ROOM == room_left(q, 2)
+    assert plan.chosen.machine is H200
+    asked = plan.ring, plan.kernel, plan.blocks, plan.chosen.shape, 1, q
     assert select_transport(None, *asked) == ("ring", H200)
     assert select_transport("gather", *asked) == ("gather", H200)
     on_gpu = SimpleNamespace(is_cuda=True, device="cuda")
@@ -133,6 +133,11 @@ def test_a_cpu_measures_nothing_and_a_gpu_gives_at_most_half_of_what_is_left(mon
     assert not calibrate.measures(on_gpu, "ring")
 
 
+def on(plan: RingPlan, machine: Hardware) -> RingPlan:
+    """The plan, as if it had been chosen by such speeds."""
+    return replace(plan, chosen=plan.chosen._replace(machine=machine))
+
+
 def test_explaining_says_whose_speeds_they_are():
     ring = Ring.alone()
     ring.size = 2
@@ -141,16 +146,16 @@ def test_explaining_says_whose_speeds_they_are():
     two = all_segments("contiguous", 2, 8)
     plan = replace(plan, ring=ring, query_segments=two, blocks=Workload(two, two, plan.visible))
     assert "on H200s" in explain_plan(plan)
-    assert "measured here" in explain_plan(replace(plan, machine=hardware_from(NEAR, 2, JOB)))
+    assert "measured here" in explain_plan(on(plan, hardware_from(NEAR, 2, JOB)))
 
 
 def test_a_prediction_and_its_picture_count_load_that_lasts():
     """What was measured in a burst takes longer then: 0.1 ms of forward 6 % more, say."""
     q = torch.empty(1, 4096, 8, 64)
     plan = RingPlan.make(q, q, q, causal=True, group=Ring.alone())
-    burst = plan.machine._replace(measured=True, call=0.0, memory=1e30)
+    burst = plan.chosen.machine._replace(measured=True, call=0.0, memory=1e30)
     lasting = burst._replace(forward=0.94 * burst.forward, backward=0.94 * burst.backward)
-    plan, want = replace(plan, machine=burst), predict(plan.schedule, 0, plan.kv_shape, lasting)
+    plan, want = on(plan, burst), predict(plan.schedule, 0, plan.chosen.shape, lasting)
     assert predicted(plan).cost == want
     with mock.patch.object(picture, "predicted", wraps=picture.predicted) as drawn:
         picture.picture(plan)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.plan import plan_cache, ring_plan
-from ring_attention_pytorch.plan.plan_cache import Kept
+from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.ranks.agreement import agree_on
 
 Q = torch.randn(1, 6, 4, 8)
@@ -143,7 +143,8 @@ def test_who_has_found_another_plan_makes_a_new_one() -> None:
 
 def test_plans_of_groups_that_are_gone_go() -> None:
     for name, exists in (("gone", False), ("here", True)):
-        plan_cache.keep(name, Kept(SimpleNamespace(exists=exists), None, None))
+        ring = SimpleNamespace(exists=exists)
+        plan_cache.keep(name, Proposal(), SimpleNamespace(ring=ring))
     assert list(plan_cache._kept._plans) == ["here"]
 
 

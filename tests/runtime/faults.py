@@ -334,7 +334,7 @@ ATTENTION = [
     ),
     Mutant(
         "graphs hold what spares the host", "runtime/graphs.py:with_graphs",
-        "plan.overlapped or plan.transport", "plan.transport",
+        "plan.chosen.overlapped or plan.transport", "plan.transport",
     ),
     Mutant(
         "calls overlap of what merges by itself", "runtime/graphs.py:with_graphs",

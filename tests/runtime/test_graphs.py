@@ -435,9 +435,9 @@ def test_what_a_graph_holds_overlaps(new_driver):
     plan = replace(RingPlan.make(q, q, q, kernel="eager"), device=GPU)
     other = replace(plan.transport)
     plan.calls(back=False)  # which may be others there
-    two = replace(plan, overlapped=other)
+    two = replace(plan, chosen=plan.chosen._replace(overlapped=other))
     assert two.in_graphs().transport is two.in_graphs().in_graphs().transport is other
-    assert not two.in_graphs()._calls
+    assert not two.in_graphs()._shared.calls
     merging = replace(two, kernel=plan.kernel._replace(fuses_merge=True))
     assert merging.in_graphs().transport is plan.in_graphs().transport is plan.transport
 
