@@ -266,12 +266,12 @@ class RingForward:
         self._attended = self.call.attended = True
         q, k, v = [t.to(autocast_dtype(t)) for t in qkv]
         kind = (q.shape, k.shape, v.shape, q.dtype, q.device, mask, sinks is None, *scores.values())
-
-        def make() -> RingPlan:
-            options: Any = {**self.options, **mask._asdict(), **scores}
-            return RingPlan.make(q, k, v, group=self.batch.ring, sinks=sinks, **options)
-
-        plan = self._plans.of(kind, make).for_layer(getattr(layer, "layer_idx", None) or 0)
+        plan = self._plans.get(kind)
+        if plan is None:
+            options = {**self.options, **mask._asdict(), **scores}
+            made = RingPlan.make(q, k, v, group=self.batch.ring, sinks=sinks, **options)
+            plan = self._plans.keep(kind, made)
+        plan = plan.for_layer(getattr(layer, "layer_idx", None) or 0)
         out = ring_attn(q, k, v, sinks=sinks, plan=plan)
         assert isinstance(out, Tensor)  # lse was not asked for
         return out.contiguous()  # some models take views of it

@@ -19,7 +19,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,52 +41,26 @@ _SETTINGS = ("RING_ATTENTION_CHECK", "TRITON_INTERPRET")  # of the environment
 _Plan = TypeVar("_Plan")
 
 
-class PlanCache(Generic[_Plan]):
-    """Plans by kind: of `most` kinds those asked for last; by default all, as long as this is.
+class PlanCache(OrderedDict[Hashable, _Plan]):
+    """Plans by kind, in the order in which they were last kept or asked for by `of`.
 
-    >>> cache = PlanCache(most=2)
-    >>> [cache.of(kind, kind.upper) for kind in ("a", "b", "a", "c")], "b" in cache, len(cache)
-    (['A', 'B', 'A', 'C'], False, 2)
+    >>> cache = PlanCache()
+    >>> [cache.of(kind, kind.upper, most=2) for kind in ("a", "b", "a", "c")], [*cache]
+    (['A', 'B', 'A', 'C'], ['a', 'c'])
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        self._most = most
-        self._plans: OrderedDict[Hashable, _Plan] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    def __contains__(self, kind: Hashable) -> bool:
-        return kind in self._plans
-
-    def get(self, kind: Hashable) -> _Plan | None:
-        """Return the plan of this kind, which is then the last to go; None if there is none."""
-        plan = self._plans.get(kind)
-        if plan is not None:
-            self._plans.move_to_end(kind)
-        return plan
-
-    def keep(self, kind: Hashable, plan: _Plan) -> _Plan:
-        """Keep a plan, instead of that asked for longest ago if there are too many; return it."""
-        self._plans[kind] = plan
-        self._plans.move_to_end(kind)
-        if self._most is not None and len(self._plans) > self._most:
-            self._plans.popitem(last=False)
-        return plan
-
-    def of(self, kind: Hashable, make: Callable[[], _Plan]) -> _Plan:
-        """Return the plan of this kind; it is made when first asked for."""
+    def of(self, kind: Hashable, make: Callable[[], _Plan], most: int | None = None) -> _Plan:
+        """Return the plan of this kind, made when first asked for, and keep it as `keep` does."""
         plan = self.get(kind)
-        return self.keep(kind, make()) if plan is None else plan
+        return self.keep(kind, make() if plan is None else plan, most)
 
-    def drop(self, gone: Callable[[_Plan], bool]) -> None:
-        """Forget the plans of which this is true."""
-        for kind in [kind for kind, plan in self._plans.items() if gone(plan)]:
-            del self._plans[kind]
-
-    def clear(self) -> None:
-        """Forget all plans."""
-        self._plans.clear()
+    def keep(self, kind: Hashable, plan: _Plan, most: int | None = None) -> _Plan:
+        """Keep a plan, and of `most` in all those that were asked for last; return it."""
+        self[kind] = plan
+        self.move_to_end(kind)
+        if most is not None and len(self) > most:
+            self.popitem(last=False)
+        return plan
 
 
 class GraphCache(PlanCache[Any]):
@@ -97,7 +71,7 @@ class GraphCache(PlanCache[Any]):
     """
 
     def __init__(self) -> None:
-        super().__init__(_WITH_GRAPHS)
+        super().__init__()
         self._where: Hashable = None
 
     def in_place_of(self, plan: Any) -> Any:
@@ -116,7 +90,7 @@ class GraphCache(PlanCache[Any]):
             torch.is_inference_mode_enabled(),
         )  # fmt: skip
         if kind not in self:
-            self.keep(kind, None)  # nothing yet: it may come but once
+            self.keep(kind, None, _WITH_GRAPHS)  # nothing yet: it may come but once
             return plan
         return self.of(kind, plan.in_graphs)
 
@@ -126,7 +100,7 @@ class GraphCache(PlanCache[Any]):
 
 
 # what was proposed, without tensors, and the plan of it
-_kept: PlanCache[tuple[Proposal, Any]] = PlanCache(_KINDS)
+_kept: PlanCache[tuple[Proposal, Any]] = PlanCache()
 atexit.register(_kept.clear)  # before process groups go
 
 
@@ -183,6 +157,7 @@ def find(
         kept = None if kind is None else _kept.get(kind)
         if kept is None:
             return kind, Proposal.of(Call(*qkv, ring.size), options, also), None, None
+        _kept.move_to_end(kind)
         return kind, *kept, None
     except Exception as error:  # whatever it is: all ranks are told
         return None, Proposal(), None, as_told(error)
@@ -190,8 +165,10 @@ def find(
 
 def keep(kind: Hashable, proposal: Proposal, plan: Any) -> None:
     """Keep a plan of this kind, instead of those whose group is gone and of the oldest one."""
-    _kept.drop(lambda old: not old[1].ring.exists)
-    _kept.keep(kind, (proposal._replace(shaped=()), plan))
+    for old, (_, known) in list(_kept.items()):
+        if not known.ring.exists:
+            del _kept[old]
+    _kept.keep(kind, (proposal._replace(shaped=()), plan), _KINDS)
 
 
 def forget() -> None:

@@ -110,7 +110,7 @@ class RingPlan:
         default_factory=dict, init=False, compare=False, repr=False
     )
     _layers: "PlanCache[RingPlan]" = field(
-        default_factory=partial(PlanCache, _LAYERS), init=False, compare=False, repr=False
+        default_factory=PlanCache, init=False, compare=False, repr=False
     )
 
     def __post_init__(self) -> None:
@@ -235,7 +235,8 @@ class RingPlan:
             return self
         if is_compiling():
             return _TracedLayer(self, number)
-        return self._layers.of(number, partial(self._of_layer, number, dropout.for_layer(number)))
+        of_layer = partial(self._of_layer, number, dropout.for_layer(number))
+        return self._layers.of(number, of_layer, _LAYERS)
 
     def _of_layer(self, number: int, dropout: Dropout) -> "RingPlan":
         terms = self.terms._replace(dropout=dropout)

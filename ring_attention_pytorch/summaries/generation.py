@@ -41,9 +41,9 @@ class CachedSummaries:
     def _plan(self, x: Tensor, chunk: Chunk) -> SummaryPlan:
         """Make the plan of a prompt; the first layer with such summaries makes that of all."""
         rule, starts = self.cache.rule, self.cache.starts
-
-        def make() -> Any:
+        plan = chunk.plans.get(rule)
+        if plan is None:
             seen = None if starts is None else chunk.at >= starts
-            return self.attn.plan_over(self.reading.ring, x, seen, layout=chunk.layout)
-
-        return chunk.plans.of(rule, make)
+            made = self.attn.plan_over(self.reading.ring, x, seen, layout=chunk.layout)
+            plan = chunk.plans.keep(rule, made)
+        return plan

@@ -52,6 +52,7 @@ def battery() -> Iterator[Callable[[], object]]:
     yield test_tape.test_one_tensor_given_twice_is_not_two
     yield test_plan_cache.test_who_has_found_another_plan_makes_a_new_one
     yield test_plan_cache.test_plans_of_groups_that_are_gone_go
+    yield partial(with_patches, test_plan_cache.few_layers_are_remembered)
 
 
 def deterministic_algorithms() -> None:

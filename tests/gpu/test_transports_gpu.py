@@ -494,7 +494,7 @@ def models_replay(kernels: list[str]) -> None:
                 found.append([loss.detach(), *torch.autograd.grad(loss, [*each.parameters()])])
             worst = max(map(relative_error, *found[::-1]))
             assert worst < BOUNDS[torch.bfloat16], (kernel, length, "replayed in a model", worst)
-        plans = [plan for attn, _ in replays.layers for plan in attn.kept._plans.values()]
+        plans = [plan for attn, _ in replays.layers for plan in attn.kept.values()]
         assert all(plan.graphs is not None for plan in plans), "nothing was captured"
 
 

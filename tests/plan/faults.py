@@ -252,7 +252,15 @@ KEPT = [
         "torch.is_grad_enabled(),", "",
     ),
     Mutant(
+        "all layers of a plan are remembered", "plan/ring_plan.py:RingPlan.for_layer",
+        "of_layer, _LAYERS)", "of_layer)",
+    ),
+    Mutant(
+        "a layer's plan is made in each call", "plan/ring_plan.py:RingPlan.for_layer",
+        "self._layers.of(number, of_layer, _LAYERS)", "of_layer()",
+    ),
+    Mutant(
         "plans of groups that are gone stay", "plan/plan_cache.py:keep",
-        "not old[1].ring.exists", "False",
+        "if not known.ring.exists:", "if False:",
     ),
 ]  # fmt: skip

@@ -141,11 +141,26 @@ def test_who_has_found_another_plan_makes_a_new_one() -> None:
         assert RingPlan.make(Q, Q, Q, causal=True) is not plan
 
 
+def few_layers_are_remembered(patch: pytest.MonkeyPatch) -> None:
+    plan = RingPlan.make(Q, Q, Q, dropout=0.5, dropout_seed=1)
+    patch.setattr(ring_plan, "_LAYERS", 2)
+    layers = [plan.for_layer(number) for number in (1, 2, 1, 3)]
+    assert layers[2] is layers[0]
+    assert plan.for_layer(1) is layers[0]
+    assert plan.for_layer(3) is layers[3]
+    assert plan.for_layer(2) is not layers[1]
+
+
+def test_few_layers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last ones, however many numbers come: some count steps, too."""
+    few_layers_are_remembered(monkeypatch)
+
+
 def test_plans_of_groups_that_are_gone_go() -> None:
     for name, exists in (("gone", False), ("here", True)):
         ring = SimpleNamespace(exists=exists)
         plan_cache.keep(name, Proposal(), SimpleNamespace(ring=ring))
-    assert list(plan_cache._kept._plans) == ["here"]
+    assert list(plan_cache._kept) == ["here"]
 
 
 def forgetful() -> tuple[bool, bool, str]:

@@ -319,14 +319,13 @@ ATTENTION = [
         "plan.kernel",
     ),
     Mutant(
-        "graphs of all batches stay", "plan/plan_cache.py:GraphCache.__init__",
-        "__init__(_WITH_GRAPHS)", "__init__()",
+        "graphs of all batches stay", "plan/plan_cache.py:GraphCache.in_place_of",
+        "self.keep(kind, None, _WITH_GRAPHS)", "self.keep(kind, None)",
     ),
     Mutant(
         "layers that drop otherwise have graphs anew each time",
         "plan/ring_plan.py:RingPlan.for_layer",
-        "self._layers.of(number, partial(self._of_layer, number, dropout.for_layer(number)))",
-        "self._of_layer(number, dropout.for_layer(number))",
+        "self._layers.of(number, of_layer, _LAYERS)", "of_layer()",
     ),
     Mutant(
         "gradients of the hop before last", "runtime/accumulate.py:_Accumulator._update",

@@ -514,8 +514,8 @@ def batches_alike_share_graphs(patch: pytest.MonkeyPatch) -> None:
         for got, want in zip(stepped(model, *given), stepped(plain_one, *given)):
             torch.testing.assert_close(got, want)
     assert len(captures) == 2 * 2  # of 7 and of 13, forward and backward
-    keeping = [attn.kept for attn, _ in model.layers if attn.kept._plans]
-    assert [len(kept._plans) for kept in keeping] == [4]
+    keeping = [attn.kept for attn, _ in model.layers if attn.kept]
+    assert [len(kept) for kept in keeping] == [4]
 
 
 def test_batches_alike_share_graphs(monkeypatch):
@@ -586,7 +586,7 @@ def test_graphs_of_another_group_or_device_go(monkeypatch):
     for group, left in (("first", 1), ("first", 1), ("second", 1), (None, 2), ("second", 2)):
         ring = SimpleNamespace(group=group, first=0, size=1, rank=0)
         kept.in_place_of(replace(plan, ring=ring))
-        assert len(kept._plans) == left
+        assert len(kept) == left
 
 
 def test_copies_of_a_module_have_graphs_of_their_own(monkeypatch):
@@ -595,7 +595,7 @@ def test_copies_of_a_module_have_graphs_of_their_own(monkeypatch):
     want = attn(x)
     for other in (copy.deepcopy(attn), pickle.loads(pickle.dumps(attn))):
         assert other.kept is not attn.kept
-        assert not other.kept._plans
+        assert not other.kept
         torch.testing.assert_close(other(x), want)
 
 
@@ -608,7 +608,7 @@ def test_modules_whose_calls_can_never_be_captured_are_refused():
     attn = RingAttention(16, dim_head=8, heads=2, in_graphs=True)
     for _ in range(3):
         attn(torch.randn(1, 4, 16))
-    assert not attn.kept._plans
+    assert not attn.kept
 
 
 def layouts_make_another_kind(patch: pytest.MonkeyPatch) -> None:
