@@ -19,7 +19,7 @@ from benchmarks.lib.options import parser
 from benchmarks.lib.results import Subject
 from benchmarks.lib.rings import Shape, by_turns, device_name, joined, passes, planned, shapes
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.plan import kept
+from ring_attention_pytorch.plan import plan_cache
 from ring_attention_pytorch.plan.explain import predicted
 
 _LAUNCHES = 200
@@ -33,10 +33,10 @@ def subjects(shape: Shape, plan: RingPlan, given: list[Tensor]) -> dict[str, Cal
     _, without_plan = passes(partial(ring_attn, **how), given)
 
     def new_plan() -> RingPlan:
-        found = dict(kept._kept)
-        kept.forget()
+        found = dict(plan_cache._kept)
+        plan_cache.forget()
         made = RingPlan.make(*leaves, **how)
-        kept._kept.update(found)  # or who has no plan would record its calls anew
+        plan_cache._kept.update(found)  # or who has no plan would record its calls anew
         return made
 
     return {

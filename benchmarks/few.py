@@ -47,12 +47,12 @@ def both_ways(plan: RingPlan) -> dict[str, RingPlan]:
 
     What it has itself is one of them, or both; what is made here is as a plan would make it.
     """
-    gather = plan.overlapped or plan.transport
+    gather = plan.chosen.overlapped or plan.transport
     if not isinstance(gather, SymmetricGather):
         return {"gather": plan}
     together = plan
-    if plan.overlapped is None:  # tokens are many
-        of = plan.blocks, plan.kv_shape, shared_by(gather.ring, plan.device)
+    if plan.chosen.overlapped is None:  # tokens are many
+        of = plan.blocks, plan.chosen.shape, shared_by(gather.ring, plan.device)
         apart = own_keys_apart(plan.blocks, plan.kernel.square)
         can = plan.kernel.keys_first, plan.kernel.begins_early
         together = plan.by(SerialGather.like(gather, *of, apart, *can))

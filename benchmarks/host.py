@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.lib.options import parser
 from ring_attention_pytorch import RingPlan, attention, ring_attn
-from ring_attention_pytorch.plan import kept
+from ring_attention_pytorch.plan import plan_cache
 
 Subject = Callable[[], object]
 _GOALS = {
@@ -72,7 +72,7 @@ def subjects(device: str, n: int, h: int, h_kv: int, d: int) -> dict[str, Subjec
     replay = next(known for known in plan.tapes._kept.values() if callable(known))
 
     def new_plan() -> RingPlan:
-        kept.forget()
+        plan_cache.forget()
         return RingPlan.make(*given, **how)
 
     def differentiated(run: Callable[..., Tensor]) -> tuple[Tensor, ...]:

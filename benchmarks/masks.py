@@ -65,7 +65,7 @@ def masks(length: int, ranks: int, size: int) -> dict[str, Mask]:
 
 def received(plan: RingPlan) -> int:
     """Return the most keys that any rank gets of others."""
-    groups, ranks = schedule(plan.blocks, plan.at_once), range(plan.ring.size)
+    groups, ranks = schedule(plan.blocks, plan.chosen.at_once), range(plan.ring.size)
     return max(sum(tokens(group.pieces[rank]) for group in groups) for rank in ranks)
 
 

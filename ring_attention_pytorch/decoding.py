@@ -4,8 +4,9 @@ Shyam et al. 2024, "Tree Attention: Topology-aware Decoding for Long-Context Att
 clusters": partial results can be merged in any order, so an all-reduce takes log(P) steps.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
@@ -21,6 +22,7 @@ from ring_attention_pytorch.inference.given_keys import GivenKeys, refuse_captur
 from ring_attention_pytorch.inference.partial import merged
 from ring_attention_pytorch.inference.pushed_rows import pushed_rows
 from ring_attention_pytorch.kernels import choose
+from ring_attention_pytorch.plan.plan_cache import PlanCache
 from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
@@ -123,18 +125,23 @@ def _by_message(ring: Ring, given: Given, d_v: int, whole: int) -> Tensor:
 def _by_our_kernel(ring: Ring, given: Given, d_v: int, whole: int) -> Tensor:
     """Attend by our kernel, which merges in shared memory, too, where there is any."""
     q, k, v, key_mask = given
-    known = _of_nobody[1] if ring.group is None else _keys.setdefault(ring.group, {})
     heads = q.shape[2] if k is None else k.shape[1]
-    kind = ring.size, ring.first, q.shape, q.dtype, q.device, heads, d_v
-    if kind not in known:
+
+    def prepared() -> GivenKeys:
         refuse_capture(q)
-        known[kind] = GivenKeys(ring, q, heads, d_v)
-    return known[kind].attend(q, k, v, key_mask, whole)
+        return GivenKeys(ring, q, heads, d_v)
+
+    kind = ring.size, ring.first, q.shape, q.dtype, q.device, heads, d_v
+    return _known_to(ring).of(kind, prepared).attend(q, k, v, key_mask, whole)
 
 
-_widths: WeakKeyDictionary[ProcessGroup, dict[Hashable, int]] = WeakKeyDictionary()
-_keys: WeakKeyDictionary[ProcessGroup, dict[Hashable, GivenKeys]] = WeakKeyDictionary()
-_of_nobody: tuple[dict[Hashable, int], dict[Hashable, GivenKeys]] = {}, {}
+# of each group: keys as our kernel sees them, and head sizes of v
+_known: WeakKeyDictionary[ProcessGroup, PlanCache[Any]] = WeakKeyDictionary()
+_known_alone: PlanCache[Any] = PlanCache()
+
+
+def _known_to(ring: Ring) -> PlanCache[Any]:
+    return _known_alone if ring.group is None else _known.setdefault(ring.group, PlanCache())
 
 
 def _width(
@@ -146,17 +153,19 @@ def _width(
     agree anew; one without takes the last.
     """
     q, _, v, key_mask = given
-    known = _of_nobody[0] if ring.group is None else _widths.setdefault(ring.group, {})
+    known = _known_to(ring)
     whole = key_mask is not None if shard_kv_seq else None
     kind = ring.size, ring.first, q.shape, q.dtype, q.device, shard_kv_seq, whole, use_triton
     width = None if v is None or v.ndim != 4 else v.shape[3]
-    if (kind, width) not in known:
-        agreed = _agreed_width(ring, given, shard_kv_seq, use_triton, wrong)
-        known[kind, agreed] = known[kind, None] = agreed
+    found = known.get((kind, width))
+    if found is None:
+        found = _agreed_width(ring, given, shard_kv_seq, use_triton, wrong)
+        for each in (found, None):  # a rank without keys takes the last
+            known.keep((kind, each), found)
     elif wrong is not None:
         with ring.call("tree_attn_decode"):
             raise ValueError(f"tree_attn_decode: {wrong}")
-    return known[kind, width]
+    return found
 
 
 def _agreed_width(

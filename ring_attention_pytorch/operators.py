@@ -83,7 +83,7 @@ def _of(plan: RingPlan, operator: Any) -> Any:
 
 def _plan(handle: int) -> RingPlan:
     plan, layer = object_of(handle)
-    return plan if layer is None else plan.layer(layer)
+    return plan if layer is None else plan.for_layer(layer)
 
 
 def _forward(

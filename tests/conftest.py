@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attention_pytorch.plan import kept, placement
+from ring_attention_pytorch.plan import placement, plan_cache
 from tests.support.cases import FIGURES, Figures
 from tests.support.interpreter import interpreters
 from tests.support.ranks import Pool
@@ -49,7 +49,7 @@ def interpreted():
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-    kept.forget()  # a test may change what plans depend on
+    plan_cache.forget()  # a test may change what plans depend on
     placement._unseen.clear()  # and look at a batch without gradients
 
 

@@ -48,5 +48,5 @@ class _Call(GatherCall):
 
 def still(plan: RingPlan) -> Attend:
     """Return the calls that a gather's plan makes of its kernel on this rank."""
-    gather = plan.overlapped or plan.transport
+    gather = plan.chosen.overlapped or plan.transport
     return planned(plan.by(Still(gather.ring, gather.schedule)))

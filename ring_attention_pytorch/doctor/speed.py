@@ -66,7 +66,7 @@ def speed(device: str, bandwidth: float | None) -> Speed:
     kernel = _seconds(lambda: ring_attn(q, k, v, group=Ring.alone()), (q, k, v), Ring.alone())
     machine = _machine((flops / kernel[0], 2.5 * flops / kernel[1]), bandwidth)
     plan = RingPlan.make(q, k, v, causal=True, layout="zigzag")
-    cost = predict(plan.schedule, plan.place, plan.kv_shape, machine)
+    cost = predict(plan.schedule, plan.place, plan.chosen.shape, machine)
     took = sum(_seconds(lambda: ring_attn(q, k, v, plan=plan), (q, k, v), ring))
     mine = 3.5 * flops * ring.size / 2  # of the causal half, shared evenly
     expected = cost.forward + cost.backward

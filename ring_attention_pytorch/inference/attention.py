@@ -27,8 +27,8 @@ from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.prefill import Chunk, plan_chunk, prefill
 from ring_attention_pytorch.inference.programs import Tuning
-from ring_attention_pytorch.plan.kept import settings
 from ring_attention_pytorch.plan.option_types import LayoutOption
+from ring_attention_pytorch.plan.plan_cache import settings
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import agree, told_by_group, typed
 from ring_attention_pytorch.runtime.resolved import resolved
@@ -231,7 +231,7 @@ def _sharded_chunk(
     if scores.window is None and slopes is None and options.kernel is None and not cache.has_starts:
         if plan is None:
             plan = plan_chunk((q, k, v), cache, layout, scores, sinks)
-            cache.plans[_CHUNK] = _kind_of_chunk(given, layout, scores), plan
+            cache.plans.keep(_CHUNK, (_kind_of_chunk(given, layout, scores), plan))
         return prefill((q, k, v), cache, layer, chunk, sinks, plan)
     with cache.ring.call("gathering a chunk"):
         q, k, v = (chunk.in_order([*t]) for t in zip(*chunk.gather(q, k, v)()))
@@ -248,7 +248,7 @@ def _plan_for(given: Given, cache: RingCache, options: StepOptions) -> DecodePla
     """Return the plan of a call; the first one of a kind, all that decides on it, is checked."""
     kinds = [None if t is None else (type(t), t.shape, t.dtype, t.device) for t in given]
     kind = *kinds, options, cache.has_starts
-    return cache.checked.get(kind) or _checked(kind, given, cache, options)
+    return cache.plans.get(kind) or _checked(kind, given, cache, options)
 
 
 def _checked(
@@ -270,15 +270,14 @@ def _checked(
     if plan is None:
         if cache.in_graph:
             raise ValueError(_UNSEEN)
-        plan = cache.plans[key] = _plan(given, cache, scores, options)
+        plan = cache.plans.keep(key, _plan(given, cache, scores, options))
     else:
         try:
             check_call(given, cache, layer)
         except ValueError as error:
             cache.ring.say(f"raised ValueError: {error}")
             raise ValueError(f"{_CALLER}: {error}") from None
-    cache.checked[kind] = plan
-    return plan
+    return cache.plans.keep(kind, plan)
 
 
 def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) -> DecodePlan:
@@ -334,7 +333,7 @@ def _agreed_chunk(
         "kernel": options.kernel,
         _STATE: cache.told(layer),
     }
-    kind, plan = cache.plans.get(_CHUNK, (None, None))
+    kind, plan = cache.plans.get(_CHUNK) or (None, None)
     if kind != _kind_of_chunk(given, layout, scores):
         plan = None
     own = {"tokens": q.shape[1] if q.ndim > 1 else 0, "plan": plan.number if plan else 0}

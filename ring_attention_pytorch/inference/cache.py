@@ -106,7 +106,6 @@ class RingCache(PagedStorage):
 
         storage = super().__init__
         agree(ring, "RingCache", same, check=check)
-        self.checked: dict[Any, Any] = {}  # the plans for calls whose arguments were right
 
     @property
     def lengths(self) -> list[int]:

@@ -58,7 +58,8 @@ class DecodePlan:
         self.purpose = crc32(repr((asked, self.width)).encode()) % _PURPOSES
         self.checks = False  # whether ranks compare values in each call
         self.ran = False  # so that all kernels are compiled, and graphs can hold them
-        self._attends: dict[bool, Launch] = {}  # with a key mask, and without
+        # with a key mask, and without; of each step between tokens
+        self._attends: dict[tuple[bool, int], Launch] = {}
         self.pushed: PushedRows | None = None
         if PUSH and asked.kernel == "triton":
             self.pushed = pushed_rows(self.ring, pools.device)
@@ -221,9 +222,10 @@ class DecodePlan:
         return self.next_lengths if self.pushed is None else self.pushed.state
 
     def _attend(self, masked: bool) -> Launch:
-        if masked not in self._attends:
-            self._attends[masked] = self._attender(masked)
-        return self._attends[masked]
+        kind = masked, self.pools.step
+        if kind not in self._attends:
+            self._attends[kind] = self._attender(masked)
+        return self._attends[kind]
 
     def _attender(self, masked: bool) -> Launch:
         from ring_attention_pytorch.inference._triton_attend import attend_kernel

@@ -36,8 +36,8 @@ class GivenKeys:
             [zeros], [zeros], pages, [zeros], zeros, zeros, zeros, lineage,
         )  # fmt: skip
         scores = Scores(q.shape[-1] ** -0.5)
-        self._asked = Asked(tuple(q.shape), False, False, scores, False, False, "triton", False)
-        self._plans: dict[int, DecodePlan] = {}
+        asked = Asked(tuple(q.shape), False, False, scores, False, False, "triton", False)
+        self._plan = DecodePlan(self.pools, asked)
         self._ran: set[tuple[int, bool]] = set()
 
     def attend(
@@ -55,12 +55,9 @@ class GivenKeys:
         kind = step, mask is not None
         if kind not in self._ran:
             refuse_capture(q)
-        plan = self._plans.get(step)
-        if plan is None:
-            plan = self._plans[step] = DecodePlan(self.pools, self._asked)
-        if not plan.capturable:
+        if not self._plan.capturable:
             refuse_capture(q)
-        out, _ = plan.run(q, None, None, 0, key_mask=mask, return_lse=False, number=number)
+        out, _ = self._plan.run(q, None, None, 0, key_mask=mask, return_lse=False, number=number)
         self._ran.add(kind)
         self.pools.keys[0] = self.pools.values[0] = self._none  # keep none of them alive
         return out

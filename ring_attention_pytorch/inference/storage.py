@@ -16,6 +16,7 @@ from ring_attention_pytorch.inference.page_table import HEADROOM, Copies, Pages,
 from ring_attention_pytorch.inference.pools import Pools, Sizes
 from ring_attention_pytorch.inference.rolling import RollingTokens, Windows
 from ring_attention_pytorch.inference.scaled import SCALED, WIDE
+from ring_attention_pytorch.plan.plan_cache import PlanCache
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.streams import capturing
 
@@ -73,7 +74,7 @@ class PagedStorage:
         self.captured = False  # whether graphs hold addresses of this cache, and advance lengths
         self.has_starts = False  # whether `starts` were ever given
         self._reserved = 0  # tokens for which all sequences have pages
-        self.plans: dict[Any, Any] = {}  # of attention to it
+        self.plans: PlanCache[Any] = PlanCache()  # of attention to it
         self._paged = [layer for layer, window in enumerate(windows.of) if window is None]
         each = sorted({window for window in windows.of if window is not None})
         self.circles: list[RollingTokens] = [

@@ -40,6 +40,7 @@ from ring_attention_pytorch.integrations.watched import Watched, spread_losses
 from ring_attention_pytorch.plan.checks import autocast_dtype, check_way
 from ring_attention_pytorch.plan.option_types import CheckOption, KernelOption, TransportName
 from ring_attention_pytorch.plan.options import DEFAULTS
+from ring_attention_pytorch.plan.plan_cache import PlanCache
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, typed
 from ring_attention_pytorch.ranks.ring import Group, as_ring
@@ -177,7 +178,7 @@ class RingForward:
         self.loss_group, self.check_positions = loss_group, check_positions
         self.num_items: Tensor | None = None
         self.inputs = _inputs(batch, labels)
-        self._plans: dict[Any, RingPlan] = {}
+        self._plans: PlanCache[RingPlan] = PlanCache()
         self.same: list[Tensor | None] = [self.inputs["position_ids"]]
         self.wholes: list[str] = []
         self.call = Watched(self)
@@ -264,12 +265,12 @@ class RingForward:
         self._attended = self.call.attended = True
         q, k, v = [t.to(autocast_dtype(t)) for t in qkv]
         kind = (q.shape, k.shape, v.shape, q.dtype, q.device, mask, sinks is None, *scores.values())
-        if kind not in self._plans:
+        plan = self._plans.get(kind)
+        if plan is None:
             options = {**self.options, **mask._asdict(), **scores}
-            self._plans[kind] = RingPlan.make(
-                q, k, v, group=self.batch.ring, sinks=sinks, **options
-            )  # fmt: skip
-        plan = self._plans[kind].for_layer(getattr(layer, "layer_idx", None) or 0)
+            made = RingPlan.make(q, k, v, group=self.batch.ring, sinks=sinks, **options)
+            plan = self._plans.keep(kind, made)
+        plan = plan.for_layer(getattr(layer, "layer_idx", None) or 0)
         out = ring_attn(q, k, v, sinks=sinks, plan=plan)
         assert isinstance(out, Tensor)  # lse was not asked for
         return out.contiguous()  # some models take views of it

@@ -39,11 +39,11 @@ from ring_attention_pytorch.nn.sharding import ShardConfig, check_mask, check_pa
 from ring_attention_pytorch.plan.checks import check_in_graphs, check_over_ring
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption, TransportName
 from ring_attention_pytorch.plan.packing import local_packing
+from ring_attention_pytorch.plan.plan_cache import GraphCache
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import agree, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.dropout import check_dropout
-from ring_attention_pytorch.runtime.graphs import GraphCache
 from ring_attention_pytorch.runtime.torch_func import run_apart, tangents_note
 
 
@@ -381,7 +381,7 @@ class RingAttention(HeadProjections):
             softclamp=self.softclamp, group=ring, kernel=self.kernel, dropout=self.rate,
             bucket_size=self.bucket_size, **self.over_ring, **(usual | options),
         )  # fmt: skip
-        return plan if self.kept is None else self.kept.of(plan)
+        return plan if self.kept is None else self.kept.in_place_of(plan)
 
     @property
     def rate(self) -> float:

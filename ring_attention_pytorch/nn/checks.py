@@ -159,7 +159,7 @@ def check_plan(plan: RingPlan, wanted: PlanOfLayer) -> None:
             "with RingAttention.plan"
         )
     if over_ring:
-        has = dict(transport=plan.transport_name, ulysses=plan.degree, memory=plan.memory)
+        has = dict(transport=plan.chosen.name, ulysses=plan.degree, memory=plan.chosen.memory)
         check_same_way(has, **wanted.over_ring)
         if not wanted.ring_attn:
             raise ValueError("a plan over a ring needs a module with ring_attn=True")

@@ -14,6 +14,7 @@ from ring_attention_pytorch.inference.model_cache import model_cache
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.rotary import apply_rotary_pos_emb
 from ring_attention_pytorch.plan.option_types import LayoutName
+from ring_attention_pytorch.plan.plan_cache import PlanCache
 from ring_attention_pytorch.ranks.ring import Ring
 
 
@@ -44,7 +45,7 @@ class Chunk:
     at: Tensor  # [n], their positions
     angles: Tensor | None  # [n, d]
     layout: LayoutName | None  # of their shards; None: they are the same on all ranks
-    plans: dict[Any, Any] = field(default_factory=dict)  # of attention, which layers share
+    plans: PlanCache[Any] = field(default_factory=PlanCache)  # of attention, which layers share
 
 
 class LayerCache(Protocol):

@@ -48,7 +48,7 @@ def explain_plan(plan: RingPlan, *, picture: str | PathLike[str] | None = None) 
     if plan.ring.size == 1:
         return "\n".join(head)
     found = predicted(plan)
-    steps = _of_gather(plan) if plan.transport_name == "gather" else _of_ring(plan)
+    steps = _of_gather(plan) if plan.chosen.name == "gather" else _of_ring(plan)
     received = (
         f"received: {_bytes(found.cost.received)} forward and backward; others' keys and "
         f"gradients take at most {_bytes(_held(plan))} here"
@@ -71,7 +71,7 @@ class Prediction(NamedTuple):
 
 def predicted(plan: RingPlan) -> Prediction:
     """Predict what a call takes as the plan launches it: one by one, or by graphs of its own."""
-    degree, shape, machine = plan.degree, plan.kv_shape, plan.machine
+    degree, shape, machine = plan.degree, plan.chosen.shape, plan.chosen.machine
     all_heads = shape._replace(heads=shape.heads * degree, key_heads=shape.key_heads * degree)
     own = count(plan.query_segments[plan.ring.rank])
     if plan.graphs is None:
@@ -97,7 +97,8 @@ def _of_host(plan: RingPlan, found: Prediction) -> list[str]:
 
 def _prediction(plan: RingPlan, found: Prediction) -> str:
     cost = found.cost
-    where = "by speeds measured here" if plan.machine.measured else f"on {plan.machine.device}s"
+    of = plan.chosen.machine
+    where = "by speeds measured here" if of.measured else f"on {of.device}s"
     forward, backward = f"{1e3 * cost.forward:.3g} ms", f"{1e3 * cost.backward:.3g} ms"
     line = f"predicted {where}: forward {forward}, backward {backward}"
     if found.swaps:
@@ -120,8 +121,8 @@ def _head(plan: RingPlan) -> list[str]:
     lines = [line]
     if plan.ulysses is not None and plan.degree > 1:
         neighbours = _plural(plan.degree - 1, "neighbour")
-        heads = _plural(plan.kv_shape.heads, "query head")
-        key_heads = _plural(plan.kv_shape.key_heads, "key head")
+        heads = _plural(plan.chosen.shape.heads, "query head")
+        key_heads = _plural(plan.chosen.shape.key_heads, "key head")
         tokens_here = count(blocks.queries[place])
         line = (
             f"swaps heads for sequence with {neighbours}: {heads} and {key_heads} of {tokens_here} "
@@ -161,7 +162,7 @@ def _of_ring(plan: RingPlan) -> list[str]:
         (distance,) = program.blocks[part.block].distances
         owner = (place - distance) % len(plan.blocks.keys)
         keys = program.segments(part, place)
-        weight = _bytes(count(keys) * plan.kv_shape.token_bytes)
+        weight = _bytes(count(keys) * plan.chosen.shape.token_bytes)
         lines.append(
             f"hop {distance}: keys of place {owner}, {weight}, while the one before computes; "
             f"{_pairs(plan, keys)}"
@@ -181,7 +182,7 @@ def _of_gather(plan: RingPlan) -> list[str]:
             lines.append(f"group {number}: nothing")
             continue
         owners = sorted({chunk.owner for chunk in chunks})
-        weight = _bytes(tokens(chunks) * plan.kv_shape.token_bytes)
+        weight = _bytes(tokens(chunks) * plan.chosen.shape.token_bytes)
         stages = ", forward in two stages" if len(block.stages) > 1 else ""
         lines.append(
             f"group {number}: {tokens(chunks)} keys of places {owners}, {weight}, while the last "
@@ -224,15 +225,15 @@ def _of_all_together(plan: RingPlan) -> str:
 
 def _held(plan: RingPlan) -> int:
     """Return the most bytes of others' keys and gradients that are here at once."""
-    shape, program = plan.kv_shape, plan.schedule.forward
+    shape, program = plan.chosen.shape, plan.schedule.forward
     longest = max(map(count, plan.blocks.keys))
-    if plan.transport_name == "ring":
+    if plan.chosen.name == "ring":
         return longest * (2 * shape.token_bytes + 3 * shape.wide_bytes)
     if program.parts[0].block != 0:  # all keys and their gradients, twice, then sums
         here = tokens(program.chunks(1, plan.place))
         return 2 * here * (shape.token_bytes + shape.grad_bytes) + longest * shape.wide_bytes
     of_owner = 3 * shape.token_bytes + 2 * shape.grad_bytes + 2 * shape.wide_bytes
-    return longest * (4 * shape.token_bytes + plan.at_once * of_owner)
+    return longest * (4 * shape.token_bytes + plan.chosen.at_once * of_owner)
 
 
 def _plural(number: int, noun: str) -> str:

@@ -264,7 +264,7 @@ class Options:
         given, compared = vars(self), {}
         for name, agree in _AGREED[everywhere].items():
             value = given[name]
-            compared[name] = None if value is None else agree(value)
+            compared[name] = value if value is None or agree is itself else agree(value)
         return compared
 
     def features(self) -> dict[str, Any]:

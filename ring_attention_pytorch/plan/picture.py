@@ -37,13 +37,14 @@ class Panel(NamedTuple):
 
 def picture(plan: RingPlan) -> str:
     """Return the drawing of this rank's step, forward and backward."""
-    both, machine = plan.schedule, plan.machine.every(plan.degree).under_load()
+    both, machine = plan.schedule, plan.chosen.machine.every(plan.degree).under_load()
     found = {
-        name: predicted(program, plan.place, plan.kv_shape, machine, name == "backward")
+        name: predicted(program, plan.place, plan.chosen.shape, machine, name == "backward")
         for name, program in (("forward", both.forward), ("backward", both.backward))
     }
-    where = "speeds measured here" if plan.machine.measured else f"speeds of {plan.machine.device}s"
-    panels = [Panel(f"{plan.transport_name}, predicted by {where}", found)]
+    of = plan.chosen.machine
+    where = "speeds measured here" if of.measured else f"speeds of {of.device}s"
+    panels = [Panel(f"{plan.chosen.name}, predicted by {where}", found)]
     if plan.records:
         seen = {name: measured(record) for name, record in sorted(plan.records.items())[::-1]}
         panels.append(Panel(f"measured in the last observed call, on {plan.device.type}", seen))

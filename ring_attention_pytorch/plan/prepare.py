@@ -107,23 +107,21 @@ def swap_heads(ring: Ring, mine: Proposal, blocks: Workload, seed: int) -> Heads
 
 
 class TransportChoice(NamedTuple):
-    """The kernel, the transport of keys, and what they were chosen by."""
+    """By what kernel and transport of a plan were chosen, and which other transport there is."""
 
-    kernel: SelectedKernel
-    transport: Transport
-    overlapped: Transport | None
-    transport_name: str
-    machine: Hardware
+    name: str
+    machine: Hardware  # with measured speeds, where those decided
     memory: int | None
-    at_once: int
-    kv_shape: KVShape
-    concurrent: bool
+    at_once: int  # owners whose keys a gather brings together
+    shape: KVShape
+    overlapped: Transport | None  # the transport that overlaps, if it is another
+    concurrent: bool  # so little to compute that calls go side by side
 
 
 def settle_transport(
     ring: Ring, mine: Proposal, heads: Heads, lengths: list[dict[str, int]], alike: bool
-) -> TransportChoice:
-    """Choose and make the transport; `alike` tells whether all samples see alike.
+) -> tuple[SelectedKernel, Transport, TransportChoice]:
+    """Choose the kernel, choose and make the transport; `alike` tells whether samples see alike.
 
     Where no kernel is named, short documents may get another, and few tokens the one that is
     launched least.
@@ -161,17 +159,10 @@ def settle_transport(
     if light is not None and together is not None:
         machine = with_another(_with_calls_of(light, machine), kernel.name, light.name)
         kernel = light
-    return TransportChoice(
-        kernel=kernel,
-        transport=together or overlapping,
-        overlapped=together and overlapping,
-        transport_name=name,
-        machine=machine,
-        memory=memory,
-        at_once=at_once,
-        kv_shape=shape,
-        concurrent=alike and (overlapping.overtaken or small),
-    )
+    concurrent = alike and (overlapping.overtaken or small)
+    other = together and overlapping
+    chosen = TransportChoice(name, machine, memory, at_once, shape, other, concurrent)
+    return kernel, together or overlapping, chosen
 
 
 def _machine_of(kernel: SelectedKernel, ranks: list[dict[str, int]], like: Tensor) -> Hardware:

@@ -47,10 +47,6 @@ class Proposal(NamedTuple):
     for_short: SelectedKernel | None = None  # for short documents, likewise
     shaped: tuple[Tensor, ...] = ()
 
-    def of_tensors(self, *given: Tensor) -> "Proposal":
-        """Return this proposal for other tensors, of the same kind; none are kept of no others."""
-        return self._replace(shaped=tuple(map(like_autocast, given)))
-
     @classmethod
     def of(cls, call: Call, given: Mapping[str, Any], also: Mapping[str, Any]) -> "Proposal":
         """Check options, by name, for such a call; `also` must be the same on all ranks, too.

@@ -19,8 +19,7 @@ from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.geometry.segments import Segments, segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel
-from ring_attention_pytorch.plan.checks import Signature, check_tensors
-from ring_attention_pytorch.plan.kept import Kept, find, keep
+from ring_attention_pytorch.plan.checks import Signature, check_tensors, like_autocast
 from ring_attention_pytorch.plan.masks import by_sample, positions_seen, reached, seen_by_any
 from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.packing import whole_packing
@@ -30,7 +29,13 @@ from ring_attention_pytorch.plan.placement import (
     attention_ring,
     block_of,
 )
-from ring_attention_pytorch.plan.prepare import place_tokens, settle_transport, swap_heads
+from ring_attention_pytorch.plan.plan_cache import PlanCache, find, keep
+from ring_attention_pytorch.plan.prepare import (
+    TransportChoice,
+    place_tokens,
+    settle_transport,
+    swap_heads,
+)
 from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.ranks.agreement import agree, in_the_same_call, told_by_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring
@@ -46,11 +51,21 @@ from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles,
 from ring_attention_pytorch.runtime.observe import Record, spanned, switch, watched
 from ring_attention_pytorch.runtime.statistics import Statistics, statistics_of
 from ring_attention_pytorch.runtime.tape import Tapes
-from ring_attention_pytorch.schedule.hardware import Hardware
-from ring_attention_pytorch.schedule.pieces import KVShape, Workload
+from ring_attention_pytorch.schedule.pieces import Workload
 from ring_attention_pytorch.schedule.steps import Schedule
 
+_LAYERS = 256  # whose plans a plan remembers
 _Results = TypeVar("_Results", bound=tuple[Any, ...])
+
+
+@dataclass(eq=False)
+class Worked:
+    """What is worked out for a plan in its first calls."""
+
+    tiles: dict[Segments, list] = field(default_factory=dict)
+    calls: dict[bool, int] = field(default_factory=dict)  # of the kernel, by direction
+    placements: WeakSet[Placement] = field(default_factory=WeakSet)  # where it may be used
+    passed: set[tuple] = field(default_factory=set)  # kinds of tensors that are right
 
 
 @dataclass(frozen=True)
@@ -68,11 +83,7 @@ class RingPlan:
     terms: ScoreMods
     kernel: SelectedKernel
     transport: Transport
-    transport_name: str
-    memory: int | None
-    at_once: int  # owners whose keys a gather brings together
-    kv_shape: KVShape
-    machine: Hardware  # by whose speeds was chosen
+    chosen: TransportChoice  # by what the transport was chosen, and which other there is
     blocks: Workload  # of the ranks that the transport connects
     ulysses: Ulysses | None
     key_mask: Tensor | None
@@ -81,9 +92,7 @@ class RingPlan:
     signature: Signature
     device: torch.device
     samples: list[tuple[slice, Mask]]  # samples that see alike, and their mask
-    concurrent: bool  # so little to compute that calls go side by side
     packing: BatchDocuments | None = None  # the documents of each sample
-    overlapped: Transport | None = None  # the transport that overlaps, if it is another
     repeats: bool = False  # whether positions of keys were given, which may repeat
     reached: Tensor | None = None  # bool [1, m], own keys whose position some query sees
     always: bool = False  # whether ranks compare notes in each call, and not here only
@@ -94,17 +103,14 @@ class RingPlan:
     graphs: Graphs | None = field(default=None, init=False, compare=False, repr=False)
     tapes: Tapes = field(default_factory=Tapes, init=False, compare=False, repr=False)
     records: dict[str, Record] = field(default_factory=dict, init=False, compare=False, repr=False)
-    # worked out when asked for, and shared with plans that differ only in dropout
-    _tiles: dict[Segments, list] = field(default_factory=dict, compare=False, repr=False)
-    _calls: dict[bool, int] = field(default_factory=dict, compare=False, repr=False)
-    _blocks: WeakSet[Placement] = field(default_factory=WeakSet, compare=False, repr=False)
+    # what is worked out when asked for, shared with plans that differ only in dropout, and not
+    _shared: Worked = field(default_factory=Worked, compare=False, repr=False)
     _of_mask: dict[Segments, list] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
-    _layers: dict[int, "RingPlan"] = field(
-        default_factory=dict, init=False, compare=False, repr=False
+    _layers: "PlanCache[RingPlan]" = field(
+        default_factory=PlanCache, init=False, compare=False, repr=False
     )
-    _passed: set[tuple] = field(default_factory=set, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", new_handle(self))
@@ -144,28 +150,19 @@ class RingPlan:
         """
         # within a transform of torch.func new tensors are wrapped, and have no memory to send
         with torch._C._DisableFuncTorch(), spanned("ring attention, plan", q.device):
-            return cls._make((q, k, v), attention_ring(group), options, also or {})
-
-    @classmethod
-    def _make(
-        cls,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        ring: Ring,
-        options: Mapping[str, Any],
-        also: Mapping[str, Any],
-    ) -> "RingPlan":
-        kind, kept, mine, wrong = find(ring, qkv, options, also)
-        own = {**mine.own, "plan": kept.plan.number if kept else 0}
-        lengths = agree(ring, "ring attention", mine.claim, own, wrong)
-        if kept is not None and all(rank["plan"] == kept.plan.number for rank in lengths):
-            return kept.plan
-        if kept is not None:
-            mine = mine.of_tensors(*qkv)
-        with ring.call("making a plan"):
-            plan = cls._agreed(ring, mine, lengths)
-        if kind is not None:
-            keep(kind, Kept(ring, mine.of_tensors(), plan))
-        return plan
+            ring = attention_ring(group)
+            kind, mine, kept, wrong = find(ring, (q, k, v), options, also or {})
+            own = {**mine.own, "plan": kept.number if kept else 0}
+            lengths = agree(ring, "ring attention", mine.claim, own, wrong)
+            if kept is not None and all(rank["plan"] == kept.number for rank in lengths):
+                return kept
+            if kept is not None:  # by another rank it was not found
+                mine = mine._replace(shaped=tuple(map(like_autocast, (q, k, v))))
+            with ring.call("making a plan"):
+                plan = cls._agreed(ring, mine, lengths)
+            if kind is not None:
+                keep(kind, mine, plan)
+            return plan
 
     @classmethod
     def _agreed(cls, ring: Ring, mine: Proposal, lengths: list[dict[str, int]]) -> "RingPlan":
@@ -178,7 +175,7 @@ class RingPlan:
         samples = by_sample(visible, packing, options.prefix, len(q))
         masks = seen_by_any(samples, visible, options.prefix is not None)
         heads = swap_heads(ring, mine, Workload(*segments, *masks), lengths[0]["seed"])
-        chosen = settle_transport(ring, mine, heads, lengths, alike=len(samples) == 1)
+        kernel, transport, chosen = settle_transport(ring, mine, heads, lengths, len(samples) == 1)
         return cls(
             ring=ring,
             query_segments=segments[0],
@@ -190,11 +187,13 @@ class RingPlan:
             samples=samples,
             packing=packing,
             repeats=options.placed,
-            reached=reached(heads.blocks, chosen.transport.ring.rank, q.device),
+            kernel=kernel,
+            transport=transport,
+            chosen=chosen,
+            reached=reached(heads.blocks, transport.ring.rank, q.device),
             always=options.check is not None,
             number=ring.steps.notes,
             **heads._asdict(),
-            **chosen._asdict(),
         )
 
     @checked
@@ -221,8 +220,9 @@ class RingPlan:
     def for_layer(self, number: int) -> "RingPlan":
         """Return this plan, but dropout draws otherwise for each number; without dropout, itself.
 
-        Nothing is exchanged or made anew. Layers that share a plan would drop alike. All ranks of
-        the ring must give a call the same number, which its messages have.
+        Nothing is exchanged, and of the last 256 numbers nothing made anew. Layers that share a
+        plan would drop alike. All ranks of the ring must give a call the same number, which its
+        messages have.
 
         Raises:
             ValueError: the number is negative, or 2 ** 32 - 1 or more.
@@ -234,21 +234,14 @@ class RingPlan:
         if is_compiling():
             return _TracedLayer(self, number)
         of_layer = partial(self._of_layer, number, dropout.for_layer(number))
-        if self.graphs is None:
-            return of_layer()
-        return self.graphs.of_layer(number, lambda: of_layer().in_graphs())
+        return self._layers.of(number, of_layer, _LAYERS)
 
     def _of_layer(self, number: int, dropout: Dropout) -> "RingPlan":
         terms = self.terms._replace(dropout=dropout)
         swap, of_layer = self.ulysses, f" of layer {number}"
         swap = None if swap is None else replace(swap, of_layer=of_layer)
-        return replace(self, terms=terms, ulysses=swap, of_layer=of_layer)
-
-    def layer(self, number: int) -> "RingPlan":
-        """Return `for_layer`, the same object as long as there is this plan."""
-        if number not in self._layers:
-            self._layers[number] = self.for_layer(number)
-        return self._layers[number]
+        found = replace(self, terms=terms, ulysses=swap, of_layer=of_layer)
+        return found if self.graphs is None else found.in_graphs()
 
     @checked
     def in_graphs(self) -> "RingPlan":
@@ -290,7 +283,7 @@ class RingPlan:
 
     def by(self, transport: Transport) -> "RingPlan":
         """Return this plan with another transport: other calls, of which others may overlap."""
-        return replace(self, transport=transport, _tiles={}, _calls={})
+        return replace(self, transport=transport, _shared=Worked())
 
     def run(
         self, direction: str, function: Callable[..., _Results], *given: Tensor | None
@@ -332,11 +325,12 @@ class RingPlan:
 
     def tiles(self, keys: Segments) -> list[tuple[slice, Tiles]]:
         """List samples that see alike, and the tiles that their queries here see of these keys."""
-        if keys not in self._tiles:
-            self._tiles[keys] = [
+        known = self._shared.tiles
+        if keys not in known:
+            known[keys] = [
                 (samples, self._of_block(keys, samples, mask)) for samples, mask in self.samples
             ]
-        shared = self._tiles[keys]
+        shared = known[keys]
         if self.key_mask is None:
             return shared
         if self.repeats or keys not in self._of_mask:  # others' keys, or another plan's mask
@@ -347,13 +341,14 @@ class RingPlan:
         """Count kernel calls in that direction that have tiles; None where samples differ."""
         if len(self.samples) > 1:
             return None
-        if back not in self._calls:
+        known = self._shared.calls
+        if back not in known:
             calls = 0
             for keys in self.schedule.positions(back, self.place):
                 _, visible = self.tiles(keys)[0]
                 calls += bool(visible)
-            self._calls[back] = calls
-        return self._calls[back]
+            known[back] = calls
+        return known[back]
 
     @property
     def schedule(self) -> Schedule:
@@ -363,11 +358,11 @@ class RingPlan:
     @cached_property
     def transport_of_pairs(self) -> Transport:
         """The transport of keys with their tangents, twice as wide; all ranks make it together."""
-        pairs = self.kv_shape._replace(d=2 * self.kv_shape.d, d_v=2 * self.kv_shape.d_v)
-        at_once = owners_at_once(self.memory, self.blocks, pairs)
-        ring = self.transport.ring
+        chosen, ring = self.chosen, self.transport.ring
+        pairs = chosen.shape._replace(d=2 * chosen.shape.d, d_v=2 * chosen.shape.d_v)
+        at_once = owners_at_once(chosen.memory, self.blocks, pairs)
         return make_transport(
-            self.transport_name, ring, self.blocks, at_once, pairs, self.device, self.machine
+            chosen.name, ring, self.blocks, at_once, pairs, self.device, chosen.machine
         )
 
     @cached_property
@@ -394,7 +389,7 @@ class RingPlan:
         queries = self.blocks.queries[self.place]
         block = Tiles(tiles(queries, keys, mask))
         block.first = samples.start or 0
-        block.concurrent = self.concurrent and self.transport.keeps
+        block.concurrent = self.chosen.concurrent and self.transport.keeps
         if self.terms.alibi is not None or self.terms.mask_mod is not None:
             block.rows_at, block.cols_at = (
                 positions_seen(side, mask).to(self.device, torch.int32) for side in (queries, keys)
@@ -407,27 +402,27 @@ class RingPlan:
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> None:
         """Raise ValueError where the plan was made for other tensors than these."""
-        block = block_of(q)
-        if block is not None and block in self._blocks:
+        block, passed = block_of(q), self._shared.passed
+        if block is not None and block in self._shared.placements:
             block = None
         kind = (
             q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout,
             v.shape, v.dtype, v.device, v.layout,
             None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.layout),
         )  # fmt: skip
-        if block is None and kind in self._passed:
+        if block is None and kind in passed:
             return
         try:
             if block is not None:
                 block.check_plan(self)
-            if kind not in self._passed:
+            if kind not in passed:
                 check_tensors(self.signature, self.sinks, (q, k, v), sinks)
         except ValueError as error:
             self.ring.say(f"raised ValueError: {error}")  # to those who will wait for this rank
             raise ValueError(f"ring attention: {error}") from None
         if block is not None:
-            self._blocks.add(block)
-        self._passed.add(kind)
+            self._shared.placements.add(block)
+        passed.add(kind)
 
 
 class _TracedLayer(RingPlan):
@@ -436,8 +431,8 @@ class _TracedLayer(RingPlan):
     # torch 2.11 hands a frozen dataclass its defaults, whatever its __init__ takes
     def __init__(self, plan: RingPlan, number: int, **_defaults: object) -> None:
         for name in (
-            "ring", "layout", "visible", "terms", "kernel", "transport_name", "memory", "ulysses",
-            "packing", "capturable",
+            "ring", "layout", "visible", "terms", "kernel", "chosen", "ulysses", "packing",
+            "capturable",
         ):  # fmt: skip
             object.__setattr__(self, name, getattr(plan, name))
         object.__setattr__(self, "handle", handle_of_layer(plan.handle, number))

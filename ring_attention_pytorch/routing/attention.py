@@ -123,7 +123,7 @@ class HeavyAttention(nn.Module):
         options: dict[str, Any] = dict(
             causal=causal, cross=not causal, kernel=self.kernel, layout="striped"
         )
-        made = plan.attention_plan(
+        made = plan.attention.of(
             key, lambda: RingPlan.make(q, k, v, key_mask=seen, group=plan.ring, **options)
         )
         out, lse = attend(q, k, v, plan=replace(made, key_mask=seen), return_lse=True)
@@ -160,7 +160,7 @@ def base_for(x: Tensor, null: Tensor | None) -> Tensor:
 def light_attention(attn: RingAttention, x: Tensor, plan: RoutingPlan) -> Tensor:
     """Compute the light branch for the tokens x held here."""
     key = ("light", attn.causal, attn.window, attn.heads, attn.dim_head, attn.kernel, x.dtype)
-    made = plan.attention_plan(key, lambda: attn.plan_over(plan.ring, x, plan.mask))
+    made = plan.attention.of(key, lambda: attn.plan_over(plan.ring, x, plan.mask))
     return attn(x, plan=made)
 
 

@@ -19,6 +19,7 @@ from ring_attention_pytorch.geometry.layouts import (
 )
 from ring_attention_pytorch.nn.sharding import ShardConfig, check_mask
 from ring_attention_pytorch.plan.checks import DTYPES, check_shards
+from ring_attention_pytorch.plan.plan_cache import PlanCache
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import (
     agree,
@@ -35,7 +36,8 @@ class RoutingPlan:
     """A plan of a batch's sequence over a ring, agreed by all ranks; it serves all routed layers.
 
     Every rank knows the whole mask and the owner of every token, so all ranks choose the same
-    tokens and know who holds them. Plans of attention are made once and kept here.
+    tokens and know who holds them. Plans of attention are made once, on all ranks together, and
+    kept here.
 
     Layers that are given a plan check nothing between ranks: they must be the same on all ranks.
     """
@@ -46,7 +48,7 @@ class RoutingPlan:
     mask: Tensor | None  # bool [b, n], of the tokens held here
     real: Tensor  # bool [b, N], of all tokens by position
     order: Tensor  # int64 [N]: for each position, the token's place in the order of ranks
-    attention: dict[Any, RingPlan] = field(default_factory=dict)
+    attention: PlanCache[RingPlan] = field(default_factory=PlanCache)
 
     @classmethod
     @typed(told_by_group("RoutingPlan"))
@@ -159,12 +161,6 @@ class RoutingPlan:
         place = self.order[positions.clamp(min=0)]
         rank = torch.bucketize(place, ends, right=True)
         return rank.masked_fill(positions < 0, -1), place - starts[rank]
-
-    def attention_plan(self, key: Any, make: Callable[[], RingPlan]) -> RingPlan:
-        """Return attention's plan of this key; the first request makes it, on all ranks at once."""
-        if key not in self.attention:
-            self.attention[key] = make()
-        return self.attention[key]
 
 
 def _check(x: Tensor, mask: Tensor | None, layout: str) -> None:

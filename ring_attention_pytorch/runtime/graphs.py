@@ -20,7 +20,6 @@ from ring_attention_pytorch.runtime.streams import capturing, current_stream, pa
 Tensors = tuple[Tensor | Any, ...]  # or None
 Function = Callable[..., Tensors]
 _ALIGNMENT = 32  # bytes: kernels read as many at once where addresses are multiples of it
-_KINDS = 4  # kinds of batches whose graphs a module keeps
 
 
 class Graphs:
@@ -39,7 +38,6 @@ class Graphs:
         self._kept: dict[Hashable, _Graph] = {}
         self._shared: Hashable = None
         self._last: torch.cuda.Stream | None = None  # the last that a graph was launched on
-        self._layers: dict[int, Any] = {}
 
     def __reduce__(self) -> tuple[type["Graphs"], tuple[torch.device, Callable[[], Hashable]]]:
         """Copy or pickle none of them: what is made of this makes its own."""
@@ -61,12 +59,6 @@ class Graphs:
         if kind not in self._kept:
             self._kept[kind] = _Graph(self.device)
         return self._kept[kind].run(partial(function, plan), given)
-
-    def of_layer(self, number: int, make: Callable[[], Any]) -> Any:
-        """Return the plan of a layer, which has graphs of its own, made when first asked for."""
-        if number not in self._layers:
-            self._layers[number] = make()
-        return self._layers[number]
 
     def _follow_streams(self) -> None:
         if (shared := self.follow()) != self._shared:
@@ -102,48 +94,13 @@ def with_graphs(plan: Any) -> Any:
     launches a graph at once, so calls that overlap cost it nothing more there. Kernels
     that merge by themselves lose by overlapping, so their transport stays.
     """
-    transport = plan.transport if plan.kernel.fuses_merge else plan.overlapped or plan.transport
+    transport = (
+        plan.transport if plan.kernel.fuses_merge else plan.chosen.overlapped or plan.transport
+    )
     swap = None if plan.ulysses is None else plan.ulysses.in_graphs(plan.device)
     found = replace(plan if transport is plan.transport else plan.by(transport), ulysses=swap)
     object.__setattr__(found, "graphs", Graphs(plan.device, found.transport.follow_stream))
     return found
-
-
-class GraphCache:
-    """A module's cache of plans with graphs, for the last few kinds of batches.
-
-    A kind gets graphs from its second batch on, for many lengths come but once. Batches with a
-    mask, documents or dropout get none: what is shown or dropped is another thing in each.
-    """
-
-    def __init__(self) -> None:
-        self._plans: dict[Hashable, Any] = {}
-        self._where: Hashable = None
-
-    def of(self, plan: Any) -> Any:
-        """Return a plan that does what this one does: one with graphs, if possible and of use."""
-        varies = (plan.key_mask, plan.packing, plan.terms.dropout) != (None, None, None)
-        if varies or graphs_refusal(plan):
-            return plan
-        ring, swap = plan.ring, plan.ulysses
-        swapped = None if swap is None else (repr(swap.queries), repr(swap.keys))  # where all land
-        if ring.group is not None and self._where != (where := (ring.group, plan.device)):
-            self._plans, self._where = {}, where  # perhaps nobody else needs the old memory
-        kind = (
-            plan.signature, plan.blocks, swapped, plan.terms, plan.kernel.name,
-            plan.transport_name, plan.at_once, plan.device, ring.group, ring.first, ring.size,
-            torch.is_inference_mode_enabled(),
-        )  # fmt: skip
-        known = kind in self._plans
-        found = self._plans.pop(kind, None) or (plan.in_graphs() if known else None)
-        self._plans[kind] = found
-        if len(self._plans) > _KINDS:
-            del self._plans[next(iter(self._plans))]
-        return found or plan
-
-    def __reduce__(self) -> tuple[type["GraphCache"], tuple[()]]:
-        """Pickle as an empty cache: a copy, or what is loaded, makes its own."""
-        return GraphCache, ()
 
 
 class _Graph:

@@ -120,7 +120,7 @@ class Record:
     def __init__(self, plan: Any, direction: str) -> None:
         both = plan.schedule
         self.program: Program = both.backward if direction == "backward" else both.forward
-        self.shape: KVShape = plan.kv_shape
+        self.shape: KVShape = plan.chosen.shape
         self.device, self.place, self.direction = plan.device, plan.place, direction
         whole = plan.ulysses is None
         self.ranks = range(plan.ring.size) if whole else plan.ulysses.ring.places

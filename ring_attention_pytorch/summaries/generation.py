@@ -41,8 +41,9 @@ class CachedSummaries:
     def _plan(self, x: Tensor, chunk: Chunk) -> SummaryPlan:
         """Make the plan of a prompt; the first layer with such summaries makes that of all."""
         rule, starts = self.cache.rule, self.cache.starts
-        if rule not in chunk.plans:
+        plan = chunk.plans.get(rule)
+        if plan is None:
             seen = None if starts is None else chunk.at >= starts
-            options = dict(layout=chunk.layout)
-            chunk.plans[rule] = self.attn.plan_over(self.reading.ring, x, seen, **options)
-        return chunk.plans[rule]
+            made = self.attn.plan_over(self.reading.ring, x, seen, layout=chunk.layout)
+            plan = chunk.plans.keep(rule, made)
+        return plan

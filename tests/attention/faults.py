@@ -169,7 +169,7 @@ COMPILED = [
     ),
     Mutant(
         "all layers of a graph drop the same", "operators.py:_plan",
-        "plan if layer is None else plan.layer(layer)", "plan",
+        "plan if layer is None else plan.for_layer(layer)", "plan",
     ),
     Mutant(
         "backward's messages go into CUDA graphs", "operators.py:_define",

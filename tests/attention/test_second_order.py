@@ -73,7 +73,7 @@ def test_shared_memory_carries_tangents():
     made: dict[int, SymmetricGather] = {}
 
     def over(plan: RingPlan) -> SymmetricGather:
-        ring, job = plan.ring, plan.kv_shape
+        ring, job = plan.ring, plan.chosen.shape
         pairs = job._replace(d=2 * job.d, d_v=2 * job.d_v)
         if ring.rank not in made:
             shared = PeerGroup(threads.ThreadSpace(ring), None, tuple(range(ring.size)))

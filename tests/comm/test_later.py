@@ -234,7 +234,7 @@ def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
                 transport="gather", documents=documents,
             )  # fmt: skip
             assert isinstance(plan.transport, SerialGather)
-            ways = (plan, plan.by(plan.overlapped))
+            ways = (plan, plan.by(plan.chosen.overlapped))
             early = "forward begins while they come" in explain_plan(plan)
             assert early == plan.transport.early
             said = {"while those of queries are computed" in explain_plan(way) for way in ways}

@@ -37,7 +37,7 @@ from ring_attention_pytorch.geometry.layouts import (
 from ring_attention_pytorch.geometry.segments import slice_segments
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel, choose
-from ring_attention_pytorch.plan import kept, prepare, proposal
+from ring_attention_pytorch.plan import plan_cache, prepare, proposal
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime import streams
@@ -650,7 +650,7 @@ def test_calls_go_side_by_side_where_keys_stay(how, at_once, aside):
         held = {*plan.positions().tolist()}
         for yields in (True, False):
             shared = over_shared_memory(
-                plan, mine, ring, at_once, overtaken=yields and plan.concurrent
+                plan, mine, ring, at_once, overtaken=yields and plan.chosen.concurrent
             )
             assert shared.transport.overtaken == (yields and aside)
             keys = plan.keys(*mine[1:])
@@ -711,10 +711,14 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
         q = torch.empty(1, 16, 2, 4)
         plan = RingPlan.make(q, q, q, **shown, layout="zigzag", group=ring)
         made = [
-            transports.make_transport("gather", ring, plan.blocks, at_once, plan.kv_shape, q.device)
+            transports.make_transport(
+                "gather", ring, plan.blocks, at_once, plan.chosen.shape, q.device
+            )
             for at_once in (9, 1)
         ]
-        few = (transports.make_together(each, plan.blocks, plan.kv_shape, machine) for each in made)
+        few = (
+            transports.make_together(each, plan.blocks, plan.chosen.shape, machine) for each in made
+        )
         return [(type(spares), type(each)) for spares, each in zip(few, made)]
 
     monkeypatch.setattr(transports, "shared_by", threads.shared_by)
@@ -736,7 +740,7 @@ def few_tokens_get_the_kernel_that_is_launched_least(patch: pytest.MonkeyPatch) 
 
     def main(ring: threads.ThreadRing) -> list[str]:
         q, one = torch.empty(2, 16, 2, 4), torch.empty(1, 16, 2, 4)
-        kept.forget()
+        plan_cache.forget()
         how = dict(layout="zigzag", group=ring, transport="gather")
         borders, each_sample_s = [0, 16, 64], torch.arange(2).mul(16).add(16)[:, None]
         numbers = (
@@ -783,7 +787,7 @@ def short_documents_get_a_kernel_of_their_own(patch: pytest.MonkeyPatch) -> None
             RingPlan.make(q, t, t, group=ring, **dict(causal=True) | options)
             for t, options in shown
         ]
-        return [(plan.kernel.name, plan.machine.one_call) for plan in plans]
+        return [(plan.kernel.name, plan.chosen.machine.one_call) for plan in plans]
 
     patch.setattr(proposal, "for_short_documents", short)
     found = [("short", True)] * 2 + [("sdpa", False)] * 5
@@ -863,11 +867,11 @@ def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 8, 2, 4)
     patch.setattr(policy, "_SMALL", -1)
     for overtaken in (False, True):
-        kept.forget()
+        plan_cache.forget()
         few, made = (SimpleNamespace(overtaken=on, ring=Ring.alone()) for on in (False, overtaken))
         patch.setattr(prepare, "make_transport", lambda *_, made=made: made)
         patch.setattr(prepare, "make_together", lambda *_, few=few: few)
-        assert RingPlan.make(q, q, q, causal=True).concurrent == overtaken
+        assert RingPlan.make(q, q, q, causal=True).chosen.concurrent == overtaken
 
 
 def test_few_may_be_short(monkeypatch):
@@ -877,9 +881,9 @@ def test_few_may_be_short(monkeypatch):
 def test_long_calls_go_one_after_another(monkeypatch):
     long = [torch.randn(1, 8, 2, 4) for _ in range(3)]
     for most, short in ((2 * 64 * 2 * 8, True), (2 * 64 * 2 * 8 - 1, False)):
-        kept.forget()
+        plan_cache.forget()
         monkeypatch.setattr(policy, "_SMALL", (most + 0.5) / (H200.call * H200.forward))
-        assert RingPlan.make(*long, causal=True).concurrent == short
+        assert RingPlan.make(*long, causal=True).chosen.concurrent == short
     held = ((Segment(0, 1, 8),),)
     blocks, job = Workload(held, held, Mask(causal=True)), KVShape(1, 2, 2, 4, 4, itemsize=4)
     enough = (64 * job.pair_flops + 0.5) / (H200.call * H200.forward)

@@ -14,7 +14,7 @@ MUTANTS = planted("KEPT")
 
 def battery() -> Iterator[Callable[[], object]]:
     """Cases that fail where something is remembered that should not be."""
-    from tests.plan import test_kept, test_warm_up
+    from tests.plan import test_plan_cache, test_warm_up
     from tests.runtime import test_launches, test_tape
 
     yield partial(test_warm_up.test_the_first_step_after_it_replays, False)
@@ -35,10 +35,10 @@ def battery() -> Iterator[Callable[[], object]]:
     yield test_tape.test_rows_whose_scores_are_nan_are_nan_from_a_tape
     yield test_tape.test_autocast_is_no_matter_of_tapes
     yield deterministic_algorithms
-    yield test_kept.test_a_plan_of_the_same_kind_is_found_again
-    yield test_kept.test_an_option_of_another_type_is_refused_though_it_equals_one_that_was_right
+    yield test_plan_cache.test_a_plan_of_the_same_kind_is_found_again
+    yield option_of_another_type
     for name in ("key_mask", "alibi_slopes", "dropout"):
-        yield partial(test_kept.test_what_depends_on_values_is_made_each_time, name)
+        yield partial(test_plan_cache.test_what_depends_on_values_is_made_each_time, name)
     yield settings
     yield launches_of_flash_attn_4
     yield test_launches.test_each_call_gives_its_own_tensors
@@ -50,8 +50,9 @@ def battery() -> Iterator[Callable[[], object]]:
     yield partial(with_patches, test_warm_up.what_is_compiled_ahead_is_no_first_call)
     yield partial(with_patches, test_warm_up.what_is_anything_is_no_anomaly)
     yield test_tape.test_one_tensor_given_twice_is_not_two
-    yield test_kept.test_who_has_found_another_plan_makes_a_new_one
-    yield test_kept.test_plans_of_groups_that_are_gone_go
+    yield test_plan_cache.test_who_has_found_another_plan_makes_a_new_one
+    yield test_plan_cache.test_plans_of_groups_that_are_gone_go
+    yield partial(with_patches, test_plan_cache.few_layers_are_remembered)
 
 
 def deterministic_algorithms() -> None:
@@ -71,9 +72,16 @@ def with_patches(check: Callable[[pytest.MonkeyPatch], None]) -> None:
 
 def settings() -> None:
     """Plans depend on settings."""
-    from tests.plan import test_kept
+    from tests.plan import test_plan_cache
 
-    with_patches(test_kept.test_settings_are_part_of_the_kind)
+    with_patches(test_plan_cache.test_settings_are_part_of_the_kind)
+
+
+def option_of_another_type() -> None:
+    """It is refused, though it equals one that was right."""
+    from tests.plan import test_plan_cache as plans
+
+    plans.test_an_option_of_another_type_is_refused_though_it_equals_one_that_was_right()
 
 
 def launches_of_flash_attn_4() -> None:

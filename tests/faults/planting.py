@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import _lru_cache_wrapper
 from types import CodeType, FunctionType
 
-from ring_attention_pytorch.plan import kept
+from ring_attention_pytorch.plan import plan_cache
 from tests.faults.mutant import Misplaced, Mutant, Place, Sources, definitions
 
 _MARK = "_reached"  # among builtins
@@ -34,7 +34,7 @@ class Planter:
 
     def forget(self) -> None:
         """As if nothing had been called yet."""
-        kept.forget()
+        plan_cache.forget()
         for cache in self.caches:
             cache.cache_clear()
 

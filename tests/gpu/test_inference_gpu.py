@@ -165,7 +165,7 @@ TREES = [
 def trees(push: bool) -> list[float]:
     """Errors of every way to attend to given keys, of which more come, as in decoding."""
     decode_plan.PUSH = push
-    decoding._keys.clear()  # plans that merge the other way
+    decoding._known.clear()  # plans that merge the other way
     ring, errors = Ring(), []
     for case, way in product(TREES, (None, True, False)):
         for more in (0, 1, 40):

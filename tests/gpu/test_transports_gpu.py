@@ -26,7 +26,7 @@ from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer, shared_by
 from ring_attention_pytorch.kernels import _flash, refusal
-from ring_attention_pytorch.plan import kept
+from ring_attention_pytorch.plan import plan_cache
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.streams import side_stream
@@ -87,7 +87,7 @@ def plan_for(
     """A plan; apart as for GPUs that share no memory, which send point to point; soon as if keys
     came before own keys are computed on, which takes more tokens; gradients come aside by copy
     engine, or not, whatever hides them; as for few tokens, which come together, or many."""
-    kept.forget()  # what is patched here is no part of what a plan is found again by
+    plan_cache.forget()  # what is patched here is no part of what a plan is found again by
     without = mock.patch.object(Ring, "shared", return_value=None)
     in_time = mock.patch.object(transports, "keys_come_late", return_value=False)
     coming = mock.patch.object(gather_symmetric, "come_home_aside", return_value=side_stream)
@@ -234,7 +234,7 @@ def one(
     plan = plan_for(*mine, causal=causal, layout=layout, key_mask=key_mask, kernel="eager", **how)
     others = (d for d in range(torch.cuda.device_count()) if d != device)
     shared = all(torch.cuda.can_device_access_peer(device, d) for d in others)
-    if plan.transport_name == "gather" and shared:
+    if plan.chosen.name == "gather" and shared:
         assert isinstance(plan.transport, SymmetricGather) != how.get("apart", False)
         others = len(plan.blocks.keys) > 1
         assert isinstance(plan.transport, SerialGather) == (others and how.get("few", False))
@@ -494,7 +494,7 @@ def models_replay(kernels: list[str]) -> None:
                 found.append([loss.detach(), *torch.autograd.grad(loss, [*each.parameters()])])
             worst = max(map(relative_error, *found[::-1]))
             assert worst < BOUNDS[torch.bfloat16], (kernel, length, "replayed in a model", worst)
-        plans = [plan for attn, _ in replays.layers for plan in attn.kept._plans.values()]
+        plans = [plan for attn, _ in replays.layers for plan in attn.kept.values()]
         assert all(plan.graphs is not None for plan in plans), "nothing was captured"
 
 
@@ -503,16 +503,16 @@ def speeds() -> str:
     q = torch.randn(1, 1024, 8, 64, device=torch.cuda.current_device(), dtype=torch.bfloat16)
     how = dict(causal=True, layout="zigzag")
     usual, plan = (RingPlan.make(q, q, q, **how, calibrate=on) for on in (False, True))
-    assert not usual.machine.measured
-    assert usual.machine.device in torch.cuda.get_device_name()
-    assert usual.machine.domain == dist.get_world_size()
-    assert plan.machine.measured
+    assert not usual.chosen.machine.measured
+    assert usual.chosen.machine.device in torch.cuda.get_device_name()
+    assert usual.chosen.machine.domain == dist.get_world_size()
+    assert plan.chosen.machine.measured
     again = RingPlan.make(q, q, q, **how, window=9, calibrate=True)
-    assert again.machine == plan.machine, "measured once for a group and a kernel"
+    assert again.chosen.machine == plan.chosen.machine, "measured once for a group and a kernel"
     told = [""] * dist.get_world_size()
-    dist.all_gather_object(told, str(plan.machine))
+    dist.all_gather_object(told, str(plan.chosen.machine))
     assert len({*told}) == 1, told
-    return f"{plan.machine}\n{explain_plan(plan)}"
+    return f"{plan.chosen.machine}\n{explain_plan(plan)}"
 
 
 def in_each_dtype(ways: list[dict]) -> None:

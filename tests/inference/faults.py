@@ -165,7 +165,7 @@ INFERENCE = [
     ),
     Mutant(
         "each chunk makes a plan", "inference/attention.py:_sharded_chunk",
-        "cache.plans[_CHUNK] = _kind_of_chunk(given, layout, scores), plan", "pass",
+        "cache.plans.keep(_CHUNK, (_kind_of_chunk(given, layout, scores), plan))", "pass",
     ),
     Mutant(
         "a chunk is sent though there is no room", "inference/attention.py:_agreed_chunk",

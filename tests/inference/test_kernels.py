@@ -199,7 +199,6 @@ def decode(rank: int, memories: list[Tensor], given: tuple[str, float]) -> tuple
         if nan:
             ring.rows.patience = int(patience * 1e9)
             cache.plans.clear()
-            cache.checked.clear()
         if not n:
             ring.rows.fail()
             break

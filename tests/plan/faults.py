@@ -45,12 +45,11 @@ ATTENTION = [
     ),
     Mutant(
         "another transport's calls are counted as this one's", "plan/ring_plan.py:RingPlan.by",
-        ", _calls={})", ")",
+        "Worked()", "Worked(calls=self._shared.calls)",
     ),
     Mutant(
         "calls overlap as another transport's", "plan/ring_plan.py:RingPlan.by",
-        "_tiles={}, _calls",
-        "_calls",
+        "Worked()", "Worked(tiles=self._shared.tiles)",
     ),
     Mutant(
         "few tokens' graphs have calls that wait for one another",
@@ -253,27 +252,36 @@ KEPT = [
         "id(call.kernel), *call.constants.items()", "id(call), ",
     ),
     Mutant(
-        "a plan that one rank has found is taken", "plan/ring_plan.py:RingPlan._make",
-        'all(rank["plan"] == kept.plan.number for rank in lengths)', "True",
+        "a plan that one rank has found is taken", "plan/ring_plan.py:RingPlan.make",
+        'all(rank["plan"] == kept.number for rank in lengths)', "True",
     ),
     Mutant(
-        "options of other types are found again", "plan/kept.py:kind_of",
+        "options of other types are found again", "plan/plan_cache.py:kind_of",
         "tuple(options), values, types, tuple", "tuple(options), values, tuple",
     ),
     Mutant(
-        "seeds that are drawn are found again", "plan/kept.py:kind_of",
+        "seeds that are drawn are found again", "plan/plan_cache.py:kind_of",
         'options.get("dropout") or options.get("mask_mod") is not None', "False",
     ),
     Mutant(
-        "options that are tensors are found again by their identity", "plan/kept.py:_has_tensors",
+        "options that are tensors are found again by their identity",
+        "plan/plan_cache.py:_has_tensors",
         "any(issubclass(each, Tensor) for each in types)", "False",
     ),
     Mutant(
-        "plans are found again whatever the settings", "plan/kept.py:settings",
+        "plans are found again whatever the settings", "plan/plan_cache.py:settings",
         "torch.is_grad_enabled(),", "",
     ),
     Mutant(
-        "plans of groups that are gone stay", "plan/kept.py:keep",
-        "if not ring.exists:", "if False:",
+        "all layers of a plan are remembered", "plan/ring_plan.py:RingPlan.for_layer",
+        "of_layer, _LAYERS)", "of_layer)",
+    ),
+    Mutant(
+        "a layer's plan is made in each call", "plan/ring_plan.py:RingPlan.for_layer",
+        "self._layers.of(number, of_layer, _LAYERS)", "of_layer()",
+    ),
+    Mutant(
+        "plans of groups that are gone stay", "plan/plan_cache.py:keep",
+        "if not known.ring.exists:", "if False:",
     ),
 ]  # fmt: skip

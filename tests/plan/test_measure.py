@@ -20,7 +20,7 @@ from ring_attention_pytorch.plan.proposal import ROOM, room_left
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.schedule.cost import choose_transport, predict
-from ring_attention_pytorch.schedule.hardware import H200, hardware, number_of
+from ring_attention_pytorch.schedule.hardware import H200, Hardware, hardware, number_of
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 from tests.support import threads
 
@@ -106,8 +106,8 @@ def plans_go_by_the_slowest_device_and_by_who_shares_a_host(monkeypatch: pytest.
     """On a CPU by neither, and always by a ring, if no transport is named."""
     q = torch.empty(1, 4, 2, 8)
     plan = RingPlan.make(q, q, q)
-    assert plan.machine is H200
-    assert plan.transport_name == "ring"
+    assert plan.chosen.machine is H200
+    assert plan.chosen.name == "ring"
     kernel = plan.kernel._replace(name="triton", fuses_merge=True)
     names = iter(["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H200"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
@@ -153,7 +153,7 @@ def test_measuring_that_can_t_be_or_decides_nothing_is_refused():
 
 def test_a_gpu_gives_at_most_half_of_what_is_left(monkeypatch):
     q, on_gpu = torch.empty(1, 4, 2, 8), ON_GPU
-    assert RingPlan.make(q, q, q).memory == ROOM == room_left(q, 2)
+    assert RingPlan.make(q, q, q).chosen.memory == ROOM == room_left(q, 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 9000))
     sizes = {"reserved_bytes": 500, "allocated_bytes": 300}
     stats = {name: {"all": {"current": size}} for name, size in sizes.items()}
@@ -172,6 +172,11 @@ def test_a_gpu_gives_at_most_half_of_what_is_left(monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
+def on(plan: RingPlan, machine: Hardware) -> RingPlan:
+    """The plan, as if it had been chosen by such speeds."""
+    return replace(plan, chosen=plan.chosen._replace(machine=machine))
+
+
 def test_explaining_says_whose_speeds_they_are():
     ring = Ring.alone()
     ring.size = 2
@@ -180,17 +185,17 @@ def test_explaining_says_whose_speeds_they_are():
     two = all_segments("contiguous", 2, 8)
     plan = replace(plan, ring=ring, query_segments=two, blocks=Workload(two, two, plan.visible))
     assert "on H200s" in explain_plan(plan)
-    assert "on A100s" in explain_plan(replace(plan, machine=hardware("sdpa", number_of("L4"))))
-    assert "measured here" in explain_plan(replace(plan, machine=with_measured(H200, NEAR, JOB)))
+    assert "on A100s" in explain_plan(on(plan, hardware("sdpa", number_of("L4"))))
+    assert "measured here" in explain_plan(on(plan, with_measured(H200, NEAR, JOB)))
 
 
 def test_a_prediction_and_its_picture_count_load_that_lasts():
     """What was measured in a burst takes longer then: 0.1 ms of forward 6 % more, say."""
     q = torch.empty(1, 4096, 8, 64)
     plan = RingPlan.make(q, q, q, causal=True, group=Ring.alone())
-    burst = plan.machine._replace(measured=True, call=0.0, memory=1e30)
+    burst = plan.chosen.machine._replace(measured=True, call=0.0, memory=1e30)
     lasting = burst._replace(forward=0.94 * burst.forward, backward=0.94 * burst.backward)
-    plan, want = replace(plan, machine=burst), predict(plan.schedule, 0, plan.kv_shape, lasting)
+    plan, want = on(plan, burst), predict(plan.schedule, 0, plan.chosen.shape, lasting)
     assert predicted(plan).cost == want
     with mock.patch.object(picture, "predicted", wraps=picture.predicted) as drawn:
         picture.picture(plan)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, ring_attn, warm_up
-from ring_attention_pytorch.plan import kept
+from ring_attention_pytorch.plan import plan_cache
 from ring_attention_pytorch.runtime import graphs, launches
 from ring_attention_pytorch.runtime.graphs import with_graphs
 from tests.runtime.test_graphs import stand_in
@@ -23,7 +23,7 @@ HOW: dict[str, Any] = dict(causal=True, layout="zigzag")
 
 @pytest.fixture(autouse=True)
 def _new_plans() -> None:
-    kept.forget()
+    plan_cache.forget()
 
 
 def shards(transposed: bool = False) -> list[Tensor]:
@@ -54,7 +54,7 @@ def test_the_first_step_after_it_replays(transposed: bool) -> None:
     before = [t.clone() for t in given]
     options = dict(causal=True, sinks=sinks)
     fresh = RingPlan.make(*given, **options)
-    kept.forget()
+    plan_cache.forget()
     plan = RingPlan.make(*given, **options)
     plan.warm_up(*(given if transposed else ()), sinks=sinks)
     found, wanted = replays(plan, given, sinks=sinks), step(fresh, given, sinks=sinks)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ring_attention_pytorch.plan import kept
+from ring_attention_pytorch.plan import plan_cache
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "ring_attention_pytorch").rglob("*.py"))
@@ -33,7 +33,7 @@ def read(tree: ast.AST) -> Iterator[str]:
 
 def test_the_page_has_all_variables_that_are_read_and_no_others():
     found = {name for file in FILES for name in read(ast.parse(file.read_text()))}
-    found = found - {"name"} | {*kept._SETTINGS}
+    found = found - {"name"} | {*plan_cache._SETTINGS}
     table = (ROOT / "docs" / "environment.md").read_text().split("## The logger")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     assert {name for row in rows for name in re.findall(r"`([A-Z_]+)`", row)} == found

@@ -293,41 +293,39 @@ ATTENTION = [
         "object.__setattr__(found, ", "type.__setattr__(type(found), ",
     ),
     Mutant(
-        "graphs of one batch's mask are another's", "runtime/graphs.py:GraphCache.of",
+        "graphs of one batch's mask are another's", "plan/plan_cache.py:GraphCache.in_place_of",
         "(plan.key_mask, plan.packing, plan.terms.dropout)", "(None, plan.packing, None)",
     ),
     Mutant(
-        "batches of other lengths share graphs", "runtime/graphs.py:GraphCache.of",
+        "batches of other lengths share graphs", "plan/plan_cache.py:GraphCache.in_place_of",
         "plan.signature, plan.blocks, swapped, plan.terms", "swapped, plan.terms",
     ),
     Mutant(
-        "each batch is captured anew", "runtime/graphs.py:GraphCache.of",
-        "self._plans.pop(kind, None) or (plan",
-        "(plan",
+        "each batch is captured anew", "plan/plan_cache.py:GraphCache.in_place_of",
+        "self.of(kind, plan.in_graphs)", "plan.in_graphs()",
     ),
     Mutant(
-        "what comes once is captured", "runtime/graphs.py:GraphCache.of",
-        "(plan.in_graphs() if known else None)",
-        "plan.in_graphs()",
+        "what comes once is captured", "plan/plan_cache.py:GraphCache.in_place_of",
+        "if kind not in self:", "if False:",
     ),
     Mutant(
-        "neighbours of other lengths share graphs", "runtime/graphs.py:GraphCache.of",
+        "neighbours of other lengths share graphs", "plan/plan_cache.py:GraphCache.in_place_of",
         "plan.blocks, swapped,",
         "plan.blocks,",
     ),
     Mutant(
-        "graphs go on with what a module was", "runtime/graphs.py:GraphCache.of",
+        "graphs go on with what a module was", "plan/plan_cache.py:GraphCache.in_place_of",
         "plan.terms, plan.kernel",
         "plan.kernel",
     ),
     Mutant(
-        "graphs of all batches stay", "runtime/graphs.py:GraphCache.of",
-        "len(self._plans) > _KINDS", "False",
+        "graphs of all batches stay", "plan/plan_cache.py:GraphCache.in_place_of",
+        "self.keep(kind, None, _WITH_GRAPHS)", "self.keep(kind, None)",
     ),
     Mutant(
         "layers that drop otherwise have graphs anew each time",
-        "runtime/graphs.py:Graphs.of_layer",
-        "if number not in self._layers:", "if True:",
+        "plan/ring_plan.py:RingPlan.for_layer",
+        "self._layers.of(number, of_layer, _LAYERS)", "of_layer()",
     ),
     Mutant(
         "gradients of the hop before last", "runtime/accumulate.py:_Accumulator._update",
@@ -335,7 +333,7 @@ ATTENTION = [
     ),
     Mutant(
         "graphs hold what spares the host", "runtime/graphs.py:with_graphs",
-        "plan.overlapped or plan.transport", "plan.transport",
+        "plan.chosen.overlapped or plan.transport", "plan.transport",
     ),
     Mutant(
         "calls overlap of what merges by itself", "runtime/graphs.py:with_graphs",
@@ -443,7 +441,7 @@ SILENT = [
         "found.masked = {}", "pass",
     ),
     Mutant(
-        "another layout's graphs", "runtime/graphs.py:GraphCache.of",
+        "another layout's graphs", "plan/plan_cache.py:GraphCache.in_place_of",
         "(repr(swap.queries), repr(swap.keys))",
         "(swap.queries.lengths, swap.keys.lengths)",
     ),

@@ -159,7 +159,7 @@ def test_layers_of_a_plan_draw_apart_without_a_message():
         layers = [plan.for_layer(i) for i in (0, 1, 0)]
         assert ring.hub.gathers[ring.rank] == before
         found = [ring_attn(q, k, v, plan=each) for each in layers]
-        assert layers[0]._tiles is layers[1]._tiles
+        assert layers[0]._shared.tiles is layers[1]._shared.tiles
         return [ring_attn(q, k, v, plan=plan), *found]
 
     for whole, first, second, again in threads.run(2, main)[0]:

@@ -22,7 +22,8 @@ from ring_attention_pytorch import (
 )
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.geometry.layouts import positions
-from ring_attention_pytorch.plan import explain
+from ring_attention_pytorch.plan import explain, plan_cache
+from ring_attention_pytorch.plan.plan_cache import GraphCache
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime import graphs, streams
 from ring_attention_pytorch.runtime.graphs import Graphs, with_graphs
@@ -434,9 +435,9 @@ def test_what_a_graph_holds_overlaps(new_driver):
     plan = replace(RingPlan.make(q, q, q, kernel="eager"), device=GPU)
     other = replace(plan.transport)
     plan.calls(back=False)  # which may be others there
-    two = replace(plan, overlapped=other)
+    two = replace(plan, chosen=plan.chosen._replace(overlapped=other))
     assert two.in_graphs().transport is two.in_graphs().in_graphs().transport is other
-    assert not two.in_graphs()._calls
+    assert not two.in_graphs()._shared.calls
     merging = replace(two, kernel=plan.kernel._replace(fuses_merge=True))
     assert merging.in_graphs().transport is plan.in_graphs().transport is plan.transport
 
@@ -465,8 +466,8 @@ def older_drivers_are_refused(patch: pytest.MonkeyPatch) -> None:
     assert "in_graphs" not in explain._of_host(plan, slow)[0]
     with pytest.raises(ValueError, match=r"need a driver of CUDA 12\.4"):
         plan.in_graphs()
-    kept = graphs.GraphCache()
-    assert all(kept.of(plan) is plan for _ in range(3))
+    kept = GraphCache()
+    assert all(kept.in_place_of(plan) is plan for _ in range(3))
     assert plan.capturable  # as a whole, by whoever does
 
 
@@ -489,7 +490,7 @@ def modules_graphs_on_cpu(patch: pytest.MonkeyPatch) -> list[None]:
     stand_in(patch)
     patch.setattr(RingPlan, "in_graphs", with_graphs)
     no_messages = lambda plan: None if plan.transport.capturable else "messages"  # noqa: E731
-    patch.setattr(graphs, "graphs_refusal", no_messages)
+    patch.setattr(plan_cache, "graphs_refusal", no_messages)
     patch.setattr(graphs, "captured", lambda *a: captures.append(None) or again(*a))
     return captures
 
@@ -513,8 +514,8 @@ def batches_alike_share_graphs(patch: pytest.MonkeyPatch) -> None:
         for got, want in zip(stepped(model, *given), stepped(plain_one, *given)):
             torch.testing.assert_close(got, want)
     assert len(captures) == 2 * 2  # of 7 and of 13, forward and backward
-    keeping = [attn.kept for attn, _ in model.layers if attn.kept._plans]
-    assert [len(kept._plans) for kept in keeping] == [4]
+    keeping = [attn.kept for attn, _ in model.layers if attn.kept]
+    assert [len(kept) for kept in keeping] == [4]
 
 
 def test_batches_alike_share_graphs(monkeypatch):
@@ -559,15 +560,15 @@ def others_lengths_make_another_kind(patch: pytest.MonkeyPatch) -> None:
     modules_graphs_on_cpu(patch)
 
     def main(ring: threads.ThreadRing) -> list[bool]:
-        kept, found = graphs.GraphCache(), []
+        kept, found = GraphCache(), []
         for lengths in ((5, 3, 4, 4), (5, 3, 4, 4), (4, 4, 4, 4), (5, 3, 4, 4)):
             q = torch.zeros(1, lengths[ring.rank], 4, 8)
             k = torch.zeros(1, 4, 4, 8)
             plan = RingPlan.make(
                 q, k, k, group=ring, cross=True, kernel="eager", transport="gather", ulysses=4
             )
-            found.append(kept.of(plan).ulysses.queries == plan.ulysses.queries)
-            found.append(kept.of(plan) is not plan)
+            found.append(kept.in_place_of(plan).ulysses.queries == plan.ulysses.queries)
+            found.append(kept.in_place_of(plan) is not plan)
         return found
 
     each, _ = threads.run(4, main)
@@ -580,12 +581,12 @@ def test_others_lengths_make_another_kind(monkeypatch):
 
 def test_graphs_of_another_group_or_device_go(monkeypatch):
     modules_graphs_on_cpu(monkeypatch)
-    kept, q = graphs.GraphCache(), torch.zeros(1, 4, 2, 8)
+    kept, q = GraphCache(), torch.zeros(1, 4, 2, 8)
     plan = RingPlan.make(q, q, q, kernel="eager")
     for group, left in (("first", 1), ("first", 1), ("second", 1), (None, 2), ("second", 2)):
         ring = SimpleNamespace(group=group, first=0, size=1, rank=0)
-        kept.of(replace(plan, ring=ring))
-        assert len(kept._plans) == left
+        kept.in_place_of(replace(plan, ring=ring))
+        assert len(kept) == left
 
 
 def test_copies_of_a_module_have_graphs_of_their_own(monkeypatch):
@@ -594,7 +595,7 @@ def test_copies_of_a_module_have_graphs_of_their_own(monkeypatch):
     want = attn(x)
     for other in (copy.deepcopy(attn), pickle.loads(pickle.dumps(attn))):
         assert other.kept is not attn.kept
-        assert not other.kept._plans
+        assert not other.kept
         torch.testing.assert_close(other(x), want)
 
 
@@ -607,7 +608,7 @@ def test_modules_whose_calls_can_never_be_captured_are_refused():
     attn = RingAttention(16, dim_head=8, heads=2, in_graphs=True)
     for _ in range(3):
         attn(torch.randn(1, 4, 16))
-    assert not attn.kept._plans
+    assert not attn.kept
 
 
 def layouts_make_another_kind(patch: pytest.MonkeyPatch) -> None:
@@ -618,12 +619,12 @@ def layouts_make_another_kind(patch: pytest.MonkeyPatch) -> None:
     q, k, v = (torch.randn(1, 16, 2, 8, generator=draw) for _ in range(3))
 
     def main(ring: threads.ThreadRing) -> list[float]:
-        kept, found = graphs.GraphCache(), []
+        kept, found = GraphCache(), []
         for layout in ("zigzag", "zigzag", "striped", "zigzag", "striped", "contiguous"):
             at = positions(layout, rank=ring.rank, ring_size=2, length=16)
             mine = [t[:, at] for t in (q, k, v)]
             how = dict(causal=True, layout=layout, kernel="eager", transport="gather", ulysses=2)
-            plan = kept.of(RingPlan.make(*mine, group=ring, **how))
+            plan = kept.in_place_of(RingPlan.make(*mine, group=ring, **how))
             # graphs of threads would wait for one another
             out = ring_attn(*mine, plan=replace(plan))
             want = dense_attention(q, k, v, causal=True)[0][:, at]

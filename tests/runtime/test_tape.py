@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.kernels import sdpa
-from ring_attention_pytorch.plan import kept
+from ring_attention_pytorch.plan import plan_cache
 from ring_attention_pytorch.runtime import tape
 from ring_attention_pytorch.runtime.tape import Tapes, opaque
 from tests.support import threads
@@ -23,7 +23,7 @@ from tests.support.reference import dense_attention, relative_error
 
 @pytest.fixture(autouse=True)
 def _new_plans() -> None:
-    kept.forget()
+    plan_cache.forget()
 
 
 CASES = {
@@ -55,10 +55,10 @@ def replayed(plan: RingPlan) -> list[str]:
 
 def untaped(given: list[Tensor], **options: object) -> RingPlan:
     """Make a plan whose calls are never taped."""
-    kept.forget()
+    plan_cache.forget()
     plan = RingPlan.make(*given, **options)
     object.__setattr__(plan, "can_be_taped", False)
-    kept.forget()
+    plan_cache.forget()
     return plan
 
 

@@ -257,12 +257,12 @@ def over_shared_memory(
         swap, over = replace(swap, by=among), swap.ring
         shared = shared._replace(ranks=over.places)
     transport = SymmetricGather.over(
-        over, plan.blocks, at_once, plan.kv_shape, shared, **overlapping
+        over, plan.blocks, at_once, plan.chosen.shape, shared, **overlapping
     )
     if aside is not None:
         transport = replace(transport, aside=aside)
     if together or own_apart:
-        of = plan.blocks, plan.kv_shape, shared, own_apart
+        of = plan.blocks, plan.chosen.shape, shared, own_apart
         transport = SerialGather.like(transport, *of, begins_early=plan.kernel.begins_early)
     return replace(plan.by(transport), ulysses=swap)
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.plan import kept
+from ring_attention_pytorch.plan import plan_cache
 from ring_attention_pytorch.ranks.failures import RingError, fail_together
 from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.ranks import Pool
@@ -125,7 +125,7 @@ def witness(strike: Strike) -> Seen | None:
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     dist.all_gather_object(pids, os.getpid(), group=group)
     assert layer(group, lambda plan: None, **WAYS[strike.way]) < 1e-12  # and all that is first
-    kept.forget()  # the plan is made anew
+    plan_cache.forget()  # the plan is made anew
     started = time.monotonic()
     with ExitStack() as stack:
         if strike.together:

@@ -351,8 +351,7 @@ RESULTS = {
 }  # fmt: skip
 WITHIN = {
     # of plans
-    "attention_plan", "by", "call", "calls", "check", "homes", "keys",
-    "layer", "of", "run", "tiles", "warm_up", "whole",
+    "by", "call", "calls", "check", "homes", "keys", "of", "run", "tiles", "warm_up", "whole",
     # of modules
     "all_rows", "choose", "heads_here", "make_projections", "plan_over", "problem", "project",
     "rotate_summaries", "scores",

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.plan import kept, ring_plan
-from ring_attention_pytorch.plan.kept import Kept
+from ring_attention_pytorch.plan import plan_cache, ring_plan
+from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.ranks.agreement import agree
 
 Q = torch.randn(1, 6, 4, 8)
@@ -18,16 +18,16 @@ Q = torch.randn(1, 6, 4, 8)
 
 @pytest.fixture(autouse=True)
 def _nothing_kept() -> None:
-    kept.forget()
+    plan_cache.forget()
 
 
 def test_a_plan_of_the_same_kind_is_found_again() -> None:
     plan = RingPlan.make(Q, Q, Q, causal=True)
     assert RingPlan.make(torch.randn_like(Q), Q, Q, causal=True) is plan
     ring_attn(Q, Q, Q, causal=True)  # of all options, by their defaults: another kind
-    assert len(kept._kept) == 2
+    assert len(plan_cache._kept) == 2
     ring_attn(Q, Q, Q, causal=True)
-    assert len(kept._kept) == 2
+    assert len(plan_cache._kept) == 2
 
 
 OTHERS = {
@@ -99,18 +99,18 @@ def test_an_option_of_another_type_is_refused_though_it_equals_one_that_was_righ
 
 def test_few_kinds_are_kept_and_the_oldest_goes() -> None:
     first = RingPlan.make(Q, Q, Q)
-    for window in range(kept._KINDS - 1):
+    for window in range(plan_cache._KINDS - 1):
         RingPlan.make(Q, Q, Q, window=window)
         assert RingPlan.make(Q, Q, Q) is first
-    for window in range(kept._KINDS):
+    for window in range(plan_cache._KINDS):
         RingPlan.make(Q, Q, Q, window=window)
-    assert len(kept._kept) == kept._KINDS
+    assert len(plan_cache._kept) == plan_cache._KINDS
     assert RingPlan.make(Q, Q, Q) is not first
 
 
 def lengths(by_call: list[list[int]]) -> list[tuple[int, tuple[int, ...]]]:
     """For a pool: make plans for these lengths of each rank; tell which plan, and what it knows."""
-    kept.forget()
+    plan_cache.forget()
     found = []
     for each in by_call:
         q = torch.zeros(1, each[dist.get_rank()], 2, 4)
@@ -141,10 +141,26 @@ def test_who_has_found_another_plan_makes_a_new_one() -> None:
         assert RingPlan.make(Q, Q, Q, causal=True) is not plan
 
 
+def few_layers_are_remembered(patch: pytest.MonkeyPatch) -> None:
+    plan = RingPlan.make(Q, Q, Q, dropout=0.5, dropout_seed=1)
+    patch.setattr(ring_plan, "_LAYERS", 2)
+    layers = [plan.for_layer(number) for number in (1, 2, 1, 3)]
+    assert layers[2] is layers[0]
+    assert plan.for_layer(1) is layers[0]
+    assert plan.for_layer(3) is layers[3]
+    assert plan.for_layer(2) is not layers[1]
+
+
+def test_few_layers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last ones, however many numbers come: some count steps, too."""
+    few_layers_are_remembered(monkeypatch)
+
+
 def test_plans_of_groups_that_are_gone_go() -> None:
     for name, exists in (("gone", False), ("here", True)):
-        kept.keep(name, Kept(SimpleNamespace(exists=exists), None, None))
-    assert list(kept._kept) == ["here"]
+        ring = SimpleNamespace(exists=exists)
+        plan_cache.keep(name, Proposal(), SimpleNamespace(ring=ring))
+    assert list(plan_cache._kept) == ["here"]
 
 
 def forgetful() -> tuple[bool, bool, str]:
@@ -152,7 +168,7 @@ def forgetful() -> tuple[bool, bool, str]:
     rank, q = dist.get_rank(), torch.randn(1, 4, 2, 4)
     first = RingPlan.make(q, q, q, causal=True)
     if rank == 1:
-        kept.forget()
+        plan_cache.forget()
     second = RingPlan.make(q, q, q, causal=True)
     third = RingPlan.make(q, q, q, causal=True)
     try:
@@ -171,12 +187,12 @@ def test_who_has_forgotten_makes_all_make_it_anew_and_who_differs_is_told(pools:
 
 def groups() -> list[int]:
     """For a pool: how many plans are kept while groups come and go."""
-    kept.forget()
+    plan_cache.forget()
     found, q = [], torch.randn(1, 4, 2, 4)
     for _ in range(3):
         group = dist.new_group()
         RingPlan.make(q, q, q, group=group)
-        found.append(len(kept._kept))
+        found.append(len(plan_cache._kept))
         dist.destroy_process_group(group)
     return found
 

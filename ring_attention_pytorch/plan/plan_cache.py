@@ -1,0 +1,199 @@
+"""Plans that are found again, by all that they depend on.
+
+Whoever keeps plans has a `PlanCache`:
+
+    whose                                        plans of                     how many
+    this process (`find`)                        calls that were given none   8 kinds
+    a plan                                       its layers                   256
+    a module with `in_graphs=True`               batches, with graphs         4 kinds
+    a cache, a batch's block, a routing plan,    all that use it              all, as long as it is
+    a chunk of a prompt, a group that decodes
+
+Layers that are given no plan share one of this process, and so do batches that are alike. Ranks
+compare notes for each of these nonetheless: another rank may want something else. They keep theirs
+only if all of them have found the one that they made together.
+"""
+
+import atexit
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from functools import lru_cache
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from ring_attention_pytorch.plan.options import Call
+from ring_attention_pytorch.plan.placement import placed
+from ring_attention_pytorch.plan.proposal import Proposal, room_left
+from ring_attention_pytorch.ranks.agreement import as_told
+from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime.graphs import graphs_refusal
+
+_KINDS = 8
+_WITH_GRAPHS = 4
+_SETTINGS = ("RING_ATTENTION_CHECK", "TRITON_INTERPRET")  # of the environment
+
+
+_Plan = TypeVar("_Plan")
+
+
+class PlanCache(OrderedDict[Hashable, _Plan]):
+    """Plans by kind, in the order in which they were last kept or asked for by `of`.
+
+    >>> cache = PlanCache()
+    >>> [cache.of(kind, kind.upper, most=2) for kind in ("a", "b", "a", "c")], [*cache]
+    (['A', 'B', 'A', 'C'], ['a', 'c'])
+    """
+
+    def of(self, kind: Hashable, make: Callable[[], _Plan], most: int | None = None) -> _Plan:
+        """Return the plan of this kind, made when first asked for, and keep it as `keep` does."""
+        plan = self.get(kind)
+        return self.keep(kind, make() if plan is None else plan, most)
+
+    def keep(self, kind: Hashable, plan: _Plan, most: int | None = None) -> _Plan:
+        """Keep a plan, and of `most` in all those that were asked for last; return it."""
+        self[kind] = plan
+        self.move_to_end(kind)
+        if most is not None and len(self) > most:
+            self.popitem(last=False)
+        return plan
+
+
+class GraphCache(PlanCache[Any]):
+    """A module's cache of plans with graphs, for the last few kinds of batches.
+
+    A kind gets graphs from its second batch on, for many lengths come but once. Batches with a
+    mask, documents or dropout get none: what is shown or dropped is another thing in each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._where: Hashable = None
+
+    def in_place_of(self, plan: Any) -> Any:
+        """Return a plan that does what this one does: one with graphs, if possible and of use."""
+        varies = (plan.key_mask, plan.packing, plan.terms.dropout) != (None, None, None)
+        if varies or graphs_refusal(plan):
+            return plan
+        ring, swap = plan.ring, plan.ulysses
+        swapped = None if swap is None else (repr(swap.queries), repr(swap.keys))  # where all land
+        if ring.group is not None and self._where != (where := (ring.group, plan.device)):
+            self.clear()  # perhaps nobody else needs the old memory
+            self._where = where
+        kind = (
+            plan.signature, plan.blocks, swapped, plan.terms, plan.kernel.name,
+            plan.chosen.name, plan.chosen.at_once, plan.device, ring.group, ring.first, ring.size,
+            torch.is_inference_mode_enabled(),
+        )  # fmt: skip
+        if kind not in self:
+            self.keep(kind, None, _WITH_GRAPHS)  # nothing yet: it may come but once
+            return plan
+        return self.of(kind, plan.in_graphs)
+
+    def __reduce__(self) -> tuple[type["GraphCache"], tuple[()]]:
+        """Pickle as an empty cache: a copy, or what is loaded, makes its own."""
+        return GraphCache, ()
+
+
+# what was proposed, without tensors, and the plan of it
+_kept: PlanCache[tuple[Proposal, Any]] = PlanCache()
+atexit.register(_kept.clear)  # before process groups go
+
+
+def kind_of(
+    ring: Ring, given: tuple[Tensor, ...], options: Mapping[str, Any], also: Mapping[str, Any]
+) -> Hashable:
+    """Return all that a plan depends on; None if it may depend on more, as on tensors' values.
+
+    >>> q = torch.empty(1, 6, 2, 4)
+    >>> alike = [kind_of(Ring(), (q, q, q), dict(causal=on), {}) for on in (True, True, False)]
+    >>> alike[0] == alike[1], alike[0] == alike[2]
+    (True, False)
+    >>> kind_of(Ring(), (q, q, q), dict(dropout=0.5), {}) is None
+    True
+    """
+    values, sinks = tuple(options.values()), options.get("sinks")
+    if isinstance(sinks, Tensor):
+        values = tuple([_seen(value) if value is sinks else value for value in values])
+    types = tuple(map(type, values))
+    chooses = options.get("transport") is None and options.get("memory") is None
+    if any(map(is_functorch_wrapped_tensor, given)) or _has_tensors(types):
+        return None
+    drawn = options.get("dropout") or options.get("mask_mod") is not None
+    if type(ring) is not Ring or ring.several or drawn:
+        return None
+    kind = (
+        (ring.group, ring.first, ring.size, ring.rank),
+        tuple([(t.shape, t.dtype, t.device, t.layout, t.requires_grad) for t in given]),
+        tuple(options), values, types, tuple(also.items()),
+        room_left(given[0], ring.size) if chooses else 0, *settings(given[0].device.type),
+    )  # fmt: skip
+    try:
+        hash(kind)
+    except TypeError:  # a list of borders, say
+        return None
+    return kind
+
+
+# what a rank brings to the agreement on a plan: the kind, a proposal, and the plan of it that is
+# kept, if one is; or what is wrong
+Found: TypeAlias = tuple[Hashable, Proposal, Any, ValueError | None]
+
+
+def find(
+    ring: Ring,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    options: Mapping[str, Any],
+    also: Mapping[str, Any],
+) -> Found:
+    """Find what to propose for such a call, or what was, with the plan of it that is kept."""
+    try:
+        options = placed(ring, qkv[0], options)
+        kind = kind_of(ring, qkv, options, also)
+        kept = None if kind is None else _kept.get(kind)
+        if kept is None:
+            return kind, Proposal.of(Call(*qkv, ring.size), options, also), None, None
+        _kept.move_to_end(kind)
+        return kind, *kept, None
+    except Exception as error:  # whatever it is: all ranks are told
+        return None, Proposal(), None, as_told(error)
+
+
+def keep(kind: Hashable, proposal: Proposal, plan: Any) -> None:
+    """Keep a plan of this kind, instead of those whose group is gone and of the oldest one."""
+    for old, (_, known) in list(_kept.items()):
+        if not known.ring.exists:
+            del _kept[old]
+    _kept.keep(kind, (proposal._replace(shaped=()), plan), _KINDS)
+
+
+def forget() -> None:
+    """Forget all plans: for those who change what plans depend on, as with `kernels.forget`."""
+    _kept.clear()
+
+
+def _seen(sinks: Tensor) -> Hashable:
+    """Return what a plan sees of sinks: that there are some like these."""
+    return sinks.shape, sinks.dtype, sinks.device, sinks.requires_grad
+
+
+@lru_cache(maxsize=64)
+def _has_tensors(types: tuple[type, ...]) -> bool:
+    return any(issubclass(each, Tensor) for each in types)
+
+
+def settings(device: str) -> tuple[Hashable, ...]:
+    """List the settings of PyTorch and of the environment that decide on plans."""
+    autocast = None
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device):
+        autocast = torch.get_autocast_dtype(device)
+    return (
+        autocast,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        *[os.environ.get(name) for name in _SETTINGS],
+    )
