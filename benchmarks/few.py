@@ -75,7 +75,7 @@ def ours(shape: Shape, kernel: str | None, documents: str | None, graphs: bool) 
             subject._replace(mode=GRAPH): tuple(map(captured, runs))
             for subject, runs in found.items()
         }
-    if plan.device.type == "cuda" and plan.transport.capturable:
+    if plan.replay.graph:
         found[Subject("gather", name, REPLAYED)] = passes(planned(plan.in_graphs()), tensors)
     return found
 

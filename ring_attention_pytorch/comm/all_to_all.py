@@ -22,6 +22,7 @@ from ring_attention_pytorch.comm.symmetric_memory import (
 )
 from ring_attention_pytorch.comm.visits import Move
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime.replay import ALWAYS, NEVER, Replay
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +63,8 @@ class Swap(Protocol):
         ...
 
     @property
-    def taped(self) -> bool:
-        """Whether it does nothing but operations that tapes see, and CUDA graphs hold."""
+    def replay(self) -> Replay:
+        """What may replay the exchanges."""
         ...
 
     def follow_stream(self) -> Hashable:
@@ -95,7 +96,7 @@ class MessageSwap(NamedTuple):
 
     ring: Ring
     name: str = ""
-    taped: bool = False
+    replay: Replay = NEVER
 
     def follow_stream(self) -> Hashable:
         """Return None: no memory is shared, so no stream waits."""
@@ -164,7 +165,7 @@ class SharedSwap:
     space: SymmetricWorkspace
     ranks: tuple[int, ...]  # of the neighbours, in the workspace's group
     name: str = "shared memory"
-    taped: bool = True
+    replay: Replay = ALWAYS
 
     @classmethod
     def over(cls, shared: PeerGroup, most: int) -> "SharedSwap":

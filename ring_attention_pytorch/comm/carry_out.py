@@ -13,6 +13,7 @@ from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.observe import recorded
+from ring_attention_pytorch.runtime.replay import ALWAYS, NEVER, Replay
 from ring_attention_pytorch.schedule.steps import Part, Program, Schedule
 
 KVGrads = tuple[GradAccumulator, GradAccumulator]
@@ -55,14 +56,9 @@ class Carrier:
         raise NotImplementedError
 
     @property
-    def capturable(self) -> bool:
-        """Tell whether a CUDA graph can hold the calls: only if nothing is sent."""
-        return not self.schedule.forward.transfers
-
-    @property
-    def taped(self) -> bool:
-        """Tell whether a tape can hold the calls: only if nothing is sent."""
-        return not self.schedule.forward.transfers
+    def replay(self) -> Replay:
+        """What may replay the calls: nothing, if anything is sent."""
+        return NEVER if self.schedule.forward.transfers else ALWAYS
 
     def in_turn(self) -> Self:
         """Return this transport, letting nothing run beside a part: each is to be timed alone."""

@@ -36,17 +36,13 @@ from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.ranks.agreement import agree_on, in_the_same_call, told_by_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.dropout import Dropout
-from ring_attention_pytorch.runtime.graphs import (
-    Graphs,
-    can_be_captured,
-    graphs_refusal,
-    with_graphs,
-)
+from ring_attention_pytorch.runtime.graphs import graphs_refusal, has_graphs, with_graphs
 from ring_attention_pytorch.runtime.handles import check_layer, handle_of_layer, new_handle
 from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles, Transport
 from ring_attention_pytorch.runtime.observe import Record, spanned, switch, watched
+from ring_attention_pytorch.runtime.replay import Recordings, Replay
 from ring_attention_pytorch.runtime.statistics import Statistics, statistics_of
-from ring_attention_pytorch.runtime.tape import Tapes
+from ring_attention_pytorch.runtime.tape import Tape
 from ring_attention_pytorch.schedule.hardware import Hardware
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 from ring_attention_pytorch.schedule.steps import Schedule
@@ -91,9 +87,8 @@ class RingPlan:
     number: int = field(default=0, compare=False)  # the ranks' number for this plan
     of_layer: str = ""  # " of layer 3", as calls of that layer are named
     handle: int = field(init=False, compare=False, repr=False)  # its number in traced graphs
-    capturable: bool = field(init=False, compare=False, repr=False)  # as CUDA graphs
-    graphs: Graphs | None = field(default=None, init=False, compare=False, repr=False)
-    tapes: Tapes = field(default_factory=Tapes, init=False, compare=False, repr=False)
+    replay: Replay = field(init=False, compare=False, repr=False)  # what may repeat its calls
+    recordings: Recordings | None = field(init=False, compare=False, repr=False)
     records: dict[str, Record] = field(default_factory=dict, init=False, compare=False, repr=False)
     # worked out when asked for, and shared with plans that differ only in dropout
     _tiles: dict[Segments, list] = field(default_factory=dict, compare=False, repr=False)
@@ -109,7 +104,14 @@ class RingPlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", new_handle(self))
-        object.__setattr__(self, "capturable", can_be_captured(self))
+        transport, mask_mod = self.transport.replay, self.terms.mask_mod
+        replay = Replay(
+            graph=transport.graph and self.device.type == "cuda",
+            tape=transport.tape and self.kernel.taped and mask_mod is None,
+        )
+        recordings = Recordings(Tape, self.transport.follow_stream) if replay.tape else None
+        object.__setattr__(self, "replay", replay)
+        object.__setattr__(self, "recordings", recordings)
 
     @classmethod
     @typed(told_by_group("ring attention", ring_of=attention_ring), apart=True)
@@ -236,9 +238,11 @@ class RingPlan:
         if is_compiling():
             return _TracedLayer(self, number)
         of_layer = partial(self._of_layer, number, dropout.for_layer(number))
-        if self.graphs is None:
+        if not has_graphs(self):
             return of_layer()
-        return self.graphs.of_layer(number, lambda: of_layer().in_graphs())
+        if number not in self._layers:
+            self._layers[number] = of_layer().in_graphs()
+        return self._layers[number]
 
     def _of_layer(self, number: int, dropout: Dropout) -> "RingPlan":
         terms = self.terms._replace(dropout=dropout)
@@ -297,16 +301,13 @@ class RingPlan:
     def run(
         self, direction: str, function: Callable[..., _Results], *given: Tensor | None
     ) -> _Results:
-        """Run a function of the plan and of tensors, by way of a CUDA graph if there are any."""
+        """Run a function of the plan and of tensors, by a recording if there is one."""
         with self.call(direction):
             if switch.on:
                 return watched(self, direction, function, given)
-            if self.graphs is not None:
-                return self.graphs.run(function, self, *given)
-            if self.can_be_taped:
-                memory = self.transport.follow_stream()
-                return self.tapes.run(function, self, *given, memory=memory)
-            return function(self, *given)
+            if self.recordings is None:
+                return function(self, *given)
+            return self.recordings.run(function, self, *given)
 
     @checked
     def statistics(self) -> Statistics:
@@ -372,11 +373,6 @@ class RingPlan:
             self.transport_name, ring, self.blocks, at_once, pairs, self.device, self.machine
         )
 
-    @cached_property
-    def can_be_taped(self) -> bool:
-        """Tell whether what a call does is but operations that tapes see, the same in each."""
-        return self.kernel.taped and self.transport.taped and self.terms.mask_mod is None
-
     @property
     def alone(self) -> bool:
         """Tell whether one call of the kernel is all there is to do."""
@@ -439,7 +435,7 @@ class _TracedLayer(RingPlan):
     def __init__(self, plan: RingPlan, number: int, **_defaults: object) -> None:
         for name in (
             "ring", "layout", "visible", "terms", "kernel", "transport_name", "memory", "ulysses",
-            "packing", "capturable",
+            "packing", "replay",
         ):  # fmt: skip
             object.__setattr__(self, name, getattr(plan, name))
         object.__setattr__(self, "handle", handle_of_layer(plan.handle, number))

@@ -22,6 +22,7 @@ from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.later import Later
+from ring_attention_pytorch.runtime.replay import Replay
 from ring_attention_pytorch.runtime.rowwise import sum_of_products
 from ring_attention_pytorch.schedule.steps import Schedule
 
@@ -327,13 +328,8 @@ class Transport(Protocol):
         ...
 
     @property
-    def capturable(self) -> bool:
-        """Tell whether a CUDA graph can hold what the transport does."""
-        ...
-
-    @property
-    def taped(self) -> bool:
-        """Tell whether a tape can: all of it is on the current stream, and it waits for no host."""
+    def replay(self) -> Replay:
+        """What may replay all that the transport does."""
         ...
 
     def in_turn(self) -> Self:
@@ -343,7 +339,7 @@ class Transport(Protocol):
     def follow_stream(self) -> Hashable:
         """Let the current stream wait for calls on other streams that used shared memory.
 
-        Called before a graph is launched. Returns what is shared now.
+        Called before a recording is replayed. Returns what is shared now.
         """
         ...
 

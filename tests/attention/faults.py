@@ -182,7 +182,7 @@ COMPILED = [
         "return grad.clone() if overload else grad",
     ),
     Mutant(
-        "CUDA graphs hold messages", "operators.py:_of", "operator.default if plan.capturable",
+        "CUDA graphs hold messages", "operators.py:_of", "operator.default if plan.replay.graph",
         "operator.default if True",
     ),
     Mutant("a plan is exported", "operators.py:attention", "refuse_export()", "pass"),

@@ -43,6 +43,7 @@ from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime import streams
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock
+from ring_attention_pytorch.runtime.replay import NEVER
 from ring_attention_pytorch.schedule import policy
 from ring_attention_pytorch.schedule.hardware import H200
 from ring_attention_pytorch.schedule.pieces import (
@@ -864,7 +865,10 @@ def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(policy, "_SMALL", -1)
     for overtaken in (False, True):
         kept.forget()
-        few, made = (SimpleNamespace(overtaken=on, ring=Ring.alone()) for on in (False, overtaken))
+        few, made = (
+            SimpleNamespace(overtaken=on, ring=Ring.alone(), replay=NEVER)
+            for on in (False, overtaken)
+        )
         patch.setattr(prepare, "make_transport", lambda *_, made=made: made)
         patch.setattr(prepare, "make_together", lambda *_, few=few: few)
         assert RingPlan.make(q, q, q, causal=True).concurrent == overtaken
