@@ -53,8 +53,8 @@ def both_ways(plan: RingPlan) -> dict[str, RingPlan]:
     together = plan
     if plan.overlapped is None:  # tokens are many
         of = plan.blocks, plan.kv_shape, shared_by(gather.ring, plan.device)
-        apart = own_keys_apart(plan.blocks, plan.kernel.square)
-        can = plan.kernel.keys_first, plan.kernel.begins_early
+        apart = own_keys_apart(plan.blocks, plan.kernel.traits.square)
+        can = plan.kernel.traits.keys_first, plan.kernel.traits.begins_early
         together = plan.by(SerialGather.like(gather, *of, apart, *can))
     return {"gather, overlapping": plan.by(gather), "gather, together": together}
 

@@ -95,7 +95,8 @@ def select_transport(
 
 def with_calls_of(kernel: SelectedKernel, machine: Hardware) -> Hardware:
     """Return a machine with what a kernel's calls are like; its speeds stay."""
-    return machine._replace(one_call=kernel.fuses_merge, keys_first=kernel.keys_first)
+    traits = kernel.traits
+    return machine._replace(one_call=traits.fuses_merge, keys_first=traits.keys_first)
 
 
 def recall(ring: Ring, subject: Hashable) -> Hardware | None:

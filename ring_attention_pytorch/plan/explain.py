@@ -207,7 +207,7 @@ def _home(plan: RingPlan) -> str:
 
 def _meanwhile(plan: RingPlan) -> str:
     """Say what a kernel leaves for when gradients go home, if all go at once."""
-    leaves = plan.kernel.keys_first and len(plan.schedule.backward.blocks) == 2
+    leaves = plan.kernel.traits.keys_first and len(plan.schedule.backward.blocks) == 2
     return ", while those of queries are computed" if leaves else ""
 
 

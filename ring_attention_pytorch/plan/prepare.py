@@ -140,11 +140,12 @@ def settle_transport(
     if ulysses is not None:
         ring = ulysses.ring
     small = is_small(blocks, shape, near)
-    overtaken = alike and kernel.preemptible and is_small(blocks, shape, near, undivided=True)
+    gives_way = alike and kernel.traits.preemptible
+    overtaken = gives_way and is_small(blocks, shape, near, undivided=True)
     overlapping = make_transport(name, ring, blocks, at_once, shape, q.device, near, overtaken)
     if light is not None and not launches_decide(blocks, shape, near):
         light = None
-    few = light or kernel
+    few = (light or kernel).traits
     # of samples that differ each has a call of its own, and only the first could begin early
     can = few.square, few.keys_first, few.begins_early and alike
     together = make_together(overlapping, blocks, shape, near, *can)

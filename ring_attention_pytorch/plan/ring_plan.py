@@ -104,11 +104,8 @@ class RingPlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", new_handle(self))
-        transport, mask_mod = self.transport.replay, self.terms.mask_mod
-        replay = Replay(
-            graph=transport.graph and self.device.type == "cuda",
-            tape=transport.tape and self.kernel.taped and mask_mod is None,
-        )
+        here = Replay(graph=self.device.type == "cuda", tape=self.terms.mask_mod is None)
+        replay = here.both(self.transport.replay).both(self.kernel.traits.replay)
         recordings = Recordings(Tape, self.transport.follow_stream) if replay.tape else None
         object.__setattr__(self, "replay", replay)
         object.__setattr__(self, "recordings", recordings)

@@ -46,7 +46,8 @@ def with_graphs(plan: Any) -> Any:
     launches a graph at once, so calls that overlap cost it nothing more there. Kernels
     that merge by themselves lose by overlapping, so their transport stays.
     """
-    transport = plan.transport if plan.kernel.fuses_merge else plan.overlapped or plan.transport
+    merges = plan.kernel.traits.fuses_merge
+    transport = plan.transport if merges else plan.overlapped or plan.transport
     swap = plan.ulysses
     if swap is not None and swap.by.replay.graph and not has_graphs(swap):
         swap = _recorded(replace(swap), swap.by.follow_stream)

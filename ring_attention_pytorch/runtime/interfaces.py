@@ -259,6 +259,27 @@ class Dependency(NamedTuple):
         return f"{command} --no-build-isolation" if self.built else command
 
 
+class Traits(NamedTuple):
+    """Traits of a kernel's calls, which decide nothing about whether it can do a case."""
+
+    preemptible: bool = False  # a backward call that has begun gives way to one of higher priority
+    square: bool = False  # of causal tiles it knows those whose diagonal begins at the top left
+    # merges by itself: for few tokens one call of all keys is faster than several
+    fuses_merge: bool = False
+    keys_first: bool = False  # backward makes dk and dv first, and leaves dq for `dq.later`
+    begins_early: bool = False  # forward begins before `KVBlock.coming` is there, where a GPU can
+    replay: Replay = Replay(graph=True)
+
+    def with_backward(self, other: "Traits") -> "Traits":
+        """Return the traits of the forward of this kernel with the backward of another."""
+        return other._replace(
+            square=self.square and other.square,
+            fuses_merge=self.fuses_merge and other.fuses_merge,
+            begins_early=self.begins_early,
+            replay=self.replay.both(other.replay),
+        )
+
+
 class Capabilities(NamedTuple):
     """Capabilities of a kernel. None is no limit."""
 
@@ -270,14 +291,7 @@ class Capabilities(NamedTuple):
     head_dim_multiple: int = 1  # head sizes must be multiples of it
     one_head_dim: bool = False  # d and d_v must be the same
     varlen: bool = False  # computes many tiles in a few calls: the first choice for documents
-    preemptible: bool = False  # a backward call that has begun gives way to one of higher priority
-    square: bool = False  # of causal tiles it knows those whose diagonal begins at the top left
-    # merges by itself: for few tokens one call of all keys is faster than several
-    fuses_merge: bool = False
-    keys_first: bool = False  # backward makes dk and dv first, and leaves dq for `dq.later`
-    begins_early: bool = False  # forward begins before `KVBlock.coming` is there, where a GPU can
-    # all that it does are PyTorch's operations and `opaque` functions, so a tape can hold its calls
-    taped: bool = False
+    traits: Traits = Traits()
     features: frozenset[str] = FEATURES
     package: Dependency | None = None
 

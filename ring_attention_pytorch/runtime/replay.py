@@ -18,12 +18,20 @@ _KINDS = 16  # kinds of calls whose recordings a plan keeps
 
 
 class Replay(NamedTuple):
-    """What may replay calls: of a transport, a swap or a plan."""
+    """What may replay calls: of a transport, a swap, a kernel, or the plan that has them."""
 
     graph: bool = False  # a CUDA graph can hold all of it: nothing is sent
     # a tape can: all of it is PyTorch's operations and `opaque` functions, on the current stream,
     # and waits for no host
     tape: bool = False
+
+    def both(self, other: "Replay") -> "Replay":
+        """Return what may replay calls of which these are two parts.
+
+        >>> Replay(graph=True).both(ALWAYS)
+        Replay(graph=True, tape=False)
+        """
+        return Replay(self.graph and other.graph, self.tape and other.tape)
 
 
 NEVER, ALWAYS = Replay(), Replay(graph=True, tape=True)

@@ -42,7 +42,7 @@ from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime import streams
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
-from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock
+from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, Traits
 from ring_attention_pytorch.runtime.replay import NEVER
 from ring_attention_pytorch.schedule import policy
 from ring_attention_pytorch.schedule.hardware import H200
@@ -768,7 +768,7 @@ def short_documents_get_a_kernel_of_their_own(patch: pytest.MonkeyPatch) -> None
     """Unless one is named, documents are long, or query heads share no keys; on one rank, too."""
 
     def short(case: KernelRequest) -> SelectedKernel:
-        return choose("eager", case)._replace(name="short", fuses_merge=True)
+        return choose("eager", case)._replace(name="short", traits=Traits(fuses_merge=True))
 
     def main(ring: threads.ThreadRing) -> list[tuple[str, bool]]:
         q, k = torch.empty(2, 1024, 4, 8), torch.empty(2, 1024, 2, 8)

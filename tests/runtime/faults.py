@@ -339,7 +339,7 @@ ATTENTION = [
     ),
     Mutant(
         "calls overlap of what merges by itself", "runtime/graphs.py:with_graphs",
-        "plan.transport if plan.kernel.fuses_merge else", "",
+        "plan.transport if merges else", "",
     ),
     Mutant(
         "no delta", "runtime/interfaces.py:Residuals.delta",
@@ -463,7 +463,7 @@ SECOND_ORDER = [
 KEPT = [
     Mutant(
         "any kernel is taped", "plan/ring_plan.py:RingPlan.__post_init__",
-        "self.kernel.taped and", "",
+        ".both(self.kernel.traits.replay)", "",
     ),
     Mutant(
         "tapes read memory that was outgrown", "runtime/replay.py:Recordings.run",

@@ -26,6 +26,7 @@ from ring_attention_pytorch.plan import explain
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime import graphs, streams
 from ring_attention_pytorch.runtime.graphs import Graph, has_graphs, with_graphs
+from ring_attention_pytorch.runtime.interfaces import Traits
 from ring_attention_pytorch.runtime.replay import Recordings
 from ring_attention_pytorch.schedule.cost import Cost
 from tests.runtime.test_streams import Machine, Stream, stood_in
@@ -216,6 +217,7 @@ def swaps_are_captured(ulysses: int) -> None:
         for layer in layers:
             for a, b in zip(plain(captured, *layer), plain(plan, *layer), strict=True):
                 assert torch.equal(a, b)
+        assert has_graphs(captured.ulysses)
         kept = captured.ulysses.recordings._kept
         assert len(kept) == 4
         assert all(graph.replay for graph in kept.values())
@@ -440,7 +442,7 @@ def test_what_a_graph_holds_overlaps(new_driver):
     two = replace(plan, overlapped=other)
     assert two.in_graphs().transport is two.in_graphs().in_graphs().transport is other
     assert not two.in_graphs()._calls
-    merging = replace(two, kernel=plan.kernel._replace(fuses_merge=True))
+    merging = replace(two, kernel=plan.kernel._replace(traits=Traits(fuses_merge=True)))
     assert merging.in_graphs().transport is plan.in_graphs().transport is plan.transport
 
 

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.kernels import sdpa
 from ring_attention_pytorch.plan import kept
+from ring_attention_pytorch.runtime.interfaces import Traits
 from ring_attention_pytorch.runtime.replay import NEVER, Recordings
 from ring_attention_pytorch.runtime.tape import Tape, opaque
 from tests.support import threads
@@ -133,7 +134,7 @@ def test_a_kernel_that_does_not_say_so_has_no_tape() -> None:
             out.copy_(q)
             lse.copy_(q[..., 0].transpose(1, 2))
 
-    plan = replace(plan, kernel=plan.kernel._replace(forward=unseen, taped=False))
+    plan = replace(plan, kernel=plan.kernel._replace(forward=unseen, traits=Traits()))
     for _ in range(6):
         given = [t.detach() for t in tensors("causal", torch.float64)]
         assert torch.equal(ring_attn(*given, plan=plan), given[0])
