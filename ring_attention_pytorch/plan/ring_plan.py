@@ -328,6 +328,8 @@ class RingPlan:
         What nobody may see is 0 in it, so that no kernel comes across NaN there.
         """
         keys = KVBlock(k, v, self.key_mask, self.blocks.keys[self.place], own=True)
+        if self.key_mask is None and self.reached is None:
+            return keys
         return keys.without_unseen(self.reached)
 
     def tiles(self, keys: Segments) -> list[tuple[slice, Tiles]]:

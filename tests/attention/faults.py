@@ -4,7 +4,7 @@ from tests.faults.mutant import Mutant
 
 ATTENTION = [
     Mutant(
-        "sinks of other heads", "functional.py:by_plan", "sinks[plan.ulysses.heads]",
+        "sinks of other heads", "attention.py:attention", "sinks[swap.heads]",
         "sinks[: q.shape[2]]",
     ),
     Mutant(

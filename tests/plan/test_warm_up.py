@@ -166,13 +166,13 @@ def test_what_is_compiled_ahead_is_no_first_call(monkeypatch: pytest.MonkeyPatch
 def what_is_anything_is_no_anomaly(patch: pytest.MonkeyPatch) -> None:
     """Results of kernels that are held back may well be NaN."""
     patch.setattr(warm_up, "_launches_ours", lambda plan: True)
-    attend, given = warm_up.by_plan, shards()
+    attend, given = warm_up.attention, shards()
 
     def spoiled(plan: RingPlan, *of: Any) -> tuple[Tensor, Any]:
         out, lse = attend(plan, *of)
         return out * (torch.nan if launches._thread.held is not None else 1.0), lse
 
-    patch.setattr(warm_up, "by_plan", spoiled)
+    patch.setattr(warm_up, "attention", spoiled)
     with torch.autograd.set_detect_anomaly(True):
         RingPlan.make(*given, causal=True).warm_up()
 
