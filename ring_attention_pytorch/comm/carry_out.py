@@ -4,7 +4,7 @@ A transport is its own schedule and its own kind of `Call`: that knows how messa
 how shared memory is read. The order is the program's alone.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -63,10 +63,6 @@ class Carrier:
     def in_turn(self) -> Self:
         """Return this transport, letting nothing run beside a part: each is to be timed alone."""
         return self
-
-    def follow_stream(self) -> Hashable:
-        """Return None: no memory is shared, so no stream waits."""
-        return None
 
     def stream(self, own_keys: KVBlock) -> Iterator[KVBlock]:
         """Yield the keys of each part: own ones, then all others that anyone needs."""

@@ -116,7 +116,7 @@ class SymmetricGather(Gather):
     @property
     def replay(self) -> Replay:
         """What may replay the calls: a CUDA graph, which can hold barriers and copies."""
-        return super().replay._replace(graph=True)
+        return super().replay._replace(graph=True, follow=self.follow_stream)
 
     def follow_stream(self) -> Hashable:
         """Wait for earlier calls on other streams; return the buffers in use now."""

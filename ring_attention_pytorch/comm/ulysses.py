@@ -178,7 +178,8 @@ class Ulysses:
     recordings: Recordings | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        recordings = Recordings(Tape, self.by.follow_stream) if self.by.replay.tape else None
+        replay = self.by.replay
+        recordings = Recordings(Tape, replay.follow) if replay.tape else None
         object.__setattr__(self, "recordings", recordings)
 
     @classmethod

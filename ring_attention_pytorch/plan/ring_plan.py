@@ -105,8 +105,8 @@ class RingPlan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", new_handle(self))
         here = Replay(graph=self.device.type == "cuda", tape=self.terms.mask_mod is None)
-        replay = here.both(self.transport.replay).both(self.kernel.traits.replay)
-        recordings = Recordings(Tape, self.transport.follow_stream) if replay.tape else None
+        replay = self.transport.replay.both(self.kernel.traits.replay).both(here)
+        recordings = Recordings(Tape, replay.follow) if replay.tape else None
         object.__setattr__(self, "replay", replay)
         object.__setattr__(self, "recordings", recordings)
 

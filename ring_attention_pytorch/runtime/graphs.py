@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.runtime.graph_nodes import Addresses, Capture, can_be_set
-from ring_attention_pytorch.runtime.replay import Function, Recordings, Tensors
+from ring_attention_pytorch.runtime.replay import Function, Recordings, Replay, Tensors
 from ring_attention_pytorch.runtime.streams import capturing, current_stream, passing_capture
 
 _ALIGNMENT = 32  # bytes: kernels read as many at once where addresses are multiples of it
@@ -50,13 +50,13 @@ def with_graphs(plan: Any) -> Any:
     transport = plan.transport if merges else plan.overlapped or plan.transport
     swap = plan.ulysses
     if swap is not None and swap.by.replay.graph and not has_graphs(swap):
-        swap = _recorded(replace(swap), swap.by.follow_stream)
+        swap = _recorded(replace(swap), swap.by.replay)
     found = replace(plan if transport is plan.transport else plan.by(transport), ulysses=swap)
-    return _recorded(found, transport.follow_stream)
+    return _recorded(found, found.replay)
 
 
-def _recorded(owner: Any, follow: Callable[[], Hashable]) -> Any:
-    object.__setattr__(owner, "recordings", Recordings(Graph, follow))
+def _recorded(owner: Any, replay: Replay) -> Any:
+    object.__setattr__(owner, "recordings", Recordings(Graph, replay.follow))
     return owner
 
 

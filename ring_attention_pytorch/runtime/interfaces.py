@@ -352,13 +352,6 @@ class Transport(Protocol):
         """Return the transport, letting nothing run beside a part: each is to be timed alone."""
         ...
 
-    def follow_stream(self) -> Hashable:
-        """Let the current stream wait for calls on other streams that used shared memory.
-
-        Called before a recording is replayed. Returns what is shared now.
-        """
-        ...
-
     @property
     def schedule(self) -> Schedule:
         """What all ranks do, in the order in which `stream` and `stream_back` do it."""

@@ -17,6 +17,10 @@ Function = Callable[..., Tensors]
 _KINDS = 16  # kinds of calls whose recordings a plan keeps
 
 
+def _nothing() -> None:
+    """Return which memory is shared, where there is none."""
+
+
 class Replay(NamedTuple):
     """What may replay calls: of a transport, a swap, a kernel, or the plan that has them."""
 
@@ -24,14 +28,13 @@ class Replay(NamedTuple):
     # a tape can: all of it is PyTorch's operations and `opaque` functions, on the current stream,
     # and waits for no host
     tape: bool = False
+    # called before a replay: lets the current stream wait for what other streams do with shared
+    # memory, and returns which memory that is
+    follow: Callable[[], Hashable] = _nothing
 
     def both(self, other: "Replay") -> "Replay":
-        """Return what may replay calls of which these are two parts.
-
-        >>> Replay(graph=True).both(ALWAYS)
-        Replay(graph=True, tape=False)
-        """
-        return Replay(self.graph and other.graph, self.tape and other.tape)
+        """Return what may replay calls with another part, which shares no memory."""
+        return self._replace(graph=self.graph and other.graph, tape=self.tape and other.tape)
 
 
 NEVER, ALWAYS = Replay(), Replay(graph=True, tape=True)
@@ -53,16 +56,11 @@ class Recording(Protocol):
         ...
 
 
-def _nothing() -> None:
-    """Return which memory is shared, where there is none."""
-
-
 class Recordings:
     """Recordings of a plan or its swaps: one for each function, and for each kind of arguments.
 
-    `follow` is called before each call. It lets the current stream wait for what other streams do
-    with shared memory, and returns which memory that is. Recordings of other memory are dropped,
-    for the other ranks have left it, too.
+    `follow` is as in `Replay`. Recordings of other memory than it returns are dropped, for the
+    other ranks have left that, too.
     """
 
     def __init__(

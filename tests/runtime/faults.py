@@ -273,7 +273,7 @@ ATTENTION = [
     ),
     Mutant(
         "graphs leave out what swaps heads", "runtime/graphs.py:with_graphs",
-        "_recorded(replace(swap), swap.by.follow_stream)", "swap",
+        "_recorded(replace(swap), swap.by.replay)", "swap",
     ),
     Mutant(
         "a graph holds messages between neighbours", "runtime/graphs.py:with_graphs",
@@ -289,8 +289,8 @@ ATTENTION = [
     ),
     Mutant(
         "a plan that was replaced keeps graphs", "runtime/graphs.py:_recorded",
-        "Recordings(Graph, follow)",
-        "vars(owner.ring).setdefault('kept', Recordings(Graph, follow))",
+        "Recordings(Graph, replay.follow)",
+        "vars(owner.ring).setdefault('kept', Recordings(Graph, replay.follow))",
     ),
     Mutant(
         "graphs of one batch's mask are another's", "runtime/graphs.py:GraphCache.of",
