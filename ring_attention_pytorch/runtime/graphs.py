@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.runtime.graph_nodes import Addresses, Capture, can_be_set
 from ring_attention_pytorch.runtime.replay import Function, Recordings, Replay, Tensors
-from ring_attention_pytorch.runtime.streams import capturing, current_stream, passing_capture
+from ring_attention_pytorch.runtime.streams import capturing, passing_capture
 
 _ALIGNMENT = 32  # bytes: kernels read as many at once where addresses are multiples of it
 _KINDS = 4  # kinds of batches whose graphs a module keeps
@@ -104,10 +104,11 @@ class Graph:
     The function takes `into=`, too: memory for its results, or None for those that are None.
     """
 
+    memory = True
+
     def __init__(self) -> None:
         self.replay: Callable[[Tensors], None] | None = None
         self._results: Tensors = ()  # what they are like, of one element each
-        self._last: torch.cuda.Stream | None = None  # the last that it was launched on
 
     @staticmethod
     def kind(given: Tensors) -> tuple[Hashable, ...] | None:
@@ -121,8 +122,6 @@ class Graph:
 
     def run(self, function: Function, owner: Any, given: Tensors) -> Tensors:
         """Return `function(owner, *given)`, by the graph once there is one."""
-        device = given[0].device
-        self._follow_last(current_stream(device))
         given = tuple([None if t is None else _readable(t) for t in given])
         if not self._results:
             found = function(owner, *given)
@@ -132,14 +131,9 @@ class Graph:
             return found
         results = _like(self._results)
         if self.replay is None:
-            self.replay = captured(partial(function, owner), given, results, device)
+            self.replay = captured(partial(function, owner), given, results, given[0].device)
         self.replay((*given, *results))
         return results
-
-    def _follow_last(self, current: torch.cuda.Stream) -> None:
-        if self._last not in (None, current):
-            current.wait_stream(self._last)  # the graph has memory of its own
-        self._last = current
 
 
 def _readable(t: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.runtime.streams import current_stream
+
 Tensors = tuple[Tensor | Any, ...]  # or None, after the first
 Function = Callable[..., Tensors]
 _KINDS = 16  # kinds of calls whose recordings a plan keeps
@@ -41,13 +43,18 @@ NEVER, ALWAYS = Replay(), Replay(graph=True, tape=True)
 
 
 class Recording(Protocol):
-    """A recording of calls of one kind, made of the first ones, and repeated from then on."""
+    """A recording of calls of one kind, made of the first ones, and repeated from then on.
+
+    Those of a plan run one after another if they have `memory` of their own.
+    """
+
+    memory: bool
 
     @staticmethod
     def kind(given: Tensors) -> tuple[Hashable, ...] | None:
-        """Return what must be the same of a call's tensors, beside shapes; None if now is no time.
+        """Return what must be the same of a call's tensors, beside shapes.
 
-        There is none where operations are not what they seem, or are being recorded already.
+        None where none is to be recorded: operations are not what they seem, or recorded already.
         """
         ...
 
@@ -70,12 +77,13 @@ class Recordings:
         self.follow = follow
         self._kept: dict[Hashable, Recording] = {}
         self._memory: Hashable = None
+        self._last: torch.cuda.Stream | None = None  # on which one ran that has memory
 
     def __reduce__(self) -> tuple[type["Recordings"], tuple[Any, ...]]:
         """Copy or pickle none of them: what is made of this makes its own."""
         return Recordings, (self.by, self.follow)
 
-    def run(self, function: Function, owner: Any, *given: Tensor | None) -> Any:
+    def run(self, function: Function, owner: Any, *given: Tensor | Any) -> Any:
         """Return `function(owner, *given)`, by a recording once there is one.
 
         All that the function decides must depend on the owner, a plan or a swap, and on what a kind
@@ -87,6 +95,8 @@ class Recordings:
         if memory != self._memory:
             self._kept.clear()
             self._memory = memory
+        if self.by.memory:
+            self._follow_last(current_stream(given[0].device))
         kind = (
             function,
             torch._C._get_deterministic_algorithms(),
@@ -99,3 +109,8 @@ class Recordings:
                 self._kept.clear()
             recording = self._kept[kind] = self.by()
         return recording.run(function, owner, given)
+
+    def _follow_last(self, current: torch.cuda.Stream) -> None:
+        if self._last not in (None, current):
+            current.wait_stream(self._last)
+        self._last = current

@@ -103,6 +103,8 @@ def prepared(operation: Callable[..., Any]) -> Callable[[Callable[..., Any]], No
 class Tape:
     """A tape of calls of one kind: made of the second and the third, if both do the same."""
 
+    memory = False
+
     def __init__(self) -> None:
         self.replay: Function | None = None
         self._is_new, self._refused = True, False

@@ -240,7 +240,7 @@ ATTENTION = [
         ", out=into)", ")",
     ),
     Mutant(
-        "a replay does not wait for those before", "runtime/graphs.py:Graph._follow_last",
+        "a replay does not wait for those before", "runtime/replay.py:Recordings._follow_last",
         "current.wait_stream(self._last)", "pass",
     ),
     Mutant(

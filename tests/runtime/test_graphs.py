@@ -24,7 +24,7 @@ from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.plan import explain
 from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.runtime import graphs, streams
+from ring_attention_pytorch.runtime import graphs, replay, streams
 from ring_attention_pytorch.runtime.graphs import Graph, has_graphs, with_graphs
 from ring_attention_pytorch.runtime.interfaces import Traits
 from ring_attention_pytorch.runtime.replay import Recordings
@@ -50,7 +50,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     """Graphs work on the CPU from now on."""
     patch.setattr(graphs, "captured", again)
     patch.setattr(graphs, "capturing", lambda device: False)
-    patch.setattr(graphs, "current_stream", lambda device: None)
+    patch.setattr(replay, "current_stream", lambda device: None)
     patch.setattr(graphs, "can_be_set", lambda: True)
 
 
