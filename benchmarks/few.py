@@ -53,8 +53,8 @@ def both_ways(plan: RingPlan) -> dict[str, RingPlan]:
     together = plan
     if plan.chosen.overlapped is None:  # tokens are many
         of = plan.blocks, plan.chosen.shape, shared_by(gather.ring, plan.device)
-        apart = own_keys_apart(plan.blocks, plan.kernel.square)
-        can = plan.kernel.keys_first, plan.kernel.begins_early
+        apart = own_keys_apart(plan.blocks, plan.kernel.traits.square)
+        can = plan.kernel.traits.keys_first, plan.kernel.traits.begins_early
         together = plan.by(SerialGather.like(gather, *of, apart, *can))
     return {"gather, overlapping": plan.by(gather), "gather, together": together}
 
@@ -75,7 +75,7 @@ def ours(shape: Shape, kernel: str | None, documents: str | None, graphs: bool) 
             subject._replace(mode=GRAPH): tuple(map(captured, runs))
             for subject, runs in found.items()
         }
-    if plan.device.type == "cuda" and plan.transport.capturable:
+    if plan.replay.graph:
         found[Subject("gather", name, REPLAYED)] = passes(planned(plan.in_graphs()), tensors)
     return found
 

@@ -101,13 +101,27 @@ def backward(plan: RingPlan, *given: *Saved, into: Gradients | None = None) -> G
     return *(total.finalize() for total in own), dsinks
 
 
-def attention(plan: RingPlan, *given: *Given) -> Result:
-    """Compute (out, lse) of (q, k, v, sinks), differentiable where anybody asks for it."""
-    q, k, v, sinks = given
+def attention(
+    plan: RingPlan, *given: *Given, return_lse: bool = False
+) -> tuple[Tensor, Tensor | Any]:
+    """Compute (out, lse) of (q, k, v, sinks), differentiable where anybody asks for it.
+
+    lse may be None if nobody asks for it.
+
+    Raises:
+        ValueError: the plan was made for other tensors.
+    """
+    plan.check(*given)
+    (q, k, v, sinks), swap = given, plan.ulysses
+    if swap is not None:
+        q, k, v = swap.to_heads(q, k, v)
+        sinks = None if sinks is None else sinks[swap.heads]
     given = resolved(q), resolved(k), resolved(v), resolved(sinks)
     if needs_derivatives(given):
-        return RingAttentionFunction.apply(plan, *given)
-    return plan.run("forward", forward, *given)
+        out, lse = RingAttentionFunction.apply(plan, *given)
+    else:
+        out, lse = plan.run("forward", forward, *given)
+    return (out, lse) if swap is None else swap.to_sequence(out, lse if return_lse else None)
 
 
 class RingAttentionFunction(Function):

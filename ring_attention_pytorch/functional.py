@@ -1,6 +1,5 @@
 """The functions `ring_attn` and `ulysses_attn`: attention of shards over a ring."""
 
-from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -21,7 +20,7 @@ from ring_attention_pytorch.plan.option_types import (
     TransportName,
     UlyssesOptions,
 )
-from ring_attention_pytorch.plan.options import Call, Options, not_default
+from ring_attention_pytorch.plan.options import DEFAULTS, Call, Options, not_default
 from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import told_by_group, typed
@@ -32,7 +31,6 @@ from ring_attention_pytorch.runtime.scores import check_bias, with_bias
 from ring_attention_pytorch.runtime.torch_func import refuse_export, tangents_note
 from ring_attention_pytorch.tensor_kinds import (
     has_values,
-    is_plain,
     shapes_of_results,
     sharded,
     swapped,
@@ -219,10 +217,9 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         "calibrate": calibrate, "check": check,
     }  # fmt: skip
     qkv = swapped((q, k, v)) if heads_first else (q, k, v)
-    if is_plain(*qkv):
-        out, lse = _attention(qkv, options, group, plan, return_lse)
-    else:
-        out, lse = _attention_of_kinds(qkv, options, group, plan, return_lse)
+    plain = type(q) is type(k) is type(v) is Tensor and not (q.is_meta or k.is_meta or v.is_meta)
+    attend = _attention if plain else _attention_of_kinds
+    out, lse = attend(qkv, options, group, plan, return_lse)
     out = out.transpose(1, 2) if heads_first else out
     return (out, lse) if return_lse else out
 
@@ -282,22 +279,7 @@ def _attention(
         q, k = with_bias(q, k, key_bias, plan.terms.scale)
     if compiling:
         return operators.attention(plan, q, k, v, sinks)
-    return by_plan(plan, (q, k, v), sinks, return_lse)
-
-
-def by_plan(
-    plan: RingPlan, qkv: Sequence[Tensor], sinks: Tensor | None, return_lse: bool = False
-) -> tuple[Tensor, Tensor | Any]:
-    """Compute (out, lse) of tensors that the plan was made for; lse may be left out."""
-    q, k, v = qkv
-    plan.check(q, k, v, sinks)
-    if plan.ulysses is not None:
-        q, k, v = plan.ulysses.to_heads(q, k, v)
-        sinks = None if sinks is None else sinks[plan.ulysses.heads]
-    out, lse = attention(plan, q, k, v, sinks)
-    if plan.ulysses is not None:
-        return plan.ulysses.to_sequence(out, lse if return_lse else None)
-    return out, lse
+    return attention(plan, q, k, v, sinks, return_lse=return_lse)
 
 
 @checked
@@ -401,10 +383,10 @@ def ulysses_attn(
 
 def _check_only_plan(options: dict[str, Any], group: Group) -> None:
     """Raise ValueError if options are given beside a plan, which decides them already."""
-    of_call = {"sinks": None, "key_bias": None}  # a plan only knows that they are given
-    beside = not_default({**options, **of_call})
-    if group is not None:
-        beside.append("group")
+    given = {**options, "sinks": None, "key_bias": None}  # a plan only knows that these are given
+    if group is None and given == DEFAULTS:  # takes the host less than to look at each
+        return
+    beside = not_default(given) + ["group"] * (group is not None)
     if beside:
         raise ValueError(
             f"ring_attn: the plan already decides {', '.join(beside)}; pass one or the other"

@@ -78,7 +78,7 @@ Ranks = Ring | TracedRing
 
 def _of(plan: RingPlan, operator: Any) -> Any:
     """Return the overload of an operator for the way in which the plan's ranks exchange."""
-    return operator.default if plan.capturable else operator.messages
+    return operator.default if plan.replay.graph else operator.messages
 
 
 def _plan(handle: int) -> RingPlan:

@@ -27,12 +27,6 @@ _TAKEN = (
 )
 
 
-def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Tell at a glance whether these are certainly of no special kind, and have values."""
-    plain = type(q) is type(k) is type(v) is Tensor
-    return plain and not (q.is_meta or k.is_meta or v.is_meta)
-
-
 def has_values(*tensors: Tensor) -> bool:
     """Tell whether no tensor is on the meta device or of a FakeTensorMode."""
     return not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.anomaly_mode import set_detect_anomaly
 
-from ring_attention_pytorch.functional import by_plan
+from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.plan.checks import Signature, check_qkv
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import agree, error_of
@@ -38,7 +38,8 @@ def warm_up(plan: RingPlan, given: Sequence[Tensor], sinks: Tensor | None) -> No
 
 
 def _call(plan: RingPlan, qkv: list[Tensor], sinks: Tensor | None) -> None:
-    out, _ = by_plan(plan, qkv, sinks)
+    q, k, v = qkv
+    out, _ = attention(plan, q, k, v, sinks)
     if out.requires_grad:  # of a number: given a cotangent, PyTorch imports sympy, for a second
         torch.autograd.grad(out.square().sum(), qkv)
 

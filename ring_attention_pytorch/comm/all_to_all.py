@@ -22,6 +22,7 @@ from ring_attention_pytorch.comm.symmetric_memory import (
 )
 from ring_attention_pytorch.comm.visits import Move
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime.replay import NEVER, Replay
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +63,8 @@ class Swap(Protocol):
         ...
 
     @property
-    def taped(self) -> bool:
-        """Whether it does nothing but operations that tapes see, and CUDA graphs hold."""
-        ...
-
-    def follow_stream(self) -> Hashable:
-        """Let the current stream wait for calls on others; return what memory is shared now."""
+    def replay(self) -> Replay:
+        """What may replay the exchanges."""
         ...
 
     def swap(
@@ -95,11 +92,7 @@ class MessageSwap(NamedTuple):
 
     ring: Ring
     name: str = ""
-    taped: bool = False
-
-    def follow_stream(self) -> Hashable:
-        """Return None: no memory is shared, so no stream waits."""
-        return None
+    replay: Replay = NEVER
 
     def swap(
         self,
@@ -164,7 +157,6 @@ class SharedSwap:
     space: SymmetricWorkspace
     ranks: tuple[int, ...]  # of the neighbours, in the workspace's group
     name: str = "shared memory"
-    taped: bool = True
 
     @classmethod
     def over(cls, shared: PeerGroup, most: int) -> "SharedSwap":
@@ -172,6 +164,11 @@ class SharedSwap:
         space, group, ranks = shared
         space.make_room(group, swaps=most)
         return cls(space, ranks)
+
+    @property
+    def replay(self) -> Replay:
+        """What may replay the exchanges: a CUDA graph or a tape."""
+        return Replay(graph=True, tape=True, follow=self.follow_stream)
 
     def follow_stream(self) -> Hashable:
         """Wait for earlier calls on other streams; return the buffer in use now."""

@@ -4,7 +4,7 @@ A transport is its own schedule and its own kind of `Call`: that knows how messa
 how shared memory is read. The order is the program's alone.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -13,6 +13,7 @@ from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.observe import recorded
+from ring_attention_pytorch.runtime.replay import ALWAYS, NEVER, Replay
 from ring_attention_pytorch.schedule.steps import Part, Program, Schedule
 
 KVGrads = tuple[GradAccumulator, GradAccumulator]
@@ -55,22 +56,13 @@ class Carrier:
         raise NotImplementedError
 
     @property
-    def capturable(self) -> bool:
-        """Tell whether a CUDA graph can hold the calls: only if nothing is sent."""
-        return not self.schedule.forward.transfers
-
-    @property
-    def taped(self) -> bool:
-        """Tell whether a tape can hold the calls: only if nothing is sent."""
-        return not self.schedule.forward.transfers
+    def replay(self) -> Replay:
+        """What may replay the calls: nothing, if anything is sent."""
+        return NEVER if self.schedule.forward.transfers else ALWAYS
 
     def in_turn(self) -> Self:
         """Return this transport, letting nothing run beside a part: each is to be timed alone."""
         return self
-
-    def follow_stream(self) -> Hashable:
-        """Return None: no memory is shared, so no stream waits."""
-        return None
 
     def stream(self, own_keys: KVBlock) -> Iterator[KVBlock]:
         """Yield the keys of each part: own ones, then all others that anyone needs."""

@@ -28,6 +28,7 @@ from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.launches import can_begin_early
+from ring_attention_pytorch.runtime.replay import Replay
 from ring_attention_pytorch.runtime.rowwise import wire_dtype
 from ring_attention_pytorch.schedule import steps
 from ring_attention_pytorch.schedule.arrangement import Arrangement, Move, arrangements, moves
@@ -95,9 +96,9 @@ class SerialGather(SymmetricGather):
         return False
 
     @property
-    def taped(self) -> bool:
-        """True: all is on the current stream, and meetings are `opaque`."""
-        return True
+    def replay(self) -> Replay:
+        """What may replay the calls: a tape, too, for all is on the current stream."""
+        return super().replay._replace(tape=True)
 
     def in_turn(self) -> Self:
         return replace(self, beside=False, one_by_one=True)

@@ -25,6 +25,7 @@ from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.later import Later
+from ring_attention_pytorch.runtime.replay import Replay
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, wire_dtype
 from ring_attention_pytorch.runtime.spans import disjoint_spans
 from ring_attention_pytorch.runtime.streams import side_stream_after_others
@@ -113,9 +114,9 @@ class SymmetricGather(Gather):
         return cls(ring, plan, space=space, ranks=ranks, aside=aside)
 
     @property
-    def capturable(self) -> bool:
-        """True: a CUDA graph can hold barriers and copies."""
-        return True
+    def replay(self) -> Replay:
+        """What may replay the calls: a CUDA graph, which can hold barriers and copies."""
+        return super().replay._replace(graph=True, follow=self.follow_stream)
 
     def follow_stream(self) -> Hashable:
         """Wait for earlier calls on other streams; return the buffers in use now."""

@@ -12,7 +12,6 @@ from itertools import accumulate
 from math import gcd
 from typing import Any, Literal, NamedTuple
 
-import torch
 from einops import rearrange
 from torch import Tensor
 
@@ -21,12 +20,12 @@ from ring_attention_pytorch.comm.messages import Form, Part
 from ring_attention_pytorch.comm.visits import Move
 from ring_attention_pytorch.geometry.segments import Segment, Segments, count
 from ring_attention_pytorch.ranks.ring import Ring, SubRing
-from ring_attention_pytorch.runtime.graphs import Graphs
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.observe import spanned
+from ring_attention_pytorch.runtime.replay import Recordings
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
-from ring_attention_pytorch.runtime.tape import Tapes
+from ring_attention_pytorch.runtime.tape import Tape
 from ring_attention_pytorch.runtime.torch_func import Function
 from ring_attention_pytorch.schedule.pieces import KVShape
 
@@ -176,8 +175,12 @@ class Ulysses:
     by: Swap  # how neighbours exchange
     number: int = 0  # the ranks' number for it, which its exchanges have
     of_layer: str = ""  # as the plan's calls are named
-    tapes: Tapes = field(default_factory=Tapes, init=False, compare=False, repr=False)
-    graphs: Graphs | None = field(default=None, init=False, compare=False, repr=False)
+    recordings: Recordings | None = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        replay = self.by.replay
+        recordings = Recordings(Tape, replay.follow) if replay.tape else None
+        object.__setattr__(self, "recordings", recordings)
 
     @classmethod
     def make(
@@ -211,14 +214,6 @@ class Ulysses:
         by = swap_among(together, most_bytes((spreads[0], spreads[1]), q, k, v), q.device)
         (queries, keys), (rows, cols) = spreads, landed
         return cls(together, rest, queries, keys, by, ring.steps.notes), rows, cols
-
-    def in_graphs(self, device: torch.device) -> "Ulysses":
-        """Return this, but by CUDA graphs, if they can hold how neighbours exchange."""
-        if self.graphs is not None or not self.by.taped:
-            return self
-        found = replace(self)
-        object.__setattr__(found, "graphs", Graphs(device, self.by.follow_stream))
-        return found
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Bring all tokens of these neighbours here, for some of the heads. Differentiable."""
@@ -271,17 +266,14 @@ class Ulysses:
         return whole[..., 0]
 
     def exchange(self, way: "AllToAll", *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Exchange tensors `[b, n, h, ...]` with the neighbours, by a tape or by graphs."""
+        """Exchange tensors `[b, n, h, ...]` with the neighbours, by a recording if there is one."""
         tensors = tuple([resolved(t) for t in tensors])
         name = f"all-to-all{self.of_layer} of {len(tensors)} to {way.to}"
         device = tensors[0].device
         with self.together.call(name, self.number), spanned(f"ring attention, {name}", device):
-            if self.graphs is not None:
-                return self.graphs.run(way, self, *tensors)
-            memory = self.by.follow_stream()
-            if self.by.taped:
-                return self.tapes.run(way, self, *tensors, memory=memory)
-            return way(self, *tensors)
+            if self.recordings is None:
+                return way(self, *tensors)
+            return self.recordings.run(way, self, *tensors)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     Dependency,
     Kernel,
     KernelRequest,
+    Traits,
 )
 
 logger = logging.getLogger("ring_attention_pytorch")
@@ -58,21 +59,12 @@ _WORDS = {
 
 
 class SelectedKernel(NamedTuple):
-    """A kernel under its name, or the forward of one with the backward of another.
-
-    `preemptible` and `keys_first` are those of the backward, `begins_early` that of the forward;
-    the others are true if they are of both.
-    """
+    """A kernel under its name, or the forward of one with the backward of another."""
 
     name: str
     forward: Callable[..., None]
     backward: Callable[..., None]
-    preemptible: bool
-    fuses_merge: bool
-    taped: bool
-    square: bool
-    keys_first: bool
-    begins_early: bool
+    traits: Traits
 
 
 def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
@@ -86,12 +78,8 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
     """
     if name is not None and name.count("+") == 1:
         first, second = (choose(part, case) for part in name.split("+"))
-        both = f"{first.name}+{second.name}"
-        merges, taped = first.fuses_merge and second.fuses_merge, first.taped and second.taped
-        square = first.square and second.square
-        calls = first.forward, second.backward
-        also = second.preemptible, merges, taped, square, second.keys_first, first.begins_early
-        return SelectedKernel(both, *calls, *also)
+        both, traits = f"{first.name}+{second.name}", first.traits.with_backward(second.traits)
+        return SelectedKernel(both, first.forward, second.backward, traits)
     if name is None:
         return _selected(_fastest(case._replace(named=False)))
     refusals = {}
@@ -125,7 +113,7 @@ def lightest(case: KernelRequest) -> SelectedKernel | None:
     """
     if _is_old(case):
         return None
-    able = (n for n in KERNELS if KERNELS[n].CAN.fuses_merge and refusal(n, case) is None)
+    able = (n for n in KERNELS if KERNELS[n].CAN.traits.fuses_merge and refusal(n, case) is None)
     return next(map(_selected, able), None)
 
 
@@ -171,9 +159,8 @@ def refusal(name: str, case: KernelRequest) -> str | None:
 
 
 def _selected(name: str) -> SelectedKernel:
-    found, can = KERNELS[name], KERNELS[name].CAN
-    also = can.preemptible, can.fuses_merge, can.taped, can.square, can.keys_first
-    return SelectedKernel(name, found.forward, found.backward, *also, can.begins_early)
+    found = KERNELS[name]
+    return SelectedKernel(name, found.forward, found.backward, found.CAN.traits)
 
 
 def _named(name: str | None, case: KernelRequest) -> list[str]:

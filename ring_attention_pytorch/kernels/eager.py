@@ -21,10 +21,12 @@ from ring_attention_pytorch.runtime.interfaces import (
     Residuals,
     ScoreMods,
     Tiles,
+    Traits,
 )
+from ring_attention_pytorch.runtime.replay import ALWAYS
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, merge_
 
-CAN = Capabilities(taped=True)
+CAN = Capabilities(traits=Traits(replay=ALWAYS))
 
 
 def forward(

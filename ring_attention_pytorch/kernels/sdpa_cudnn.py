@@ -20,7 +20,9 @@ from ring_attention_pytorch.runtime.interfaces import (
     KVBlock,
     Residuals,
     ScoreMods,
+    Traits,
 )
+from ring_attention_pytorch.runtime.replay import ALWAYS
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 CAN = Capabilities(
@@ -30,8 +32,7 @@ CAN = Capabilities(
     max_head_dim=256,
     head_dim_multiple=8,
     one_head_dim=True,
-    square=True,
-    taped=True,
+    traits=Traits(square=True, replay=ALWAYS),
     features=frozenset(),
 )
 

@@ -10,7 +10,8 @@ from ring_attention_pytorch.kernels._flash import (
     forward_in_windows,
     with_lse_gradient,
 )
-from ring_attention_pytorch.runtime.interfaces import FEATURES, Capabilities, ScoreMods
+from ring_attention_pytorch.runtime.interfaces import FEATURES, Capabilities, ScoreMods, Traits
+from ring_attention_pytorch.runtime.replay import ALWAYS
 
 CAN = Capabilities(
     devices=("cuda",),
@@ -19,7 +20,7 @@ CAN = Capabilities(
     max_head_dim=256,
     head_dim_multiple=8,
     one_head_dim=True,
-    taped=True,
+    traits=Traits(replay=ALWAYS),
     features=FEATURES - {"key_mask", "softclamp", "unusual_scale", "alibi", "mask_mod", "dropout"},
 )
 

@@ -28,6 +28,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     Residuals,
     ScoreMods,
     Tiles,
+    Traits,
 )
 from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.launches import (
@@ -36,6 +37,7 @@ from ring_attention_pytorch.runtime.launches import (
     compile_ahead,
     compiled_ahead,
 )
+from ring_attention_pytorch.runtime.replay import ALWAYS
 
 _WIDEST = 256
 CAN = Capabilities(
@@ -44,10 +46,7 @@ CAN = Capabilities(
     min_capability=(8, 0),
     max_head_dim=_WIDEST,
     varlen=True,
-    fuses_merge=True,
-    keys_first=True,
-    begins_early=True,
-    taped=True,
+    traits=Traits(fuses_merge=True, keys_first=True, begins_early=True, replay=ALWAYS),
     features=FEATURES - {"mask_mod"},
     package=Dependency("triton", "triton", "3.4"),
 )

@@ -11,7 +11,7 @@ from ring_attention_pytorch.geometry.segments import Segments, count
 from ring_attention_pytorch.geometry.tiles import tiles, visible_pairs
 from ring_attention_pytorch.plan.picture import picture as drawn
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.graphs import graphs_refusal
+from ring_attention_pytorch.runtime.graphs import graphs_refusal, has_graphs
 from ring_attention_pytorch.schedule.cost import (
     Cost,
     host_seconds,
@@ -74,12 +74,12 @@ def predicted(plan: RingPlan) -> Prediction:
     degree, shape, machine = plan.degree, plan.chosen.shape, plan.chosen.machine
     all_heads = shape._replace(heads=shape.heads * degree, key_heads=shape.key_heads * degree)
     own = count(plan.query_segments[plan.ring.rank])
-    if plan.graphs is None:
-        host = host_seconds(plan.schedule, plan.can_be_taped, machine)
-    else:
+    if has_graphs(plan):
         host = replay_seconds(machine)
+    else:
+        host = host_seconds(plan.schedule, plan.replay.tape, machine)
     if (swap := plan.ulysses) is not None:
-        host += swap_launch_seconds(swap.by.taped, swap.graphs is not None, machine)
+        host += swap_launch_seconds(swap.by.replay.tape, has_graphs(swap), machine)
     return Prediction(
         predict(plan.schedule, plan.place, shape, machine.every(degree).under_load()),
         swap_seconds(own, all_heads, degree, machine),
@@ -89,7 +89,7 @@ def predicted(plan: RingPlan) -> Prediction:
 
 def _of_host(plan: RingPlan, found: Prediction) -> list[str]:
     """Say so where the host takes longer than the GPU."""
-    if plan.device.type != "cuda" or plan.graphs is not None or found.host <= found.gpu:
+    if plan.device.type != "cuda" or has_graphs(plan) or found.host <= found.gpu:
         return []
     line = f"launched one by one it takes the host longer, about {1e3 * found.host:.2g} ms"
     return [line] if graphs_refusal(plan) else [f"{line}; in_graphs() spares that"]
@@ -116,7 +116,7 @@ def _head(plan: RingPlan) -> list[str]:
         f"rank {ring.rank} of {ring.size}: {own} of {length} tokens, {plan.layout}, "
         f"{_mask(plan)}, kernel {plan.kernel.name}"
     )
-    if plan.graphs is not None:
+    if has_graphs(plan):
         line += ", in CUDA graphs"
     lines = [line]
     if plan.ulysses is not None and plan.degree > 1:
@@ -208,7 +208,7 @@ def _home(plan: RingPlan) -> str:
 
 def _meanwhile(plan: RingPlan) -> str:
     """Say what a kernel leaves for when gradients go home, if all go at once."""
-    leaves = plan.kernel.keys_first and len(plan.schedule.backward.blocks) == 2
+    leaves = plan.kernel.traits.keys_first and len(plan.schedule.backward.blocks) == 2
     return ", while those of queries are computed" if leaves else ""
 
 

@@ -311,8 +311,6 @@ def not_default(given: Mapping[str, Any]) -> list[str]:
     >>> not_default(DEFAULTS | {"window": 3, "causal": True})
     ['causal', 'window']
     """
-    if given == DEFAULTS:  # takes the host less than to look at each
-        return []
     names = []
     for name, default in DEFAULTS.items():
         value = given[name]

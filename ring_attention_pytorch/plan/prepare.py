@@ -148,11 +148,12 @@ def settle_transport(
     if ulysses is not None:
         ring = ulysses.ring
     small = is_small(blocks, shape, near)
-    overtaken = alike and kernel.preemptible and is_small(blocks, shape, near, undivided=True)
+    gives_way = alike and kernel.traits.preemptible
+    overtaken = gives_way and is_small(blocks, shape, near, undivided=True)
     overlapping = make_transport(name, ring, blocks, at_once, shape, q.device, near, overtaken)
     if light is not None and not launches_decide(blocks, shape, near):
         light = None
-    few = light or kernel
+    few = (light or kernel).traits
     # of samples that differ each has a call of its own, and only the first could begin early
     can = few.square, few.keys_first, few.begins_early and alike
     together = make_together(overlapping, blocks, shape, near, *can)
@@ -176,4 +177,5 @@ def _machine_of(kernel: SelectedKernel, ranks: list[dict[str, int]], like: Tenso
 
 def _with_calls_of(kernel: SelectedKernel, machine: Hardware) -> Hardware:
     """Return a machine with what a kernel's calls are like; its speeds stay."""
-    return machine._replace(one_call=kernel.fuses_merge, keys_first=kernel.keys_first)
+    traits = kernel.traits
+    return machine._replace(one_call=traits.fuses_merge, keys_first=traits.keys_first)

@@ -40,17 +40,13 @@ from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.ranks.agreement import agree, in_the_same_call, told_by_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.dropout import Dropout
-from ring_attention_pytorch.runtime.graphs import (
-    Graphs,
-    can_be_captured,
-    graphs_refusal,
-    with_graphs,
-)
+from ring_attention_pytorch.runtime.graphs import graphs_refusal, has_graphs, with_graphs
 from ring_attention_pytorch.runtime.handles import check_layer, handle_of_layer, new_handle
 from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles, Transport
 from ring_attention_pytorch.runtime.observe import Record, spanned, switch, watched
+from ring_attention_pytorch.runtime.replay import Recordings, Replay
 from ring_attention_pytorch.runtime.statistics import Statistics, statistics_of
-from ring_attention_pytorch.runtime.tape import Tapes
+from ring_attention_pytorch.runtime.tape import Tape
 from ring_attention_pytorch.schedule.pieces import Workload
 from ring_attention_pytorch.schedule.steps import Schedule
 
@@ -99,9 +95,8 @@ class RingPlan:
     number: int = field(default=0, compare=False)  # the ranks' number for this plan
     of_layer: str = ""  # " of layer 3", as calls of that layer are named
     handle: int = field(init=False, compare=False, repr=False)  # its number in traced graphs
-    capturable: bool = field(init=False, compare=False, repr=False)  # as CUDA graphs
-    graphs: Graphs | None = field(default=None, init=False, compare=False, repr=False)
-    tapes: Tapes = field(default_factory=Tapes, init=False, compare=False, repr=False)
+    replay: Replay = field(init=False, compare=False, repr=False)  # what may repeat its calls
+    recordings: Recordings | None = field(init=False, compare=False, repr=False)
     records: dict[str, Record] = field(default_factory=dict, init=False, compare=False, repr=False)
     # what is worked out when asked for, shared with plans that differ only in dropout, and not
     _shared: Worked = field(default_factory=Worked, compare=False, repr=False)
@@ -114,7 +109,11 @@ class RingPlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", new_handle(self))
-        object.__setattr__(self, "capturable", can_be_captured(self))
+        here = Replay(graph=self.device.type == "cuda", tape=self.terms.mask_mod is None)
+        replay = self.transport.replay.both(self.kernel.traits.replay).both(here)
+        recordings = Recordings(Tape, replay.follow) if replay.tape else None
+        object.__setattr__(self, "replay", replay)
+        object.__setattr__(self, "recordings", recordings)
 
     @classmethod
     @typed(told_by_group("ring attention", ring_of=attention_ring), apart=True)
@@ -241,7 +240,7 @@ class RingPlan:
         swap, of_layer = self.ulysses, f" of layer {number}"
         swap = None if swap is None else replace(swap, of_layer=of_layer)
         found = replace(self, terms=terms, ulysses=swap, of_layer=of_layer)
-        return found if self.graphs is None else found.in_graphs()
+        return found.in_graphs() if has_graphs(self) else found
 
     @checked
     def in_graphs(self) -> "RingPlan":
@@ -288,16 +287,13 @@ class RingPlan:
     def run(
         self, direction: str, function: Callable[..., _Results], *given: Tensor | None
     ) -> _Results:
-        """Run a function of the plan and of tensors, by way of a CUDA graph if there are any."""
+        """Run a function of the plan and of tensors, by a recording if there is one."""
         with self.call(direction):
             if switch.on:
                 return watched(self, direction, function, given)
-            if self.graphs is not None:
-                return self.graphs.run(function, self, *given)
-            if self.can_be_taped:
-                memory = self.transport.follow_stream()
-                return self.tapes.run(function, self, *given, memory=memory)
-            return function(self, *given)
+            if self.recordings is None:
+                return function(self, *given)
+            return self.recordings.run(function, self, *given)
 
     @checked
     def statistics(self) -> Statistics:
@@ -321,6 +317,8 @@ class RingPlan:
         What nobody may see is 0 in it, so that no kernel comes across NaN there.
         """
         keys = KVBlock(k, v, self.key_mask, self.blocks.keys[self.place], own=True)
+        if self.key_mask is None and self.reached is None:
+            return keys
         return keys.without_unseen(self.reached)
 
     def tiles(self, keys: Segments) -> list[tuple[slice, Tiles]]:
@@ -364,11 +362,6 @@ class RingPlan:
         return make_transport(
             chosen.name, ring, self.blocks, at_once, pairs, self.device, chosen.machine
         )
-
-    @cached_property
-    def can_be_taped(self) -> bool:
-        """Tell whether what a call does is but operations that tapes see, the same in each."""
-        return self.kernel.taped and self.transport.taped and self.terms.mask_mod is None
 
     @property
     def alone(self) -> bool:
@@ -432,7 +425,7 @@ class _TracedLayer(RingPlan):
     def __init__(self, plan: RingPlan, number: int, **_defaults: object) -> None:
         for name in (
             "ring", "layout", "visible", "terms", "kernel", "chosen", "ulysses", "packing",
-            "capturable",
+            "replay",
         ):  # fmt: skip
             object.__setattr__(self, name, getattr(plan, name))
         object.__setattr__(self, "handle", handle_of_layer(plan.handle, number))

@@ -15,69 +15,20 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.runtime.graph_nodes import Addresses, Capture, can_be_set
-from ring_attention_pytorch.runtime.streams import capturing, current_stream, passing_capture
+from ring_attention_pytorch.runtime.replay import Function, Recordings, Replay, Tensors
+from ring_attention_pytorch.runtime.streams import capturing, passing_capture
 
-Tensors = tuple[Tensor | Any, ...]  # or None
-Function = Callable[..., Tensors]
 _ALIGNMENT = 32  # bytes: kernels read as many at once where addresses are multiples of it
 
 
-class Graphs:
-    """CUDA graphs of a plan or its swaps: one for each function, and for each kind of arguments.
-
-    `follow` is called before each call. It lets the current stream wait for what other streams do
-    with shared memory, and returns which memory that is. Graphs of other shared memory are dropped,
-    for the other ranks have left it, too.
-    """
-
-    device: torch.device
-    follow: Callable[[], Hashable]
-
-    def __init__(self, device: torch.device, follow: Callable[[], Hashable]) -> None:
-        self.device, self.follow = device, follow
-        self._kept: dict[Hashable, _Graph] = {}
-        self._shared: Hashable = None
-        self._last: torch.cuda.Stream | None = None  # the last that a graph was launched on
-
-    def __reduce__(self) -> tuple[type["Graphs"], tuple[torch.device, Callable[[], Hashable]]]:
-        """Copy or pickle none of them: what is made of this makes its own."""
-        return Graphs, (self.device, self.follow)
-
-    def run(self, function: Function, plan: Any, *given: Tensor | None) -> Any:
-        """Return `function(plan, *given)`, by a graph; the tensors given are always like these.
-
-        The function takes `into=`, too: memory for its results, or None for those that are None.
-        """
-        if capturing(self.device):
-            return function(plan, *given)  # a graph holds what inner graphs would do, not them
-        self._follow_streams()
-        kind = (
-            function, torch.are_deterministic_algorithms_enabled(),
-            torch.get_float32_matmul_precision(),
-            *(None if t is None else t.dtype for t in given),
-        )  # fmt: skip
-        if kind not in self._kept:
-            self._kept[kind] = _Graph(self.device)
-        return self._kept[kind].run(partial(function, plan), given)
-
-    def _follow_streams(self) -> None:
-        if (shared := self.follow()) != self._shared:
-            self._kept.clear()
-            self._shared = shared
-        current = current_stream(self.device)
-        if self._last not in (None, current):
-            current.wait_stream(self._last)  # graphs have memory of their own
-        self._last = current
-
-
-def can_be_captured(plan: Any) -> bool:
-    """Tell whether a plan's calls can be CUDA graphs."""
-    return plan.device.type == "cuda" and plan.transport.capturable
+def has_graphs(owner: Any) -> bool:
+    """Tell whether a plan's calls, or its swaps, are replayed by CUDA graphs."""
+    return owner.recordings is not None and owner.recordings.by is Graph
 
 
 def graphs_refusal(plan: Any) -> str | None:
     """Say why a plan can't have CUDA graphs of its own; None if it can."""
-    if not can_be_captured(plan):
+    if not plan.replay.graph:
         return (
             "CUDA graphs need tensors on CUDA, keys in memory that GPUs share, no messages; "
             f"got {plan.device.type}, {type(plan.transport).__name__}; leave in_graphs() out"
@@ -94,38 +45,56 @@ def with_graphs(plan: Any) -> Any:
     launches a graph at once, so calls that overlap cost it nothing more there. Kernels
     that merge by themselves lose by overlapping, so their transport stays.
     """
-    transport = (
-        plan.transport if plan.kernel.fuses_merge else plan.chosen.overlapped or plan.transport
-    )
-    swap = None if plan.ulysses is None else plan.ulysses.in_graphs(plan.device)
+    merges = plan.kernel.traits.fuses_merge
+    transport = plan.transport if merges else plan.chosen.overlapped or plan.transport
+    swap = plan.ulysses
+    if swap is not None and swap.by.replay.graph and not has_graphs(swap):
+        swap = _recorded(replace(swap), swap.by.replay)
     found = replace(plan if transport is plan.transport else plan.by(transport), ulysses=swap)
-    object.__setattr__(found, "graphs", Graphs(plan.device, found.transport.follow_stream))
-    return found
+    return _recorded(found, found.replay)
 
 
-class _Graph:
+def _recorded(owner: Any, replay: Replay) -> Any:
+    object.__setattr__(owner, "recordings", Recordings(Graph, replay.follow))
+    return owner
+
+
+class Graph:
     """A CUDA graph of what a function does with tensors like these.
 
     The first call runs the function as ever, and makes what is made once; the second captures it.
+    The function takes `into=`, too: memory for its results, or None for those that are None.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._results: Tensors = ()  # what they are like, of one element each
-        self._replay: Callable[[Tensors], None] | None = None
+    memory = True
 
-    def run(self, function: Function, given: Tensors) -> Tensors:
+    def __init__(self) -> None:
+        self.replay: Callable[[Tensors], None] | None = None
+        self._results: Tensors = ()  # what they are like, of one element each
+
+    @staticmethod
+    def kind(given: Tensors) -> tuple[Hashable, ...] | None:
+        """Return which tensors are given, and of which dtypes; None while a graph is captured.
+
+        That one holds what inner graphs would do, not them.
+        """
+        if capturing(given[0].device):
+            return None
+        return tuple([None if t is None else t.dtype for t in given])
+
+    def run(self, function: Function, owner: Any, given: Tensors) -> Tensors:
+        """Return `function(owner, *given)`, by the graph once there is one."""
         given = tuple([None if t is None else _readable(t) for t in given])
         if not self._results:
-            found = function(*given)
+            found = function(owner, *given)
             self._results = tuple(
                 [None if t is None else t.new_empty(()).expand(t.shape) for t in found]
             )
             return found
         results = _like(self._results)
-        if self._replay is None:
-            self._replay = captured(function, given, results, self._device)
-        self._replay((*given, *results))
+        if self.replay is None:
+            self.replay = captured(partial(function, owner), given, results, given[0].device)
+        self.replay((*given, *results))
         return results
 
 

@@ -22,6 +22,7 @@ from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.later import Later
+from ring_attention_pytorch.runtime.replay import Replay
 from ring_attention_pytorch.runtime.rowwise import sum_of_products
 from ring_attention_pytorch.schedule.steps import Schedule
 
@@ -140,6 +141,8 @@ class Grads(NamedTuple):
 
     def samples(self, which: slice) -> "Grads":
         """Return the accumulators of some samples, in the same memory."""
+        if which == slice(None):
+            return self
         return Grads(*(total.samples(which) for total in self))
 
 
@@ -258,6 +261,27 @@ class Dependency(NamedTuple):
         return f"{command} --no-build-isolation" if self.built else command
 
 
+class Traits(NamedTuple):
+    """Traits of a kernel's calls, which decide nothing about whether it can do a case."""
+
+    preemptible: bool = False  # a backward call that has begun gives way to one of higher priority
+    square: bool = False  # of causal tiles it knows those whose diagonal begins at the top left
+    # merges by itself: for few tokens one call of all keys is faster than several
+    fuses_merge: bool = False
+    keys_first: bool = False  # backward makes dk and dv first, and leaves dq for `dq.later`
+    begins_early: bool = False  # forward begins before `KVBlock.coming` is there, where a GPU can
+    replay: Replay = Replay(graph=True)
+
+    def with_backward(self, other: "Traits") -> "Traits":
+        """Return the traits of the forward of this kernel with the backward of another."""
+        return other._replace(
+            square=self.square and other.square,
+            fuses_merge=self.fuses_merge and other.fuses_merge,
+            begins_early=self.begins_early,
+            replay=self.replay.both(other.replay),
+        )
+
+
 class Capabilities(NamedTuple):
     """Capabilities of a kernel. None is no limit."""
 
@@ -269,14 +293,7 @@ class Capabilities(NamedTuple):
     head_dim_multiple: int = 1  # head sizes must be multiples of it
     one_head_dim: bool = False  # d and d_v must be the same
     varlen: bool = False  # computes many tiles in a few calls: the first choice for documents
-    preemptible: bool = False  # a backward call that has begun gives way to one of higher priority
-    square: bool = False  # of causal tiles it knows those whose diagonal begins at the top left
-    # merges by itself: for few tokens one call of all keys is faster than several
-    fuses_merge: bool = False
-    keys_first: bool = False  # backward makes dk and dv first, and leaves dq for `dq.later`
-    begins_early: bool = False  # forward begins before `KVBlock.coming` is there, where a GPU can
-    # all that it does are PyTorch's operations and `opaque` functions, so a tape can hold its calls
-    taped: bool = False
+    traits: Traits = Traits()
     features: frozenset[str] = FEATURES
     package: Dependency | None = None
 
@@ -327,24 +344,12 @@ class Transport(Protocol):
         ...
 
     @property
-    def capturable(self) -> bool:
-        """Tell whether a CUDA graph can hold what the transport does."""
-        ...
-
-    @property
-    def taped(self) -> bool:
-        """Tell whether a tape can: all of it is on the current stream, and it waits for no host."""
+    def replay(self) -> Replay:
+        """What may replay all that the transport does."""
         ...
 
     def in_turn(self) -> Self:
         """Return the transport, letting nothing run beside a part: each is to be timed alone."""
-        ...
-
-    def follow_stream(self) -> Hashable:
-        """Let the current stream wait for calls on other streams that used shared memory.
-
-        Called before a graph is launched. Returns what is shared now.
-        """
         ...
 
     @property

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.runtime.graphs import has_graphs
 from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.streams import capturing, wait_side_streams
 from ring_attention_pytorch.schedule.pieces import KVShape
@@ -251,8 +252,8 @@ def watched(
     """Return `function(plan, *given)`; the plan keeps a record of it."""
     plan.records.pop(direction, None)
     with _Range(f"ring attention, {direction}", plan.device):
-        if plan.graphs is not None:
-            return plan.graphs.run(function, plan, *given)
+        if has_graphs(plan):
+            return plan.recordings.run(function, plan, *given)
         if plan.device.type == "cuda" and capturing(plan.device):
             return function(plan, *given)
         with Record(plan, direction) as record:

@@ -18,22 +18,17 @@ operations that tell Python what a tensor holds, unless they are within an `opaq
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from functools import wraps
-from types import FunctionType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, has_torch_function
 
+from ring_attention_pytorch.runtime.replay import Function, Tensors
 from ring_attention_pytorch.runtime.streams import capturing
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-Tensors = tuple[Tensor | Any, ...]  # or None, after the first
-Function = Callable[..., Tensors]
-
-_NEW, _ONCE = object(), object()  # what is known of a kind of calls at first
-_KINDS = 16  # kinds of calls whose tapes a plan keeps
 # operations that tell Python what tensors hold, and those of whose results it decides how long
 _READING = {
     *("__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "__iter__"),
@@ -105,78 +100,66 @@ def prepared(operation: Callable[..., Any]) -> Callable[[Callable[..., Any]], No
     return register
 
 
-class Tapes:
-    """The tapes of a plan or its swaps: one for each function, and for each kind of arguments."""
+class Tape:
+    """A tape of calls of one kind: made of the second and the third, if both do the same."""
+
+    memory = False
 
     def __init__(self) -> None:
-        # what is known of a kind: that it came once, a first recording, what replays it; or None,
-        # if no tape can be made
-        self._kept: dict[Hashable, Any] = {}
-        self._memory: Hashable = None  # what the tapes read and write beside what they are given
+        self.replay: Function | None = None
+        self._is_new, self._refused = True, False
+        self._before: _Recorder | None = None
 
-    def run(
-        self, function: Function, plan: Any, *given: Tensor | None, memory: Hashable = None
-    ) -> Any:
-        """Return `function(plan, *given)`, by a tape once there is one.
+    @staticmethod
+    def kind(given: Tensors) -> tuple[Hashable, ...] | None:
+        """Return strides and alignment of tensors, which of them are the same one, and a mode.
 
-        All that the function decides must depend on the plan and on what a kind has: strides and
-        alignment of tensors that are otherwise always alike, which of them are the same one, and
-        global settings. With other shared `memory` than before, tapes are made anew.
+        None where operations are not what they seem: traced, captured, of other tensors.
         """
-        if _watched(given):
-            return function(plan, *given)
-        if memory != self._memory:
-            self._kept.clear()
-            self._memory = memory
+        if (
+            torch.compiler.is_compiling()
+            or (given[0].is_cuda and capturing(given[0].device))
+            or torch._C._are_functorch_transforms_active()
+            or torch._C._len_torch_dispatch_stack() > 0
+            or has_torch_function(given)
+        ):
+            return None
         ids = [*map(id, given)]
-        kind = (
-            function,
-            torch._C._get_deterministic_algorithms(),
+        return (
             torch.is_inference_mode_enabled(),
-            torch._C._get_float32_matmul_precision(),
             *map(ids.index, ids),
             *[None if t is None else (t.stride(), t.data_ptr() & 15) for t in given],
         )
-        known = self._kept.get(kind, _NEW)
-        if type(known) is FunctionType:
-            return _replayed(known, given)
-        if known is None:
-            return function(plan, *given)
-        if known is _NEW:  # many plans are for one call
-            if len(self._kept) >= _KINDS:
-                self._kept.clear()
-            self._kept[kind] = _ONCE
-            return function(plan, *given)
+
+    def run(self, function: Function, owner: Any, given: Tensors) -> Tensors:
+        """Return `function(owner, *given)`, by the tape once there is one.
+
+        It runs as what it was made of ran, whatever autocast is on and device is current.
+        """
+        if self.replay is None:
+            return self._recorded(function, owner, given)
+        first = given[0]
+        elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
+        if not (elsewhere or torch._C._is_any_autocast_enabled()):
+            return self.replay(*given)
+        with torch.autocast(first.device.type, enabled=False), torch.cuda.device_of(first):
+            return self.replay(*given)
+
+    def _recorded(self, function: Function, owner: Any, given: Tensors) -> Tensors:
+        """Return `function(owner, *given)`, and record it, if it is not the first."""
+        if self._is_new or self._refused:  # many plans are for one call
+            self._is_new = False
+            return function(owner, *given)
         recorder = _Recorder(given)
-        results = recorder.run(function, plan)
-        if recorder.refused:
-            self._kept[kind] = None
-        elif known is _ONCE:
-            self._kept[kind] = recorder
+        results = recorder.run(function, owner)
+        first, self._before = self._before, None
+        if recorder.refused or not (first is None or recorder.agrees(first)):
+            self._refused = True
+        elif first is None:
+            self._before = recorder
         else:
-            self._kept[kind] = recorder.replay() if recorder.agrees(known) else None
+            self.replay = recorder.replay()
         return results
-
-
-def _replayed(replay: Function, given: Tensors) -> Tensors:
-    """Run a tape as what it was made of ran, whatever autocast is on and device is current."""
-    first = given[0]
-    elsewhere = first.is_cuda and first.get_device() != torch.cuda.current_device()
-    if not (elsewhere or torch._C._is_any_autocast_enabled()):
-        return replay(*given)
-    with torch.autocast(first.device.type, enabled=False), torch.cuda.device_of(first):
-        return replay(*given)
-
-
-def _watched(given: Tensors) -> bool:
-    """Tell whether operations are not what they seem: traced, captured, of other tensors."""
-    return (
-        torch.compiler.is_compiling()
-        or (given[0].is_cuda and capturing(given[0].device))
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or has_torch_function(given)
-    )
 
 
 class _Line(NamedTuple):

@@ -4,7 +4,7 @@ from tests.faults.mutant import Mutant
 
 ATTENTION = [
     Mutant(
-        "sinks of other heads", "functional.py:by_plan", "sinks[plan.ulysses.heads]",
+        "sinks of other heads", "attention.py:attention", "sinks[swap.heads]",
         "sinks[: q.shape[2]]",
     ),
     Mutant(
@@ -182,7 +182,7 @@ COMPILED = [
         "return grad.clone() if overload else grad",
     ),
     Mutant(
-        "CUDA graphs hold messages", "operators.py:_of", "operator.default if plan.capturable",
+        "CUDA graphs hold messages", "operators.py:_of", "operator.default if plan.replay.graph",
         "operator.default if True",
     ),
     Mutant("a plan is exported", "operators.py:attention", "refuse_export()", "pass"),

@@ -15,6 +15,7 @@ from docs.write_compile import PAGE_AT
 from ring_attention_pytorch import RingAttention, RingPlan, operators, ring_attn, shard_batch
 from ring_attention_pytorch.operators import SAVED
 from ring_attention_pytorch.runtime import handles
+from ring_attention_pytorch.runtime.replay import ALWAYS
 from tests.support import threads
 from tests.support.compile_cases import LENGTHS, ROWS, measured
 
@@ -193,7 +194,7 @@ def test_what_travels_in_messages_is_left_out_of_cuda_graphs():
     for op in (ops.forward, ops.backward, ops.total):
         assert torch.Tag.cudagraph_unsafe in op.messages.tags
         assert torch.Tag.cudagraph_unsafe not in op.default.tags
-        assert operators._of(SimpleNamespace(capturable=True), op) is op.default
+        assert operators._of(SimpleNamespace(replay=ALWAYS), op) is op.default
 
 
 def kept_by(context):

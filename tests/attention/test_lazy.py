@@ -80,13 +80,13 @@ def test_a_swap_of_heads_is_given_what_its_graph_may_read() -> None:
     swap = RingPlan.make(*[torch.randn(1, 4, 2, 4)] * 3, group=Ring.alone())
     way = replace(QKV_TO_HEADS)
 
-    class Graphs:
+    class Recorded:
         def run(self, way: object, ranks: object, *tensors: Tensor) -> tuple[Tensor, ...]:
             given.extend(tensors)
             return tensors
 
     ranks = object.__new__(Ulysses)
-    for name, value in dict(graphs=Graphs(), together=swap.ring, number=0).items():
+    for name, value in dict(recordings=Recorded(), together=swap.ring, number=0).items():
         object.__setattr__(ranks, name, value)
     x = [make(torch.randn(1, 4, 2, 4)) for make in (negative, unwaited, torch.clone)]
     Ulysses.exchange(ranks, way, *x)

@@ -136,9 +136,8 @@ ATTENTION = [
         "self.space.follow_stream() return", "return",
     ),
     Mutant(
-        "messages are captured", "comm/carry_out.py:Carrier.capturable",
-        "return not self.schedule.forward.transfers",
-        "return True",
+        "messages are captured", "comm/carry_out.py:Carrier.replay",
+        "NEVER if self.schedule.forward.transfers else ALWAYS", "ALWAYS",
     ),
     Mutant(
         "a gradient hop dropped", "comm/send_recv.py:_Call.wait",

@@ -65,7 +65,9 @@ def begin_early(patch: pytest.MonkeyPatch) -> list[bool]:
         whole(q, keys, *more)
 
     patch.setattr(eager, "forward", forward)
-    patch.setattr(eager, "CAN", eager.CAN._replace(begins_early=True))
+    patch.setattr(
+        eager, "CAN", eager.CAN._replace(traits=eager.CAN.traits._replace(begins_early=True))
+    )
     patch.setattr(gather_serial, "can_begin_early", lambda device: True)
     patch.setattr(threads.ThreadShelf, "to_read", lambda shelf: shelf, raising=False)
     patch.setattr(visits, "table_of_copies", lambda shelf, room, parts, here: (parts, here))

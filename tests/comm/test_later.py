@@ -57,7 +57,9 @@ def leave_dq(patch: pytest.MonkeyPatch) -> None:
         rest() if grads.dq.later is None else grads.dq.later.append(rest)
 
     patch.setattr(eager, "backward", backward)
-    patch.setattr(eager, "CAN", eager.CAN._replace(keys_first=True))
+    patch.setattr(
+        eager, "CAN", eager.CAN._replace(traits=eager.CAN.traits._replace(keys_first=True))
+    )
 
 
 def what_is_left_is_in_the_gradients(patch: pytest.MonkeyPatch) -> None:
@@ -246,7 +248,9 @@ def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
         return found
 
     leave_dq(patch)
-    patch.setattr(eager, "CAN", eager.CAN._replace(begins_early=True))
+    patch.setattr(
+        eager, "CAN", eager.CAN._replace(traits=eager.CAN.traits._replace(begins_early=True))
+    )
     patch.setattr(gather_serial, "can_begin_early", lambda device: True)
     patch.setattr(transports, "shared_by", threads.shared_by)
     patch.setattr(prepare, "launches_decide", lambda *_: False)

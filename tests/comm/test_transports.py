@@ -42,7 +42,8 @@ from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime import streams
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
-from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock
+from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, Traits
+from ring_attention_pytorch.runtime.replay import NEVER
 from ring_attention_pytorch.schedule import policy
 from ring_attention_pytorch.schedule.hardware import H200
 from ring_attention_pytorch.schedule.pieces import (
@@ -771,7 +772,7 @@ def short_documents_get_a_kernel_of_their_own(patch: pytest.MonkeyPatch) -> None
     """Unless one is named, documents are long, or query heads share no keys; on one rank, too."""
 
     def short(case: KernelRequest) -> SelectedKernel:
-        return choose("eager", case)._replace(name="short", fuses_merge=True)
+        return choose("eager", case)._replace(name="short", traits=Traits(fuses_merge=True))
 
     def main(ring: threads.ThreadRing) -> list[tuple[str, bool]]:
         q, k = torch.empty(2, 1024, 4, 8), torch.empty(2, 1024, 2, 8)
@@ -868,7 +869,10 @@ def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(policy, "_SMALL", -1)
     for overtaken in (False, True):
         plan_cache.forget()
-        few, made = (SimpleNamespace(overtaken=on, ring=Ring.alone()) for on in (False, overtaken))
+        few, made = (
+            SimpleNamespace(overtaken=on, ring=Ring.alone(), replay=NEVER)
+            for on in (False, overtaken)
+        )
         patch.setattr(prepare, "make_transport", lambda *_, made=made: made)
         patch.setattr(prepare, "make_together", lambda *_, few=few: few)
         assert RingPlan.make(q, q, q, causal=True).chosen.concurrent == overtaken

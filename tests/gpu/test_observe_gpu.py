@@ -46,7 +46,7 @@ def observed(tokens: int, transport: str) -> str:
 def in_graphs() -> None:
     q = torch.randn(1, 512, 8, 64, device="cuda", dtype=torch.bfloat16)
     plan = RingPlan.make(q, q, q, causal=True, transport="gather")
-    if not plan.capturable:
+    if not plan.replay.graph:
         return
     plan = plan.in_graphs()
     with observe():

@@ -28,9 +28,10 @@ from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer, shared
 from ring_attention_pytorch.kernels import _flash, refusal
 from ring_attention_pytorch.plan import plan_cache
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime.graphs import has_graphs
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.streams import side_stream
-from ring_attention_pytorch.runtime.tape import Tapes
+from ring_attention_pytorch.runtime.tape import Tape
 from tests.support.ranks import gpu_ranks
 from tests.support.reference import dense_attention, relative_error
 from tests.support.torchrun import join_ranks, under_torchrun
@@ -171,7 +172,7 @@ def delays() -> Iterator[None]:
             # a kernel that begins early comes right after it
             mock.patch.object(visits, "pull", late(visits.pull, after=False)),
             mock.patch.object(visits, "add_up", late(visits.add_up)),
-            mock.patch.object(Tapes, "run", _untaped),  # which know nothing of what is late
+            mock.patch.object(Tape, "run", _untaped),  # which know nothing of what is late
         ):
             yield
     finally:
@@ -184,7 +185,7 @@ def delays() -> Iterator[None]:
 
 
 def _untaped(
-    _: Tapes, function: Callable, plan: RingPlan, *given: object, **how: object
+    _: Tape, function: Callable, plan: RingPlan, given: tuple[object, ...]
 ) -> tuple[Tensor | None, ...]:
     return function(plan, *given)
 
@@ -210,7 +211,7 @@ def replayed(run: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
 
 def in_graphs(plan: RingPlan) -> RingPlan:
     """The plan itself where there can be no graphs, which it says."""
-    if plan.transport.capturable:
+    if plan.replay.graph:
         return plan.in_graphs()
     with pytest.raises(ValueError, match="memory that GPUs share"):
         plan.in_graphs()
@@ -251,8 +252,8 @@ def one(
         replay = replay or replayed(run)
         want = first.setdefault(id(way.transport), got)  # few tokens' graphs have another
         assert all(torch.equal(a, b) for a, b in zip(want, got)), (how, turn, "not repeated")
-    tapes = [known for known in plan.tapes._kept.values() if hasattr(known, "source")]
-    assert bool(tapes) == plan.transport.taped, "what can be taped is"
+    kept = [] if plan.recordings is None else plan.recordings._kept.values()
+    assert any(known.replay for known in kept) == plan.transport.replay.tape, "what can be taped is"
     with delays():
         for turn in range(6):
             way = (plan, captured)[turn % 2]
@@ -495,7 +496,7 @@ def models_replay(kernels: list[str]) -> None:
             worst = max(map(relative_error, *found[::-1]))
             assert worst < BOUNDS[torch.bfloat16], (kernel, length, "replayed in a model", worst)
         plans = [plan for attn, _ in replays.layers for plan in attn.kept.values()]
-        assert all(plan.graphs is not None for plan in plans), "nothing was captured"
+        assert all(map(has_graphs, plans)), "nothing was captured"
 
 
 def speeds() -> str:

@@ -24,8 +24,9 @@ from ring_attention_pytorch.kernels._varlen import packs
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import Tiles
+from ring_attention_pytorch.runtime.replay import Recordings
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.runtime.tape import Tapes
+from ring_attention_pytorch.runtime.tape import Tape
 from tests.support import threads
 from tests.support.cases import TOLERANCES, Attention, check_symmetric, results
 from tests.support.features import FEATURES, LAYOUTS, Problem, refusal, together
@@ -425,7 +426,7 @@ def test_tapes_repeat_what_flash_attn_4_launches_and_not_its_python(monkeypatch)
     def function(_: object, q: Tensor) -> tuple[Tensor, ...]:
         return flash_attn_4._attend(q, out=torch.empty(q.shape))
 
-    tapes = Tapes()
+    tapes = Recordings(Tape)
     for _ in range(6):
         q = torch.randn(5)
         out, room = tapes.run(function, None, q)

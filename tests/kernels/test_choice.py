@@ -26,7 +26,8 @@ from ring_attention_pytorch.kernels import (
     triton,
 )
 from ring_attention_pytorch.plan.prepare import _with_calls_of
-from ring_attention_pytorch.runtime.interfaces import FEATURES, KernelRequest
+from ring_attention_pytorch.runtime.interfaces import FEATURES, KernelRequest, Traits
+from ring_attention_pytorch.runtime.replay import ALWAYS, Replay
 from ring_attention_pytorch.schedule.hardware import H200
 
 HOPPER = KernelRequest("cuda", torch.bfloat16, d=128, d_v=128, capability=(9, 0))
@@ -170,8 +171,10 @@ def test_one_forward_and_anothers_backward(installed):
         pair = choose("triton+flash-attn", case)
         assert pair == SelectedKernel(
             f"triton+{other}", triton.forward, backward.backward,
-            preemptible=case is HOPPER, fuses_merge=False, taped=case is HOPPER, square=False,
-            keys_first=False, begins_early=True,
+            Traits(
+                preemptible=case is HOPPER, begins_early=True,
+                replay=ALWAYS if case is HOPPER else Replay(graph=True),
+            ),
         )  # fmt: skip
     with pytest.raises(ValueError, match=r"got 'triton[+]flash-attn[+]eager'"):
         choose("triton+flash-attn+eager", HOPPER)
@@ -249,8 +252,8 @@ def test_kernels_merge_if_both_ways_do_make_keys_first_if_backward_does_begin_ea
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q = torch.randn(1, 6, 2, 8)
     kernel = choose(name, KernelRequest.of(q, q))
-    assert (kernel.fuses_merge, kernel.keys_first) == (merges, keys_first)
-    assert kernel.begins_early == begins_early
+    assert (kernel.traits.fuses_merge, kernel.traits.keys_first) == (merges, keys_first)
+    assert kernel.traits.begins_early == begins_early
     machine = _with_calls_of(kernel, H200)
     assert (machine.one_call, machine.keys_first) == (merges, keys_first)
 

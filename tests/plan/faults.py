@@ -21,7 +21,7 @@ ATTENTION = [
     ),
     Mutant(
         "all kernels are said to leave dq for later", "plan/explain.py:_meanwhile",
-        "plan.kernel.keys_first and", "",
+        "plan.kernel.traits.keys_first and", "",
     ),
     Mutant(
         "all samples have the first one's documents", "plan/masks.py:by_sample",

@@ -41,10 +41,12 @@ def step(plan: RingPlan, given: list[Tensor], **more: Tensor) -> list[Tensor]:
 
 def replays(plan: RingPlan, given: list[Tensor], **more: Tensor) -> list[Tensor]:
     """Do a step, by the tapes that there are."""
-    known = dict(plan.tapes._kept)
-    assert all(hasattr(tape, "source") for tape in known.values())
+    known = [tape.replay for tape in plan.recordings._kept.values()]
+    assert all(known)
     found = step(plan, given, **more)
-    assert plan.tapes._kept == known  # what is recorded comes in the place of another
+    assert [
+        tape.replay for tape in plan.recordings._kept.values()
+    ] == known  # what is recorded comes in the place of another
     return found
 
 
@@ -67,7 +69,7 @@ def test_without_gradients_only_forward_is_warm() -> None:
     with torch.no_grad():
         plan = RingPlan.make(*shards(), causal=True)
         plan.warm_up()
-    assert [kind[0].__name__ for kind in plan.tapes._kept] == ["forward"]
+    assert [kind[0].__name__ for kind in plan.recordings._kept] == ["forward"]
 
 
 def test_ranks_warm_up_together_and_are_told_what_is_wrong_with_one() -> None:
@@ -164,13 +166,13 @@ def test_what_is_compiled_ahead_is_no_first_call(monkeypatch: pytest.MonkeyPatch
 def what_is_anything_is_no_anomaly(patch: pytest.MonkeyPatch) -> None:
     """Results of kernels that are held back may well be NaN."""
     patch.setattr(warm_up, "_launches_ours", lambda plan: True)
-    attend, given = warm_up.by_plan, shards()
+    attend, given = warm_up.attention, shards()
 
     def spoiled(plan: RingPlan, *of: Any) -> tuple[Tensor, Any]:
         out, lse = attend(plan, *of)
         return out * (torch.nan if launches._thread.held is not None else 1.0), lse
 
-    patch.setattr(warm_up, "by_plan", spoiled)
+    patch.setattr(warm_up, "attention", spoiled)
     with torch.autograd.set_detect_anomaly(True):
         RingPlan.make(*given, causal=True).warm_up()
 

@@ -26,7 +26,7 @@ BELOW["attention"] = {*BELOW} - {"comm", "ranks"}
 BELOW["operators"] = {*BELOW} - {"second_order"}
 BELOW["tensor_kinds"] = {*BELOW} - {"attention", "second_order", "operators"}
 BELOW["functional"] = BELOW["decoding"] = {*BELOW}
-BELOW["warm_up"] = {"functional", "plan", "ranks", "runtime"}
+BELOW["warm_up"] = {"attention", "plan", "ranks", "runtime"}
 BELOW["inference"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["decoding"] = BELOW["functional"] | {"inference"}
 BELOW["nn"] = {*BELOW} - {"decoding", "second_order"}

@@ -148,7 +148,7 @@ ATTENTION = [
         "into=results)", "into=None)",
     ),
     Mutant(
-        "a layer's results become the next one's", "runtime/graphs.py:_Graph.run",
+        "a layer's results become the next one's", "runtime/graphs.py:Graph.run",
         "_like(self._results)", "self.__dict__.setdefault('made', _like(self._results))",
     ),
     Mutant(
@@ -240,21 +240,20 @@ ATTENTION = [
         ", out=into)", ")",
     ),
     Mutant(
-        "a replay does not wait for those before", "runtime/graphs.py:Graphs._follow_streams",
+        "a replay does not wait for those before", "runtime/replay.py:Recordings._follow_last",
         "current.wait_stream(self._last)", "pass",
     ),
     Mutant(
-        "graphs of memory that is left", "runtime/graphs.py:Graphs._follow_streams",
-        "self._kept.clear()",
-        "",
+        "graphs of memory that is left", "runtime/replay.py:Recordings.run",
+        "if memory != self._memory:", "if False:",
     ),
     Mutant(
-        "one graph whatever is given", "runtime/graphs.py:Graphs.run",
-        ", *(None if t is None else t.dtype for t in given)", "",
+        "one graph whatever is given", "runtime/graphs.py:Graph.kind",
+        "tuple([None if t is None else t.dtype for t in given])", "()",
     ),
     Mutant(
-        "what is made once is made in a graph", "runtime/graphs.py:_Graph.run",
-        "found = function(*given)", "found = _like(given)",
+        "what is made once is made in a graph", "runtime/graphs.py:Graph.run",
+        "found = function(owner, *given)", "found = _like(given)",
     ),
     Mutant(
         "one table for whatever is swapped", "comm/all_to_all.py:SharedSwap.swap",
@@ -274,11 +273,11 @@ ATTENTION = [
     ),
     Mutant(
         "graphs leave out what swaps heads", "runtime/graphs.py:with_graphs",
-        "plan.ulysses.in_graphs(plan.device)", "plan.ulysses",
+        "_recorded(replace(swap), swap.by.replay)", "swap",
     ),
     Mutant(
-        "a graph holds messages between neighbours", "comm/ulysses.py:Ulysses.in_graphs",
-        "or not self.by.taped", "",
+        "a graph holds messages between neighbours", "runtime/graphs.py:with_graphs",
+        "swap.by.replay.graph and", "",
     ),
     Mutant(
         "a graph sums gradients of repeated heads elsewhere", "comm/ulysses.py:_summed",
@@ -289,8 +288,9 @@ ATTENTION = [
         "if place is None or sums else place", "",
     ),
     Mutant(
-        "a plan that was replaced keeps graphs", "runtime/graphs.py:with_graphs",
-        "object.__setattr__(found, ", "type.__setattr__(type(found), ",
+        "a plan that was replaced keeps graphs", "runtime/graphs.py:_recorded",
+        "Recordings(Graph, replay.follow)",
+        "vars(owner.ring).setdefault('kept', Recordings(Graph, replay.follow))",
     ),
     Mutant(
         "graphs of one batch's mask are another's", "plan/plan_cache.py:GraphCache.in_place_of",
@@ -337,7 +337,7 @@ ATTENTION = [
     ),
     Mutant(
         "calls overlap of what merges by itself", "runtime/graphs.py:with_graphs",
-        "plan.transport if plan.kernel.fuses_merge else", "",
+        "plan.transport if merges else", "",
     ),
     Mutant(
         "no delta", "runtime/interfaces.py:Residuals.delta",
@@ -460,11 +460,11 @@ SECOND_ORDER = [
 
 KEPT = [
     Mutant(
-        "any kernel is taped", "plan/ring_plan.py:RingPlan.can_be_taped",
-        "self.kernel.taped and", "",
+        "any kernel is taped", "plan/ring_plan.py:RingPlan.__post_init__",
+        ".both(self.kernel.traits.replay)", "",
     ),
     Mutant(
-        "tapes read memory that was outgrown", "runtime/tape.py:Tapes.run",
+        "tapes read memory that was outgrown", "runtime/replay.py:Recordings.run",
         "if memory != self._memory:", "if False:",
     ),
     Mutant(
@@ -473,11 +473,11 @@ KEPT = [
         "return self.space.swaps", "return None",
     ),
     Mutant(
-        "a tape of what differs each time", "runtime/tape.py:Tapes.run",
-        "recorder.replay() if recorder.agrees(known) else None", "recorder.replay()",
+        "a tape of what differs each time", "runtime/tape.py:Tape._recorded",
+        "or not (first is None or recorder.agrees(first))", "",
     ),
     Mutant(
-        "deterministic algorithms take any tape", "runtime/tape.py:Tapes.run",
+        "deterministic algorithms take any tape", "runtime/replay.py:Recordings.run",
         "torch._C._get_deterministic_algorithms(),", "",
     ),
     Mutant(
@@ -485,7 +485,7 @@ KEPT = [
         "number in self.views or _same(a, b)", "True",
     ),
     Mutant(
-        "tensors laid out otherwise take the same tape", "runtime/tape.py:Tapes.run",
+        "tensors laid out otherwise take the same tape", "runtime/tape.py:Tape.kind",
         "(t.stride(), t.data_ptr() & 15)", "True",
     ),
     Mutant(
@@ -497,7 +497,7 @@ KEPT = [
         "owner.compile_cache = cache\n", "pass\n",
     ),
     Mutant(
-        "a tensor given twice is two", "runtime/tape.py:Tapes.run", "*map(ids.index, ids),", "",
+        "a tensor given twice is two", "runtime/tape.py:Tape.kind", "*map(ids.index, ids),", "",
     ),
     Mutant(
         "prepared launches take tensors by address", "runtime/launches.py:_slot",
@@ -517,7 +517,7 @@ KEPT = [
         "self.refused = True", "pass",
     ),
     Mutant(
-        "a tape runs under autocast", "runtime/tape.py:_replayed",
+        "a tape runs under autocast", "runtime/tape.py:Tape.run",
         "if not (elsewhere or torch._C._is_any_autocast_enabled()):", "if True:",
     ),
     Mutant(

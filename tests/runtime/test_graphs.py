@@ -25,8 +25,10 @@ from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.plan import explain, plan_cache
 from ring_attention_pytorch.plan.plan_cache import GraphCache
 from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.runtime import graphs, streams
-from ring_attention_pytorch.runtime.graphs import Graphs, with_graphs
+from ring_attention_pytorch.runtime import graphs, replay, streams
+from ring_attention_pytorch.runtime.graphs import Graph, has_graphs, with_graphs
+from ring_attention_pytorch.runtime.interfaces import Traits
+from ring_attention_pytorch.runtime.replay import Recordings
 from ring_attention_pytorch.schedule.cost import Cost
 from tests.runtime.test_streams import Machine, Stream, stood_in
 from tests.support import threads
@@ -49,7 +51,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     """Graphs work on the CPU from now on."""
     patch.setattr(graphs, "captured", again)
     patch.setattr(graphs, "capturing", lambda device: False)
-    patch.setattr(graphs, "current_stream", lambda device: None)
+    patch.setattr(replay, "current_stream", lambda device: None)
     patch.setattr(graphs, "can_be_set", lambda: True)
 
 
@@ -187,8 +189,8 @@ def test_layers_that_share_graphs_get_what_is_theirs(on_cpu, overtaken):
         for layer, (mine, expected) in enumerate(zip(got, want)):
             for a, b in zip(mine, expected):
                 assert torch.equal(a, b), f"layer {layer}"
-        assert all(graph._replay for graph in captured.graphs._kept.values())
-        assert len(captured.graphs._kept) == 3  # two of them backward
+        assert all(graph.replay for graph in captured.recordings._kept.values())
+        assert len(captured.recordings._kept) == 3  # two of them backward
 
     threads.run(3, main)
 
@@ -212,13 +214,14 @@ def swaps_are_captured(ulysses: int) -> None:
         )  # fmt: skip
         plan = over_shared_memory(plan, [q, k, v], ring, 9)
         captured = with_graphs(plan)
-        assert plan.ulysses.graphs is None
+        assert not has_graphs(plan.ulysses)
         for layer in layers:
             for a, b in zip(plain(captured, *layer), plain(plan, *layer), strict=True):
                 assert torch.equal(a, b)
-        kept = captured.ulysses.graphs._kept
+        assert has_graphs(captured.ulysses)
+        kept = captured.ulysses.recordings._kept
         assert len(kept) == 4
-        assert all(graph._replay for graph in kept.values())
+        assert all(graph.replay for graph in kept.values())
 
     threads.run(4, main)
 
@@ -235,7 +238,7 @@ def messages_between_neighbours_are_no_graphs() -> None:
         q = torch.randn(1, 4, 4, 8)
         plan = RingPlan.make(q, q, q, causal=True, group=ring, ulysses=2)
         captured = with_graphs(plan)
-        assert captured.ulysses.graphs is None
+        assert not has_graphs(captured.ulysses)
 
     threads.run(2, main)
 
@@ -254,7 +257,7 @@ def test_the_first_call_goes_as_ever_and_the_second_is_captured(on_cpu, monkeypa
         told.append("run")
         return plan * x, nothing
 
-    kept = Graphs(CPU, lambda: told.append("followed"))
+    kept = Recordings(Graph, lambda: told.append("followed"))
     for i in range(4):
         x = torch.full((2,), float(i), requires_grad=True)
         result, nothing = kept.run(twice, 2, x.detach(), None)
@@ -275,7 +278,7 @@ def tensors_are_read_where_they_are(patch: pytest.MonkeyPatch) -> None:
         read.append((x.stride(), x.data_ptr()))
         return (x + 1,)
 
-    kept, buffer, results = Graphs(CPU, lambda: None), torch.arange(32.0), []
+    kept, buffer, results = Recordings(Graph), torch.arange(32.0), []
     aligned, apart = (buffer[-buffer.data_ptr() // 4 % 8 + at :][:12].view(3, 4) for at in (0, 4))
     for x, as_it_is in ((aligned, True), (aligned.t().contiguous().t(), False), (apart, False)):
         for _ in range(2):
@@ -301,7 +304,8 @@ def another_plan_has_no_graphs_of_this_one() -> None:
     for _ in range(3):
         ring_attn(q, q, q, plan=plan)
     other = replace(plan, key_mask=torch.tensor([[True, False, True, True]]))
-    assert not torch.equal(ring_attn(q, q, q, plan=other), ring_attn(q, q, q, plan=plan))
+    for each in (other, with_graphs(other)):
+        assert not torch.equal(ring_attn(q, q, q, plan=each), ring_attn(q, q, q, plan=plan))
 
 
 def test_another_plan_has_no_graphs_of_this_one(on_cpu):
@@ -311,10 +315,10 @@ def test_another_plan_has_no_graphs_of_this_one(on_cpu):
 @pytest.mark.parametrize("what", ["memory", "determinism", "precision"])
 def test_graphs_of_other_memory_or_other_kernels_are_not_replayed(on_cpu, monkeypatch, what):
     shared, deterministic, precision, turns = [1], [False], ["highest"], []
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic[0])
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision[0])
+    monkeypatch.setattr(torch._C, "_get_deterministic_algorithms", lambda: deterministic[0])
+    monkeypatch.setattr(torch._C, "_get_float32_matmul_precision", lambda: precision[0])
     monkeypatch.setattr(graphs, "captured", lambda *a: turns.append(turn) or again(*a))
-    kept = Graphs(CPU, lambda: tuple(shared))
+    kept = Recordings(Graph, lambda: tuple(shared))
     for turn in range(6):
         if turn == 3:
             dict(memory=shared, determinism=deterministic, precision=precision)[what][0] = 2
@@ -325,7 +329,7 @@ def test_graphs_of_other_memory_or_other_kernels_are_not_replayed(on_cpu, monkey
 
 def test_copies_of_graphs_are_none(on_cpu):
     """Be it a deep copy, as of a module, or a pickle: a graph is of this process's memory."""
-    kept, x = Graphs(CPU, list), torch.ones(2)
+    kept, x = Recordings(Graph, list), torch.ones(2)
     for _ in range(2):
         kept.run(more, None, x)
     for other in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
@@ -334,7 +338,7 @@ def test_copies_of_graphs_are_none(on_cpu):
 
 
 def test_in_inference_mode_there_are_graphs_too(on_cpu):
-    kept = Graphs(CPU, lambda: None)
+    kept = Recordings(Graph)
     with torch.inference_mode():
         x = torch.zeros(2)
         for turn in range(4):
@@ -357,7 +361,7 @@ def test_what_fails_is_not_taken_for_captured(on_cpu):
             raise ValueError("no")
         return (x + 1,)
 
-    kept = Graphs(CPU, lambda: None)
+    kept = Recordings(Graph)
     with pytest.raises(ValueError, match="no"):
         kept.run(fails, None, torch.full((2,), -1.0))
     for i in range(3):
@@ -386,9 +390,10 @@ def test_observed_calls_are_replayed_too(monkeypatch):
 
 def test_while_a_graph_is_captured_there_is_no_replay(on_cpu, monkeypatch):
     monkeypatch.setattr(graphs, "capturing", lambda device: True)
-    kept = Graphs(CPU, lambda: pytest.fail("a replay"))
+    kept = Recordings(Graph)
     for _ in range(3):
         assert kept.run(more, None, torch.ones(1))[0].item() == 2
+    assert not kept._kept
 
 
 def replays_wait_for_those_before(machine: Machine, patch: pytest.MonkeyPatch) -> None:
@@ -398,7 +403,7 @@ def replays_wait_for_those_before(machine: Machine, patch: pytest.MonkeyPatch) -
                   raising=False)  # fmt: skip
     patch.setattr(graphs, "capturing", lambda device: False)
     here, there = machine.stream, Stream(GPU)
-    kept = Graphs(GPU, lambda: None)
+    kept = Recordings(Graph)
     for stream, name in ((here, "a"), (here, "b"), (there, "c"), (here, "d")):
         machine.set_stream(stream)
         kept.run(more, None, torch.ones(1))
@@ -416,16 +421,16 @@ def test_layers_that_drop_otherwise_have_graphs_of_their_own(new_driver):
     plan = RingPlan.make(q, q, q, kernel="eager", dropout=0.5, dropout_seed=1)
     plan = replace(plan, device=GPU).in_graphs()
     layer = plan.for_layer(1)
-    assert layer.graphs is not None
-    assert layer.graphs is not plan.graphs
-    assert plan.for_layer(2).graphs is not layer.graphs
+    assert has_graphs(layer)
+    assert layer.recordings is not plan.recordings
+    assert plan.for_layer(2).recordings is not layer.recordings
     assert plan.for_layer(1) is layer  # or it would never be replayed
 
 
 def test_layers_that_drop_nothing_share_theirs(new_driver):
     q = torch.zeros(1, 4, 2, 8)
     plan = replace(RingPlan.make(q, q, q, kernel="eager"), device=GPU).in_graphs()
-    assert plan.for_layer(1).graphs is plan.graphs
+    assert plan.for_layer(1).recordings is plan.recordings
     assert explain_plan(plan).splitlines()[0].endswith("kernel eager, in CUDA graphs")
 
 
@@ -438,7 +443,7 @@ def test_what_a_graph_holds_overlaps(new_driver):
     two = replace(plan, chosen=plan.chosen._replace(overlapped=other))
     assert two.in_graphs().transport is two.in_graphs().in_graphs().transport is other
     assert not two.in_graphs()._shared.calls
-    merging = replace(two, kernel=plan.kernel._replace(fuses_merge=True))
+    merging = replace(two, kernel=plan.kernel._replace(traits=Traits(fuses_merge=True)))
     assert merging.in_graphs().transport is plan.in_graphs().transport is plan.transport
 
 
@@ -460,7 +465,7 @@ def older_drivers_are_refused(patch: pytest.MonkeyPatch) -> None:
     plan = replace(RingPlan.make(q, q, q, kernel="eager"), device=GPU)
     slow = explain.Prediction(Cost(1e-6, 1e-6, 1e-6, received=0, calls=1), swaps=0.0, host=1.0)
     patch.setattr(graphs, "can_be_set", lambda: True)
-    assert plan.in_graphs().graphs is not None
+    assert has_graphs(plan.in_graphs())
     assert explain._of_host(plan, slow)[0].endswith("; in_graphs() spares that")
     patch.setattr(graphs, "can_be_set", lambda: False)
     assert "in_graphs" not in explain._of_host(plan, slow)[0]
@@ -468,7 +473,7 @@ def older_drivers_are_refused(patch: pytest.MonkeyPatch) -> None:
         plan.in_graphs()
     kept = GraphCache()
     assert all(kept.in_place_of(plan) is plan for _ in range(3))
-    assert plan.capturable  # as a whole, by whoever does
+    assert plan.replay.graph  # as a whole, by whoever does
 
 
 def test_older_drivers_are_refused(monkeypatch):
@@ -489,7 +494,7 @@ def modules_graphs_on_cpu(patch: pytest.MonkeyPatch) -> list[None]:
     captures: list[None] = []
     stand_in(patch)
     patch.setattr(RingPlan, "in_graphs", with_graphs)
-    no_messages = lambda plan: None if plan.transport.capturable else "messages"  # noqa: E731
+    no_messages = lambda plan: None if plan.transport.replay.graph else "messages"  # noqa: E731
     patch.setattr(plan_cache, "graphs_refusal", no_messages)
     patch.setattr(graphs, "captured", lambda *a: captures.append(None) or again(*a))
     return captures
@@ -552,7 +557,7 @@ def test_a_layer_by_itself_has_graphs_too(monkeypatch):
         torch.testing.assert_close(attn(x), want(x))
         torch.testing.assert_close(attn(x, context=context), want(x, context=context))
     assert len(captures) == 2
-    assert attn.plan(torch.randn(1, 5, 16)).graphs is not None
+    assert has_graphs(attn.plan(torch.randn(1, 5, 16)))
 
 
 def others_lengths_make_another_kind(patch: pytest.MonkeyPatch) -> None:

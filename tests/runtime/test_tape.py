@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.kernels import sdpa
 from ring_attention_pytorch.plan import plan_cache
-from ring_attention_pytorch.runtime import tape
-from ring_attention_pytorch.runtime.tape import Tapes, opaque
+from ring_attention_pytorch.runtime.interfaces import Traits
+from ring_attention_pytorch.runtime.replay import Recordings
+from ring_attention_pytorch.runtime.tape import Tape, opaque
 from tests.support import threads
 from tests.support.cases import over_shared_memory
 from tests.support.reference import dense_attention, relative_error
@@ -49,15 +50,15 @@ def tensors(case: str, dtype: torch.dtype) -> list[Tensor]:
 
 def replayed(plan: RingPlan) -> list[str]:
     """List the functions of a plan that have a tape."""
-    kept = plan.tapes._kept.items()
-    return sorted(kind[0].__name__ for kind, known in kept if hasattr(known, "source"))
+    kept = plan.recordings._kept.items()
+    return sorted(kind[0].__name__ for kind, known in kept if known.replay)
 
 
 def untaped(given: list[Tensor], **options: object) -> RingPlan:
     """Make a plan whose calls are never taped."""
     plan_cache.forget()
     plan = RingPlan.make(*given, **options)
-    object.__setattr__(plan, "can_be_taped", False)
+    object.__setattr__(plan, "recordings", None)
     plan_cache.forget()
     return plan
 
@@ -89,7 +90,7 @@ def test_a_tape_does_what_was_recorded(case: str, kernel: str | None) -> None:
                 assert torch.equal(taped, computed)
                 assert taped.stride() == computed.stride()
         assert replayed(plan) == ["backward", "forward"]
-        assert not direct.tapes._kept
+        assert direct.recordings is None
 
 
 def test_sinks_are_given_anew() -> None:
@@ -108,10 +109,10 @@ def test_sinks_are_given_anew() -> None:
 
 def taped(function: Callable, *given: Tensor, times: int = 5) -> tuple[list, list[str]]:
     """Call a function by one plan's tapes; return its results, and the lines of its tape."""
-    tapes, plan = Tapes(), torch.empty(0)
+    tapes, plan = Recordings(Tape), torch.empty(0)
     found = [tapes.run(lambda_of(function), plan, *given) for _ in range(times)]
     (known,) = tapes._kept.values()
-    return found, getattr(known, "source", "").splitlines()
+    return found, getattr(known.replay, "source", "").splitlines()
 
 
 _wrapped: dict[Callable, Callable] = {}
@@ -133,7 +134,7 @@ def test_a_kernel_that_does_not_say_so_has_no_tape() -> None:
             out.copy_(q)
             lse.copy_(q[..., 0].transpose(1, 2))
 
-    plan = replace(plan, kernel=plan.kernel._replace(forward=unseen, taped=False))
+    plan = replace(plan, kernel=plan.kernel._replace(forward=unseen, traits=Traits()))
     for _ in range(6):
         given = [t.detach() for t in tensors("causal", torch.float64)]
         assert torch.equal(ring_attn(*given, plan=plan), given[0])
@@ -162,7 +163,7 @@ def few_tokens_have_tapes(how: str) -> None:
         given = tensors("causal", torch.float64)
         made = RingPlan.make(*given, causal=True, layout="zigzag", group=ring)
         plan, direct = (over_shared_memory(made, given, ring, 9, **{how: True}) for _ in range(2))
-        object.__setattr__(direct, "can_be_taped", False)
+        object.__setattr__(direct, "recordings", None)
 
         def grow() -> None:
             plan.transport.space.make_room(None, keys=1 << 16, grads=1 << 16)
@@ -185,11 +186,10 @@ def swaps_have_tapes(ulysses: int) -> None:
         given = tensors("causal", torch.float64)
         made = RingPlan.make(*given, causal=True, layout="zigzag", group=ring, ulysses=ulysses)
         plan, direct = (over_shared_memory(made, given, ring, 9) for _ in range(2))
-        plainly = replace(direct.ulysses, by=replace(direct.ulysses.by, taped=False))
-        direct = replace(direct, ulysses=plainly)
+        object.__setattr__(direct.ulysses, "recordings", None)
 
         def tapes() -> int:
-            return sum(hasattr(known, "source") for known in plan.ulysses.tapes._kept.values())
+            return sum(bool(known.replay) for known in plan.ulysses.recordings._kept.values())
 
         def grow() -> None:
             for each in (plan, direct):
@@ -211,7 +211,7 @@ def test_a_plan_of_one_call_records_nothing() -> None:
     given = tensors("causal", torch.float32)
     plan = RingPlan.make(*given)
     ring_attn(*given, plan=plan)
-    assert not any(isinstance(known, tape._Recorder) for known in plan.tapes._kept.values())
+    assert all(known._before is None for known in plan.recordings._kept.values())
 
 
 def test_a_tape_is_a_line_for_each_operation_and_frees_what_it_needs_no_more() -> None:
@@ -254,7 +254,7 @@ def test_tensors_laid_out_otherwise_have_a_tape_of_their_own() -> None:
         rows = x.view(-1) if x.is_contiguous() else x.flatten()
         return (rows + 1,)
 
-    tapes, dense = Tapes(), torch.arange(4.0).view(2, 2)
+    tapes, dense = Recordings(Tape), torch.arange(4.0).view(2, 2)
     for x in [dense] * 4 + [dense.t()] * 4:
         assert torch.equal(tapes.run(function, dense, x)[0], x.flatten() + 1)
     assert len(tapes._kept) == 2
@@ -322,7 +322,7 @@ def test_what_looks_at_values_may_be_one_operation() -> None:
     def function(_: object, x: Tensor) -> tuple[Tensor]:
         return (doubled_if_positive(x + 1),)
 
-    tapes = Tapes()
+    tapes = Recordings(Tape)
     found = [
         tapes.run(function, torch.empty(0), torch.full((2,), v)) for v in (1.0, 1.0, 1.0, -3.0)
     ]
@@ -346,13 +346,13 @@ def doubled_where_deterministic(plan: None, t: Tensor) -> tuple[Tensor]:
 
 
 def deterministic_algorithms_have_tapes_of_their_own() -> None:
-    tapes, t = Tapes(), torch.randn(3)
+    tapes, t = Recordings(Tape), torch.randn(3)
     for _ in range(3):
         for deterministic in [False] * 3 + [True] * 5 + [False]:
             torch.use_deterministic_algorithms(deterministic)
             (found,) = tapes.run(doubled_where_deterministic, None, t)
             assert torch.equal(found, t * (1 + deterministic))
-    assert len([known for known in tapes._kept.values() if hasattr(known, "source")]) == 2
+    assert len([known for known in tapes._kept.values() if known.replay]) == 2
 
 
 def test_deterministic_algorithms_have_tapes_of_their_own(restore_determinism: None) -> None:

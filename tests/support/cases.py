@@ -263,7 +263,7 @@ def over_shared_memory(
         transport = replace(transport, aside=aside)
     if together or own_apart:
         of = plan.blocks, plan.chosen.shape, shared, own_apart
-        transport = SerialGather.like(transport, *of, begins_early=plan.kernel.begins_early)
+        transport = SerialGather.like(transport, *of, begins_early=plan.kernel.traits.begins_early)
     return replace(plan.by(transport), ulysses=swap)
 
 
