@@ -119,6 +119,7 @@ def plans_go_by_the_slowest_device_and_by_who_shares_a_host(monkeypatch: pytest.
     assert machine == hardware("triton", number_of("H100"), 2)._replace(one_call=True)
     assert (machine.device, machine.domain, machine.memory) == ("H100", 2, 3.0e12)
     assert prepare._machine_of(kernel, ranks, q) is H200
+    assert number_of("NVIDIA L4") == number_of("NVIDIA A100-SXM4-80GB") == 0
 
 
 def test_plans_go_by_the_slowest_device_and_by_who_shares_a_host(monkeypatch):
