@@ -116,7 +116,7 @@ DOCTOR = [
         "not any(error > self.allowed for error in errors)",
     ),
     Mutant(
-        "what is computed in one process shares the sequence", "ranks/ring.py:Ring.__init__",
+        "what is computed in one process shares the sequence", "ranks/ring.py:as_ring",
         "if in_one_process:", "if False:",
     ),
 ]  # fmt: skip
