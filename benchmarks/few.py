@@ -54,8 +54,7 @@ def both_ways(plan: RingPlan) -> dict[str, RingPlan]:
     if plan.overlapped is None:  # tokens are many
         of = plan.blocks, plan.kv_shape, shared_by(gather.ring, plan.device)
         apart = own_keys_apart(plan.blocks, plan.kernel.square)
-        can = plan.kernel.keys_first, plan.kernel.begins_early
-        together = plan.by(SerialGather.like(gather, *of, apart, *can))
+        together = plan.by(SerialGather.like(gather, *of, apart, plan.kernel.keys_first))
     return {"gather, overlapping": plan.by(gather), "gather, together": together}
 
 

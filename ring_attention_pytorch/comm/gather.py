@@ -155,10 +155,10 @@ class GatherCall:
 
         return wait
 
-    def _has_come(self, block: int, tensors: list[Tensor], coming: tuple[slice, ...] = ()) -> None:
+    def _has_come(self, block: int, tensors: list[Tensor]) -> None:
         k, v, *mask = tensors
         segments = self.program.held(block, self.ring.rank)
-        self.blocks[block] = KVBlock(k, v, mask[0] if mask else None, segments, coming=coming)
+        self.blocks[block] = KVBlock(k, v, mask[0] if mask else None, segments)
 
     def _grads_of(self, keys: KVBlock) -> KVGrads:
         """Make the (dk, dv) accumulators of a round's keys, for one call."""
@@ -205,7 +205,7 @@ def some_of(keys: KVBlock, span: slice) -> KVBlock:
         return keys
     mask = None if keys.key_mask is None else keys.key_mask[:, span]
     k, v, segments = keys.k[:, span], keys.v[:, span], slice_segments(keys.segments, span)
-    return keys._replace(k=k, v=v, key_mask=mask, segments=segments, coming=())
+    return keys._replace(k=k, v=v, key_mask=mask, segments=segments)
 
 
 def _columns(t: Tensor, spans: list[slice]) -> Tensor:

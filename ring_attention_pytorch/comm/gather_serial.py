@@ -27,7 +27,6 @@ from ring_attention_pytorch.comm.gather_symmetric import (
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.runtime.interfaces import KVBlock
-from ring_attention_pytorch.runtime.launches import can_begin_early
 from ring_attention_pytorch.runtime.rowwise import wire_dtype
 from ring_attention_pytorch.schedule import steps
 from ring_attention_pytorch.schedule.arrangement import Arrangement, Move, arrangements, moves
@@ -40,14 +39,11 @@ class SerialGather(SymmetricGather):
     """A `SymmetricGather` of one round, on one stream.
 
     Keys are `arranged` in the memory of each rank. Gradients come home `beside` what the kernel
-    leaves for later, if it makes those of keys first. Forward a kernel that can begins `early`,
-    with own keys, while others' come. If parts run `one_by_one`, neither is so.
+    leaves for later, if it makes those of keys first.
     """
 
     arranged: tuple[Arrangement, ...] = field(kw_only=True)
     beside: bool = False
-    early: bool = False
-    one_by_one: bool = False
 
     @classmethod
     def like(
@@ -58,12 +54,10 @@ class SerialGather(SymmetricGather):
         shared: PeerGroup,
         own_apart: bool = False,
         keys_first: bool = False,
-        begins_early: bool = False,
     ) -> "SerialGather":
         """Make one like a gather, in the same memory; own keys are a block `own_apart`, or not.
 
-        The kernel makes gradients of keys first, or not, and begins early, or not. All ranks of the
-        ring call this together.
+        The kernel makes gradients of keys first, or not. All ranks of the ring call this together.
         """
         if own_apart:
             rounds = schedule(blocks, at_once=len(blocks.keys))
@@ -77,7 +71,6 @@ class SerialGather(SymmetricGather):
         return cls(
             gather.ring, plan, space=shared.space, ranks=shared.ranks, arranged=arranged,
             beside=keys_first,
-            early=begins_early and not own_apart and can_begin_early(shared.space.device),
         )  # fmt: skip
 
     @property
@@ -100,7 +93,7 @@ class SerialGather(SymmetricGather):
         return True
 
     def in_turn(self) -> Self:
-        return replace(self, beside=False, one_by_one=True)
+        return replace(self, beside=False)
 
     def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> GatherCall:
         return _Call(self, program, own, totals)
@@ -151,7 +144,6 @@ class _Call(SymmetricCall):
         """Pull others' keys to where they belong among own ones."""
         shelf, (both, *masks) = self.space.keys, self.rooms
         there, here = [], []
-        coming: tuple[slice, ...] = ()
         for owner, at, to in self.serial.moves:
             theirs = self._form(self.serial.arranged[owner])
             there.append([t[:, at] for t in shelf.of(self.serial.ranks[owner], theirs)])
@@ -162,17 +154,14 @@ class _Call(SymmetricCall):
             shelf.publish()  # after the call for own keys, which needs nobody
             _copy_all(both, here, parts)
         else:
-            early = self.serial.early and self.totals is None and not masks
-            coming = tuple(here) if early else ()  # one by one, too: by it a kernel orders its sums
-            how = visits.Pulling(shelf.to_read(), table, early and not self.serial.one_by_one)
-            visits.pull(how, both)
+            visits.pull(visits.Visit(shelf.to_read(), table), both)
         for mask, some in zip(masks, parts_of_masks):
             _copy_all(mask, here, some)
         if table is None or masks:  # what a visit brings it has looked after
             self.space.board.spoil(both)
         held = slice(0, self.mine.held)
         found = [t[:, held] for t in (*apart(both, self.own), *masks)]
-        self._has_come(transfer.block, found, coming)
+        self._has_come(transfer.block, found)
 
     def _form(self, lies: Arrangement) -> Form:
         return self.gather.form(self.own, lies.tokens, masks=True)

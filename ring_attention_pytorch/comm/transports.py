@@ -85,12 +85,11 @@ def make_together(
     machine: Hardware = H200,
     square: bool = False,
     keys_first: bool = False,
-    begins_early: bool = False,
 ) -> SerialGather | None:
     """Make a gather that spares the host, if tokens are few; else return None.
 
     With few tokens the host takes longer to launch a gather's calls than a GPU to run them. The
-    kernel may know causal tiles only if they are `square`, make dk and dv first, or begin early.
+    kernel may know causal tiles only if they are `square`, or make dk and dv first.
     All ranks of the ring call this together.
     """
     if not (isinstance(gather, SymmetricGather) and gather.keeps and is_few(blocks, job, machine)):
@@ -99,4 +98,4 @@ def make_together(
     if shared is None:
         return None
     apart = own_keys_apart(blocks, square)
-    return SerialGather.like(gather, blocks, job, shared, apart, keys_first, begins_early)
+    return SerialGather.like(gather, blocks, job, shared, apart, keys_first)

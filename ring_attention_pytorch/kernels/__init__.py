@@ -60,8 +60,8 @@ _WORDS = {
 class SelectedKernel(NamedTuple):
     """A kernel under its name, or the forward of one with the backward of another.
 
-    `preemptible` and `keys_first` are those of the backward, `begins_early` that of the forward;
-    the others are true if they are of both.
+    `preemptible` and `keys_first` are those of the backward; the others are true if they are of
+    both.
     """
 
     name: str
@@ -72,7 +72,6 @@ class SelectedKernel(NamedTuple):
     taped: bool
     square: bool
     keys_first: bool
-    begins_early: bool
 
 
 def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
@@ -90,7 +89,7 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
         merges, taped = first.fuses_merge and second.fuses_merge, first.taped and second.taped
         square = first.square and second.square
         calls = first.forward, second.backward
-        also = second.preemptible, merges, taped, square, second.keys_first, first.begins_early
+        also = second.preemptible, merges, taped, square, second.keys_first
         return SelectedKernel(both, *calls, *also)
     if name is None:
         return _selected(_fastest(case._replace(named=False)))
@@ -173,7 +172,7 @@ def refusal(name: str, case: KernelRequest) -> str | None:
 def _selected(name: str) -> SelectedKernel:
     found, can = KERNELS[name], KERNELS[name].CAN
     also = can.preemptible, can.fuses_merge, can.taped, can.square, can.keys_first
-    return SelectedKernel(name, found.forward, found.backward, *also, can.begins_early)
+    return SelectedKernel(name, found.forward, found.backward, *also)
 
 
 def _named(name: str | None, case: KernelRequest) -> list[str]:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.geometry.segments import Segments, count
 from ring_attention_pytorch.geometry.tiles import tiles, visible_pairs
@@ -212,11 +211,9 @@ def _meanwhile(plan: RingPlan) -> str:
 
 
 def _of_all_together(plan: RingPlan) -> str:
-    chunks, transport = plan.schedule.forward.chunks(1, plan.place), plan.transport
-    early = isinstance(transport, SerialGather) and transport.early and plan.key_mask is None
-    come = "forward begins while they come" if early else "before any call"
+    chunks = plan.schedule.forward.chunks(1, plan.place)
     return (
-        f"gather: all {tokens(chunks)} keys in shared memory, {come}; "
+        f"gather: all {tokens(chunks)} keys in shared memory, before any call; "
         f"{_pairs(plan, joined(chunks))}, then gradients are added where they lie"
         f"{_meanwhile(plan)}"
     )

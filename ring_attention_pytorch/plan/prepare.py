@@ -145,9 +145,7 @@ def settle_transport(
     if light is not None and not launches_decide(blocks, shape, near):
         light = None
     few = light or kernel
-    # of samples that differ each has a call of its own, and only the first could begin early
-    can = few.square, few.keys_first, few.begins_early and alike
-    together = make_together(overlapping, blocks, shape, near, *can)
+    together = make_together(overlapping, blocks, shape, near, few.square, few.keys_first)
     if light is not None and together is not None:
         machine = with_another(machine, kernel.name, light.name)
         kernel = light

@@ -43,18 +43,13 @@ FEATURES = frozenset(
 
 
 class KVBlock(NamedTuple):
-    """A block of keys and values that travel together. `own` is true for this rank's keys.
-
-    Tokens that are `coming` are written by the launch right before the kernel's, on a device whose
-    kernels can begin early. A kernel that does so waits before it reads these.
-    """
+    """A block of keys and values that travel together. `own` is true for this rank's keys."""
 
     k: Tensor
     v: Tensor
     key_mask: Tensor | None  # bool [b, m], True = may be seen
     segments: Segments
     own: bool = False
-    coming: tuple[slice, ...] = ()
 
     def without_unseen(self, reached: Tensor | None = None) -> "KVBlock":
         """Return the block with zeros in place of the keys and values that no query may see.
@@ -72,14 +67,11 @@ class KVBlock(NamedTuple):
         return self._replace(k=k, v=v)
 
     def samples(self, which: slice) -> "KVBlock":
-        """Return the block of some samples.
-
-        None of it is said to be coming: the launch right before may be that for other samples.
-        """
+        """Return the block of some samples."""
         if which == slice(None):
             return self
         k, v, key_mask = (_of(t, which) for t in self[:3])
-        return self._replace(k=k, v=v, key_mask=key_mask, coming=())
+        return self._replace(k=k, v=v, key_mask=key_mask)
 
 
 class ScoreMods(NamedTuple):
@@ -274,7 +266,6 @@ class Capabilities(NamedTuple):
     # merges by itself: for few tokens one call of all keys is faster than several
     fuses_merge: bool = False
     keys_first: bool = False  # backward makes dk and dv first, and leaves dq for `dq.later`
-    begins_early: bool = False  # forward begins before `KVBlock.coming` is there, where a GPU can
     # all that it does are PyTorch's operations and `opaque` functions, so a tape can hold its calls
     taped: bool = False
     features: frozenset[str] = FEATURES

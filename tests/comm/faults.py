@@ -9,39 +9,7 @@ ATTENTION = [
     ),
     Mutant(
         "parts that have times run beside others", "comm/gather_serial.py:SerialGather.in_turn",
-        "beside=False,", "",
-    ),
-    Mutant(
-        "parts that have times begin early", "comm/gather_serial.py:SerialGather.in_turn",
-        "one_by_one=True", "",
-    ),
-    Mutant(
-        "own keys are said to be coming, too", "comm/gather_serial.py:_Call._come",
-        "tuple(here) if early", "(slice(0, self.mine.held),) if early",
-    ),
-    Mutant(
-        "nobody is told what is coming", "comm/gather_serial.py:_Call._come",
-        "tuple(here) if early", "() if early",
-    ),
-    Mutant(
-        "a kernel begins early, and masks come after the keys", "comm/gather_serial.py:_Call._come",
-        "and not masks", "",
-    ),
-    Mutant(
-        "backward is told of keys that come", "comm/gather_serial.py:_Call._come",
-        "and self.totals is None", "",
-    ),
-    Mutant(
-        "the call for others' keys begins early", "comm/gather_serial.py:SerialGather.like",
-        "not own_apart and", "",
-    ),
-    Mutant(
-        "some tokens are coming, wherever they lie", "comm/gather.py:some_of",
-        "segments=segments, coming=()", "segments=segments",
-    ),
-    Mutant(
-        "few programs pull, though nothing begins early", "comm/visits.py:pull",
-        '"EARLY": how.early', '"EARLY": True',
+        "beside=False", "",
     ),
     Mutant(
         "what is left is done before gradients start", "comm/carry_out.py:_parts",
@@ -56,12 +24,12 @@ ATTENTION = [
         "how.beside and can_begin_early(dk.device)", "can_begin_early(dk.device)",
     ),
     Mutant(
-        "many programs pull, or add, beside a kernel", "comm/visits.py:_call",
+        "many programs add beside a kernel", "comm/visits.py:_call",
         "blocks = min(blocks, _PROGRAMS_BESIDE)", "pass",
     ),
     Mutant(
         "a gather of few tokens adds beside nothing", "comm/transports.py:make_together",
-        "apart, keys_first, begins_early", "apart",
+        "apart, keys_first", "apart",
     ),
     Mutant(
         "own keys kept for the end land first", "comm/gather.py:GatherCall.computed",

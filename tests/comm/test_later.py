@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ring_attention_pytorch import RingPlan, explain_plan, observe, ring_attn
-from ring_attention_pytorch.comm import gather_serial, transports, visits
+from ring_attention_pytorch.comm import transports, visits
 from ring_attention_pytorch.comm.carry_out import Carrier
 from ring_attention_pytorch.comm.gather_serial import SerialGather
 from ring_attention_pytorch.geometry.layouts import all_segments
@@ -19,7 +19,7 @@ from ring_attention_pytorch.runtime import observe as observing
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals
 from ring_attention_pytorch.runtime.later import Later
-from ring_attention_pytorch.runtime.launches import KernelCall, held_back
+from ring_attention_pytorch.runtime.launches import held_back
 from ring_attention_pytorch.schedule import policy
 from ring_attention_pytorch.schedule.cost import Clock, predict, walked
 from ring_attention_pytorch.schedule.hardware import H200
@@ -225,7 +225,7 @@ def test_the_model_knows_what_is_left():
 def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
     """Of few tokens' own kernel, too; and say so."""
 
-    def main(ring: threads.ThreadRing) -> list[tuple[bool, bool, set[bool]]]:
+    def main(ring: threads.ThreadRing) -> list[tuple[bool, set[bool]]]:
         q, found = torch.empty(2, 16, 2, 4), []
         differ = torch.tensor([[0] * 16, [1] * 8 + [2] * 8])
         for kernel, documents in (("eager", None), ("sdpa", None), ("eager", differ)):
@@ -235,22 +235,14 @@ def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
             )  # fmt: skip
             assert isinstance(plan.transport, SerialGather)
             ways = (plan, plan.by(plan.overlapped))
-            early = "forward begins while they come" in explain_plan(plan)
-            assert early == plan.transport.early
             said = {"while those of queries are computed" in explain_plan(way) for way in ways}
-            found.append((plan.transport.beside, plan.transport.early, said))
-        mask = torch.ones(2, 16, dtype=torch.bool)  # which comes after the keys
-        how = dict(group=ring, kernel="eager", transport="gather")
-        masked = RingPlan.make(q, q, q, key_mask=mask, **how)
-        assert "in shared memory, before any call" in explain_plan(masked)
+            found.append((plan.transport.beside, said))
         return found
 
     leave_dq(patch)
-    patch.setattr(eager, "CAN", eager.CAN._replace(begins_early=True))
-    patch.setattr(gather_serial, "can_begin_early", lambda device: True)
     patch.setattr(transports, "shared_by", threads.shared_by)
     patch.setattr(prepare, "launches_decide", lambda *_: False)
-    want = [(True, True, {True}), (False, False, {False}), (True, False, {True})]
+    want = [(True, {True}), (False, {False}), (True, {True})]
     assert threads.run(2, main)[0] == [want] * 2
 
 
@@ -266,19 +258,12 @@ def few_programs_work_beside_a_kernel(patch: pytest.MonkeyPatch) -> None:
     meeting = SimpleNamespace(board=board, purpose=0)
     calls: list[tuple[int, bool]] = []
 
-    def note(call: KernelCall) -> None:
-        calls.append((call.programs, call.constants["EARLY"]))
-
-    pull = visits.pull.__wrapped__.__wrapped__
-    for early in (False, True):
-        note(pull(visits.Pulling(meeting, table, early), dk))
-    assert calls == [(100, False), (visits._PROGRAMS_BESIDE, True)]
-    calls.clear()
     make = visits.add_up.__wrapped__.__wrapped__
     for able in (False, True):
         patch.setattr(visits, "can_begin_early", lambda device, able=able: able)
         for beside in (False, True):
-            note(make(visits.Adding(meeting, table, True, beside), dk, dk, dk.dtype))
+            call = make(visits.Adding(meeting, table, True, beside), dk, dk, dk.dtype)
+            calls.append((call.programs, call.constants["EARLY"]))
     assert calls == [(100, False), (100, False), (100, False), (visits._PROGRAMS_BESIDE, True)]
 
 

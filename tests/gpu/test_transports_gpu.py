@@ -168,8 +168,7 @@ def delays() -> Iterator[None]:
             mock.patch.object(_flash, "side_stream", aside_late),
             mock.patch.object(gather_serial._Call, "_written", written_as_is),
             mock.patch.object(visits, "write", late(visits.write)),
-            # a kernel that begins early comes right after it
-            mock.patch.object(visits, "pull", late(visits.pull, after=False)),
+            mock.patch.object(visits, "pull", late(visits.pull)),
             mock.patch.object(visits, "add_up", late(visits.add_up)),
             mock.patch.object(Tapes, "run", _untaped),  # which know nothing of what is late
         ):

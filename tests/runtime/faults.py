@@ -3,10 +3,6 @@
 from tests.faults.mutant import Mutant
 
 ATTENTION = [
-    Mutant(
-        "samples are coming, whatever is launched before", "runtime/interfaces.py:KVBlock.samples",
-        "key_mask=key_mask, coming=()", "key_mask=key_mask",
-    ),
     Mutant("what is left is in no sum", "attention.py:backward", "later.do()", ""),
     Mutant(
         "a sum that is asked for again is twice as much",

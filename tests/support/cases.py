@@ -262,8 +262,7 @@ def over_shared_memory(
     if aside is not None:
         transport = replace(transport, aside=aside)
     if together or own_apart:
-        of = plan.blocks, plan.kv_shape, shared, own_apart
-        transport = SerialGather.like(transport, *of, begins_early=plan.kernel.begins_early)
+        transport = SerialGather.like(transport, plan.blocks, plan.kv_shape, shared, own_apart)
     return replace(plan.by(transport), ulysses=swap)
 
 
