@@ -76,7 +76,7 @@ def modes(plan: RingPlan, graphs: bool) -> Iterator[tuple[str, RingPlan]]:
     yield ONE_BY_ONE, plan
     if not graphs:
         return
-    capturable = plan.device.type == "cuda" and plan.transport.capturable
+    capturable = plan.device.type == "cuda" and plan.transport.fabric.capturable
     ready = plan.in_graphs() if capturable else plan
     yield GRAPH, ready
     if capturable:

@@ -145,7 +145,8 @@ def settle_transport(
     if light is not None and not launches_decide(blocks, shape, near):
         light = None
     few = light or kernel
-    together = make_together(overlapping, blocks, shape, near, few.square, few.keys_first)
+    traits = few.square, few.keys_first
+    together = make_together(overlapping, blocks, shape, q.device, near, *traits)
     if light is not None and together is not None:
         machine = with_another(machine, kernel.name, light.name)
         kernel = light
@@ -158,5 +159,5 @@ def settle_transport(
         memory=memory,
         at_once=at_once,
         kv_shape=shape,
-        concurrent=alike and (overlapping.overtaken or small),
+        concurrent=alike and (overlapping.schedule.overtaken or small),
     )

@@ -192,7 +192,7 @@ class RingPlan:
             samples=samples,
             packing=packing,
             repeats=options.placed,
-            reached=reached(heads.blocks, chosen.transport.ring.rank, q.device),
+            reached=reached(heads.blocks, chosen.transport.fabric.ring.rank, q.device),
             always=options.check is not None,
             number=ring.steps.notes,
             **heads._asdict(),
@@ -304,7 +304,7 @@ class RingPlan:
             if self.graphs is not None:
                 return self.graphs.run(function, self, *given)
             if self.can_be_taped:
-                memory = self.transport.follow_stream()
+                memory = self.transport.fabric.follow_stream()
                 return self.tapes.run(function, self, *given, memory=memory)
             return function(self, *given)
 
@@ -367,7 +367,7 @@ class RingPlan:
         """The transport of keys with their tangents, twice as wide; all ranks make it together."""
         pairs = self.kv_shape._replace(d=2 * self.kv_shape.d, d_v=2 * self.kv_shape.d_v)
         at_once = owners_at_once(self.memory, self.blocks, pairs)
-        ring = self.transport.ring
+        ring = self.transport.fabric.ring
         return make_transport(
             self.transport_name, ring, self.blocks, at_once, pairs, self.device, self.machine
         )
@@ -375,7 +375,7 @@ class RingPlan:
     @cached_property
     def can_be_taped(self) -> bool:
         """Tell whether what a call does is but operations that tapes see, the same in each."""
-        return self.kernel.taped and self.transport.taped and self.terms.mask_mod is None
+        return self.kernel.taped and self.transport.fabric.taped and self.terms.mask_mod is None
 
     @property
     def alone(self) -> bool:
@@ -390,7 +390,7 @@ class RingPlan:
     @cached_property
     def place(self) -> int:
         """This rank's place among those that the transport connects, the rows of `blocks`."""
-        return self.transport.ring.rank
+        return self.transport.fabric.ring.rank
 
     def _of_block(self, keys: Segments, samples: slice, mask: Mask) -> Tiles:
         queries = self.blocks.queries[self.place]

@@ -80,7 +80,7 @@ class Graphs:
 
 def can_be_captured(plan: Any) -> bool:
     """Tell whether a plan's calls can be CUDA graphs."""
-    return plan.device.type == "cuda" and plan.transport.capturable
+    return plan.device.type == "cuda" and plan.transport.fabric.capturable
 
 
 def graphs_refusal(plan: Any) -> str | None:
@@ -105,7 +105,7 @@ def with_graphs(plan: Any) -> Any:
     transport = plan.transport if plan.kernel.fuses_merge else plan.overlapped or plan.transport
     swap = None if plan.ulysses is None else plan.ulysses.in_graphs(plan.device)
     found = replace(plan if transport is plan.transport else plan.by(transport), ulysses=swap)
-    object.__setattr__(found, "graphs", Graphs(plan.device, found.transport.follow_stream))
+    object.__setattr__(found, "graphs", Graphs(plan.device, found.transport.fabric.follow_stream))
     return found
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -303,39 +303,13 @@ class Transport(Protocol):
     """
 
     @property
-    def ring(self) -> Any:
-        """Return the ranks that exchange, a `ranks.ring.Ring`."""
+    def fabric(self) -> Any:
+        """What carries keys among which ranks, a `comm.fabric.Fabric`."""
         ...
 
     @property
     def keeps(self) -> bool:
         """Tell whether others' keys come, and stay where they are until the last call has ended."""
-        ...
-
-    @property
-    def overtaken(self) -> bool:
-        """Tell whether backward own keys come in one block, whose call the others' overtake."""
-        ...
-
-    @property
-    def capturable(self) -> bool:
-        """Tell whether a CUDA graph can hold what the transport does."""
-        ...
-
-    @property
-    def taped(self) -> bool:
-        """Tell whether a tape can: all of it is on the current stream, and it waits for no host."""
-        ...
-
-    def in_turn(self) -> Self:
-        """Return the transport, letting nothing run beside a part: each is to be timed alone."""
-        ...
-
-    def follow_stream(self) -> Hashable:
-        """Let the current stream wait for calls on other streams that used shared memory.
-
-        Called before a graph is launched. Returns what is shared now.
-        """
         ...
 
     @property

@@ -192,6 +192,11 @@ class Schedule(NamedTuple):
     forward: Program
     backward: Program
 
+    @property
+    def overtaken(self) -> bool:
+        """Tell whether backward own keys come in one block, whose call the others' overtake."""
+        return self.backward.parts[0].gives_way
+
     def positions(self, back: bool, rank: int) -> Iterator[Segments]:
         """Yield the positions of the keys on which a rank computes, part by part."""
         program = self.backward if back else self.forward

@@ -10,7 +10,7 @@ import torch
 from ring_attention_pytorch import RingPlan, explain_plan, observe, ring_attn
 from ring_attention_pytorch.comm import transports, visits
 from ring_attention_pytorch.comm.carry_out import Carrier
-from ring_attention_pytorch.comm.gather_serial import SerialGather
+from ring_attention_pytorch.comm.fabric_kernels import OneStream
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import eager
@@ -111,7 +111,7 @@ class _Telling(Carrier):
 
 def diary(schedule: Schedule) -> list[str]:
     """What a rank does in backward, in order."""
-    carrier, later = _Telling(None, schedule), Later()
+    carrier, later = _Telling(schedule, None), Later()
     object.__setattr__(carrier, "known", [])
     for _ in carrier.stream_back(None, (), later):
         later.append(lambda: carrier.known[0].diary.append("dq"))
@@ -158,8 +158,13 @@ def nothing_is_left_where_parts_have_their_times(patch: pytest.MonkeyPatch) -> N
             seen.append(self)
 
     seen: list[Later] = []
-    serial = SerialGather(None, None, space=None, ranks=(), arranged=(), beside=True)
-    assert not serial.in_turn().beside
+    fabric = OneStream(SimpleNamespace(rank=0), None, (0,), arranged=(None,), beside=True)
+    program, beside = SimpleNamespace(blocks=(None,)), []
+    for record in (None, "a record"):
+        patch.setattr(observing._thread, "record", record)
+        beside.append(fabric.channel(program, None).beside)
+    assert beside == [True, False]
+    patch.setattr(observing._thread, "record", None)
     patch.setattr(observing.Record, "end", ended)
     patch.setattr("ring_attention_pytorch.attention.Later", Seen)
     q = torch.randn(1, 6, 2, 4, requires_grad=True)
@@ -233,10 +238,10 @@ def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
                 q, q, q, causal=True, layout="zigzag", group=ring, kernel=kernel,
                 transport="gather", documents=documents,
             )  # fmt: skip
-            assert isinstance(plan.transport, SerialGather)
+            assert isinstance(plan.transport.fabric, OneStream)
             ways = (plan, plan.by(plan.overlapped))
             said = {"while those of queries are computed" in explain_plan(way) for way in ways}
-            found.append((plan.transport.beside, said))
+            found.append((plan.transport.fabric.beside, said))
         return found
 
     leave_dq(patch)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.comm import visits
-from ring_attention_pytorch.comm.gather_serial import SerialGather
+from ring_attention_pytorch.comm.fabric_kernels import OneStream
 from ring_attention_pytorch.comm.symmetric_memory import allocate
 from ring_attention_pytorch.ranks.guard import Board
 from ring_attention_pytorch.ranks.ring import Ring
@@ -117,7 +117,7 @@ def of_a_late_rank(late: int) -> tuple[bool, bool]:
     q, dout = q.bfloat16(), dout.bfloat16()
     mine = [t.clone().requires_grad_() for t in (q, q[:, :, :2], q[:, :, :2])]
     plan = RingPlan.make(*mine, causal=True, layout="zigzag", kernel="triton", transport="gather")
-    assert isinstance(plan.transport, SerialGather)
+    assert isinstance(plan.transport.fabric, OneStream)
 
     def slow(*given: Any) -> None:
         if rank == late:
@@ -133,8 +133,8 @@ def of_a_late_rank(late: int) -> tuple[bool, bool]:
     for _ in range(3):
         got = gradients(replace(plan, kernel=kernel))
         if not all(map(torch.equal, got, want)):
-            return False, plan.transport.beside
-    return True, plan.transport.beside
+            return False, plan.transport.fabric.beside
+    return True, plan.transport.fabric.beside
 
 
 @pytest.mark.parametrize("late", range(SIZE))

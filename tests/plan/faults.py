@@ -43,7 +43,8 @@ ATTENTION = [
     Mutant(
         "few tokens' graphs have calls that wait for one another",
         "plan/prepare.py:settle_transport",
-        "overlapping.overtaken or small", "(together or overlapping).overtaken or small",
+        "overlapping.schedule.overtaken or small",
+        "(together or overlapping).schedule.overtaken or small",
     ),
     Mutant(
         "ALiBi by the places held", "plan/ring_plan.py:RingPlan._of_block",

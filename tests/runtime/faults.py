@@ -253,15 +253,15 @@ ATTENTION = [
         "found = function(*given)", "found = _like(given)",
     ),
     Mutant(
-        "one table for whatever is swapped", "comm/all_to_all.py:SharedSwap.swap",
+        "one table for whatever is swapped", "comm/fabric_shared.py:SharedMemory.swap",
         "kind = me, self.ranks, tuple(way.kind for way in ways), forms[me]", "kind = 0",
     ),
     Mutant(
-        "what is swapped is taken when others have read", "comm/all_to_all.py:SharedSwap.swap",
+        "what is swapped is taken when others have read", "comm/fabric_shared.py:SharedMemory.swap",
         "shelf.to_read()", "shelf.to_write()",
     ),
     Mutant(
-        "swaps don't wait for other streams", "comm/all_to_all.py:SharedSwap.follow_stream",
+        "swaps don't wait for other streams", "comm/fabric_shared.py:SharedMemory.follow_stream",
         "self.space.follow_stream()", "pass",
     ),
     Mutant(
@@ -467,8 +467,8 @@ KEPT = [
     ),
     Mutant(
         "swaps are repeated in memory that was outgrown",
-        "comm/all_to_all.py:SharedSwap.follow_stream",
-        "return self.space.swaps", "return None",
+        "comm/fabric_shared.py:SharedMemory.follow_stream",
+        "return self.space.keys, self.space.grads, self.space.swaps", "return None",
     ),
     Mutant(
         "a tape of what differs each time", "runtime/tape.py:Tapes.run",

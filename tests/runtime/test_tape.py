@@ -165,7 +165,7 @@ def few_tokens_have_tapes(how: str) -> None:
         object.__setattr__(direct, "can_be_taped", False)
 
         def grow() -> None:
-            plan.transport.space.make_room(None, keys=1 << 16, grads=1 << 16)
+            plan.transport.fabric.space.make_room(None, keys=1 << 16, grads=1 << 16)
 
         return told_while_memory_grows(plan, direct, partial(replayed, plan), grow)
 
@@ -185,8 +185,9 @@ def swaps_have_tapes(ulysses: int) -> None:
         given = tensors("causal", torch.float64)
         made = RingPlan.make(*given, causal=True, layout="zigzag", group=ring, ulysses=ulysses)
         plan, direct = (over_shared_memory(made, given, ring, 9) for _ in range(2))
-        plainly = replace(direct.ulysses, by=replace(direct.ulysses.by, taped=False))
-        direct = replace(direct, ulysses=plainly)
+        by = replace(direct.ulysses.by)
+        object.__setattr__(by, "taped", False)
+        direct = replace(direct, ulysses=replace(direct.ulysses, by=by))
 
         def tapes() -> int:
             return sum(hasattr(known, "source") for known in plan.ulysses.tapes._kept.values())

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_attention_pytorch import RingPlan, explain_plan
-from ring_attention_pytorch.comm import gather_symmetric
+from ring_attention_pytorch.comm import transports
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments, positions
 from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
 from ring_attention_pytorch.plan.explain import predicted
@@ -162,7 +162,7 @@ def test_stages_are_explained():
 )
 def test_ways_home_are_explained(how, said, monkeypatch):
     """Of ranks that share memory."""
-    monkeypatch.setattr(gather_symmetric, "own_keys_are_cut", lambda *_: True)
+    monkeypatch.setattr(transports, "own_keys_are_cut", lambda *_: True)
 
     def main(ring: threads.ThreadRing) -> bool:
         q = torch.empty(1, 16, 2, 8)

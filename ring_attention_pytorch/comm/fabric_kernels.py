@@ -1,4 +1,4 @@
-"""A gather of all keys that a rank needs, all of it on the current stream.
+"""A fabric of kernels, all of it on the current stream.
 
 It is for few tokens, where the host takes longer to launch calls that overlap than a GPU takes to
 run them. Nothing runs side by side, so no stream waits for another, and launches are few: own keys
@@ -9,117 +9,67 @@ What a rank computes on in one block comes together in its memory that others re
 (`schedule.arrangement`): own keys are written there once, and the others' pulled between them.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Self
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm import visits
-from ring_attention_pytorch.comm.carry_out import KVGrads
-from ring_attention_pytorch.comm.gather import GatherCall
-from ring_attention_pytorch.comm.gather_symmetric import (
-    SymmetricCall,
-    SymmetricGather,
-    apart,
-)
+from ring_attention_pytorch.comm.fabric import KVGrads
+from ring_attention_pytorch.comm.fabric_shared import SharedChannel, SharedMemory, apart
 from ring_attention_pytorch.comm.messages import Form
-from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.runtime.interfaces import KVBlock
+from ring_attention_pytorch.runtime.observe import are_timed
 from ring_attention_pytorch.runtime.rowwise import wire_dtype
-from ring_attention_pytorch.schedule import steps
-from ring_attention_pytorch.schedule.arrangement import Arrangement, Move, arrangements, moves
-from ring_attention_pytorch.schedule.pieces import KVShape, Workload, schedule
-from ring_attention_pytorch.schedule.steps import Block, Program, Transfer
+from ring_attention_pytorch.schedule.arrangement import Arrangement, Move, moves
+from ring_attention_pytorch.schedule.steps import Program, Transfer
 
 
 @dataclass(frozen=True)
-class SerialGather(SymmetricGather):
-    """A `SymmetricGather` of one round, on one stream.
+class OneStream(SharedMemory):
+    """A fabric of one round, on one stream; of none, for Ulysses alone.
 
     Keys are `arranged` in the memory of each rank. Gradients come home `beside` what the kernel
     leaves for later, if it makes those of keys first.
     """
 
-    arranged: tuple[Arrangement, ...] = field(kw_only=True)
+    arranged: tuple[Arrangement, ...] = ()
     beside: bool = False
 
-    @classmethod
-    def like(
-        cls,
-        gather: SymmetricGather,
-        blocks: Workload,
-        job: KVShape,
-        shared: PeerGroup,
-        own_apart: bool = False,
-        keys_first: bool = False,
-    ) -> "SerialGather":
-        """Make one like a gather, in the same memory; own keys are a block `own_apart`, or not.
+    taped = True
+    way_home = ", added where they lie"
 
-        The kernel makes gradients of keys first, or not. All ranks of the ring call this together.
-        """
-        if own_apart:
-            rounds = schedule(blocks, at_once=len(blocks.keys))
-            plan = steps.gather(blocks, [Block.of(each) for each in rounds])
-        else:
-            plan = steps.gather_first(blocks)
-        arranged = arrangements(plan.forward)
-        most, held = max(each.tokens for each in arranged), max(each.held for each in arranged)
-        token_bytes = job.token_bytes + job.batch  # with a key mask
-        shared.space.make_room(shared.group, keys=most * token_bytes, grads=held * job.grad_bytes)
-        return cls(
-            gather.ring, plan, space=shared.space, ranks=shared.ranks, arranged=arranged,
-            beside=keys_first,
-        )  # fmt: skip
-
-    @property
-    def moves(self) -> tuple[Move, ...]:
-        """What this rank pulls, forward and backward; worked out once."""
+    def moves(self, program: Program) -> tuple[Move, ...]:
+        """Return what this rank pulls, forward and backward alike; worked out once."""
         if "moves" not in self.known:
-            program = self.schedule.forward
-            (transfer,) = program.transfers
+            transfer = program.transfers[0]
             self.known["moves"] = moves(program, transfer, self.ring.rank, self.arranged)
         return self.known["moves"]
 
-    @property
-    def keeps(self) -> bool:
-        """False: there is nothing that could run beside a call."""
-        return False
-
-    @property
-    def taped(self) -> bool:
-        """True: all is on the current stream, and meetings are `opaque`."""
-        return True
-
-    def in_turn(self) -> Self:
-        return replace(self, beside=False)
-
-    def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> GatherCall:
-        return _Call(self, program, own, totals)
+    def channel(
+        self, program: Program, own: KVBlock, totals: KVGrads | None = None
+    ) -> "KernelChannel":
+        return KernelChannel(self, program, own, totals)
 
 
-class _Call(SymmetricCall):
+class KernelChannel(SharedChannel):
     """One call, all of it on the current stream.
 
     Its meetings and what follows them are one launch each (`visits`), but where a CUDA graph is
     captured before there are tables.
     """
 
+    fabric: OneStream
+
     def __init__(
-        self,
-        gather: SerialGather,
-        program: Program,
-        own: KVBlock,
-        totals: KVGrads | None = None,
+        self, fabric: OneStream, program: Program, own: KVBlock, totals: KVGrads | None
     ) -> None:
-        super().__init__(gather, program, own, totals)
-        self.serial, self.mine = gather, gather.arranged[gather.ring.rank]
+        super().__init__(fabric, program, own, totals)
+        self.mine = fabric.arranged[fabric.ring.rank]
+        self.beside = fabric.beside and not are_timed()  # else each is to be timed alone
 
-    def _begin(self, turns: int) -> None:
-        self.space.begin(turns, self.totals is not None)
-
-    def _publish(self, block: int) -> None:
+    def put(self, transfer: Transfer) -> None:
         self.rooms = self._written()
 
     def _written(self) -> list[Tensor]:
@@ -140,13 +90,13 @@ class _Call(SymmetricCall):
                 masks[0][:, at].copy_(own.key_mask[:, mine])
         return [both, *masks]
 
-    def _come(self, transfer: Transfer) -> None:
+    def take(self, transfer: Transfer) -> list[Tensor]:
         """Pull others' keys to where they belong among own ones."""
         shelf, (both, *masks) = self.space.keys, self.rooms
         there, here = [], []
-        for owner, at, to in self.serial.moves:
-            theirs = self._form(self.serial.arranged[owner])
-            there.append([t[:, at] for t in shelf.of(self.serial.ranks[owner], theirs)])
+        for owner, at, to in self.fabric.moves(self.program):
+            theirs = self._form(self.fabric.arranged[owner])
+            there.append([t[:, at] for t in shelf.of(self.fabric.ranks[owner], theirs)])
             here.append(to)
         parts, *parts_of_masks = [*zip(*there)] or [()] * len(self.rooms)
         table = visits.table_of_copies(shelf, both, parts, here)
@@ -159,27 +109,25 @@ class _Call(SymmetricCall):
             _copy_all(mask, here, some)
         if table is None or masks:  # what a visit brings it has looked after
             self.space.board.spoil(both)
-        held = slice(0, self.mine.held)
-        found = [t[:, held] for t in (*apart(both, self.own), *masks)]
-        self._has_come(transfer.block, found)
+        return [t[:, : self.mine.held] for t in (*apart(both, self.own), *masks)]
 
     def _form(self, lies: Arrangement) -> Form:
-        return self.gather.form(self.own, lies.tokens, masks=True)
+        return self.fabric.form(self.own, lies.tokens, masks=True)
 
-    def _send_home(self, transfer: Transfer) -> Callable[[], None]:
-        for total in self.sums.pop(transfer.source):
+    def give(self, transfer: Transfer, grads: KVGrads) -> None:
+        for total in grads:
             total.finalize()
-        del self.blocks[transfer.source]
+        if self.beside:
+            self._add(transfer)
 
-        def add() -> None:
-            shares = [visits.Share(*at) for at in self._coming(transfer)]
-            if not self._add_up(shares):
-                self._add_plainly(shares)
+    def reduce(self, transfer: Transfer) -> None:
+        if not self.beside:  # what follows on this stream waits by itself
+            self._add(transfer)
 
-        if not self.serial.beside:
-            return add
-        add()
-        return lambda: None  # what follows on this stream waits by itself
+    def _add(self, transfer: Transfer) -> None:
+        shares = [visits.Share(*at) for at in self.shares(transfer)]
+        if not self._add_up(shares):
+            self._add_plainly(shares)
 
     def _add_up(self, shares: list[visits.Share]) -> bool:
         """Publish, and add what others have of own gradients, in one launch; tell if it can be."""
@@ -192,7 +140,7 @@ class _Call(SymmetricCall):
         table = visits.table_of_sums(shelf, k, shares)
         if table is None:
             return False
-        how = visits.Adding(shelf.to_read(), table, fresh, self.serial.beside)
+        how = visits.Adding(shelf.to_read(), table, fresh, self.beside)
         visits.add_up(how, dk, dv, wire_dtype(k.dtype))
         for total, t in zip(self.totals, (dk, dv)) if fresh else ():
             total.add(tokens, t)
