@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 from ring_attention_pytorch.comm.carry_out import Carrier
 from ring_attention_pytorch.comm.fabric import KVGrads
 from ring_attention_pytorch.comm.fabric_messages import Messages
-from ring_attention_pytorch.geometry.segments import Segments, count
+from ring_attention_pytorch.geometry.segments import Segments
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.schedule import steps
 from ring_attention_pytorch.schedule.pieces import Workload, schedule
-from ring_attention_pytorch.schedule.policy import much_comes_last
 from ring_attention_pytorch.schedule.steps import KEYS, Block, Part, Program
 
 
@@ -42,8 +41,7 @@ class Gather(Carrier):
     """A transport of one round of owners at a time; the next round comes while one computes.
 
     Forward a round comes in stages, backward at once. Its gradients go home while the next block
-    computes. Where many come home last, half of own keys are kept for the end, to compute on
-    meanwhile. Where nothing overlaps, own keys may be among the others' in one block.
+    computes. Where nothing overlaps, own keys may be among the others' in one block.
     """
 
     known: dict[bool, Held] = field(default_factory=dict, compare=False, repr=False)  # if back
@@ -51,9 +49,7 @@ class Gather(Carrier):
     @classmethod
     def make(cls, ring: Ring, blocks: Workload, at_once: int) -> "Gather":
         """Make one by messages, with rounds of `at_once` owners."""
-        rounds = schedule(blocks, at_once)
-        cut = much_comes_last(rounds, [count(keys) for keys in blocks.keys])
-        plan = steps.gather(blocks, [*map(Block.of, rounds)], cut)
+        plan = steps.gather(blocks, [*map(Block.of, schedule(blocks, at_once))])
         return cls(plan, Messages(ring, idle=not plan.forward.transfers))
 
     @property
@@ -120,8 +116,8 @@ class GatherCall:
         blocks = len(self.program.blocks)
         if part.block == 0 and self.totals is not None and blocks > 1:
             for total, of_part in zip(self.totals, self.sums.pop(0)):
-                of_part.move_to(total, self.held.parts[part][0].start)
-                if blocks > 2 and part.stage == 0:
+                of_part.move_to(total, 0)
+                if blocks > 2:
                     total.begin_update()  # else each round's gradients would wait to be added
         last = part.stage == len(self.program.blocks[part.block].stages) - 1
         if part.block and self.totals is None and last:  # backward, it goes with its gradients

@@ -32,7 +32,6 @@ from ring_attention_pytorch.schedule.policy import (
     is_few,
     keys_come_late,
     own_keys_apart,
-    own_keys_are_cut,
 )
 from ring_attention_pytorch.schedule.steps import Block
 
@@ -135,20 +134,14 @@ def by_copy_engines(
     for others' keys, it runs on while gradients come home.
     """
     rounds = (in_two_stages(blocks),) if late else schedule(blocks, at_once)
-    lengths = [count(keys) for keys in blocks.keys]
+    longest = max(map(count, blocks.keys))
     widest = max((tokens(chunks) for each in rounds for chunks in each.pieces), default=0)
     space, group, ranks = shared
     token_bytes = job.token_bytes + job.batch  # with a key mask
-    space.make_room(group, keys=max(lengths) * token_bytes, grads=widest * job.grad_bytes)
+    space.make_room(group, keys=longest * token_bytes, grads=widest * job.grad_bytes)
     overtaken = overtaken and len(rounds) == 1  # of several rounds, calls wait for one another
-    cut = not overtaken and own_keys_are_cut(blocks, rounds, job, machine)
-    cuts = lengths
-    if overtaken:
-        cuts = [0] * len(lengths)
-    elif cut:
-        cuts = [length - length // 2 for length in lengths]
-    aside = come_home_aside(blocks, rounds, cuts, job, machine, overtaken)
-    plan = steps.gather(blocks, [*map(Block.of, rounds)], cut, gives_way=overtaken)
+    aside = come_home_aside(blocks, rounds, job, machine, overtaken)
+    plan = steps.gather(blocks, [*map(Block.of, rounds)], gives_way=overtaken)
     return Gather(plan, CopyEngines(ring, space, ranks, aside, idle=not plan.forward.transfers))
 
 

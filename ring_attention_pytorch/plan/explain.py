@@ -191,11 +191,8 @@ def _of_gather(plan: RingPlan) -> list[str]:
 def _home(plan: RingPlan) -> str:
     """Describe how gradients go home, and what is computed meanwhile."""
     words = f"go home{plan.transport.fabric.way_home}"
-    first, *_, last = plan.schedule.backward.parts
-    if first.gives_way:
+    if plan.schedule.overtaken:
         words += ", while own keys are computed on"
-    elif last.block == 0:
-        words += ", those of the last while half of own keys are computed on"
     else:
         words += _meanwhile(plan)
     return words

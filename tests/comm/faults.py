@@ -32,11 +32,6 @@ ATTENTION = [
         "apart, keys_first", "apart",
     ),
     Mutant(
-        "own keys kept for the end land first", "comm/gather.py:GatherCall.computed",
-        "of_part.move_to(total, self.held.parts[part][0].start)",
-        "of_part.move_to(total, 0)",
-    ),
-    Mutant(
         "half of own keys are others'", "comm/gather.py:some_of",
         "keys._replace(k=",
         "keys._replace(own=False, k=",

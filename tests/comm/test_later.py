@@ -127,10 +127,6 @@ def what_is_left_is_done_in_time() -> None:
     assert diary(one_round) == [
         "dk, dv", "dq", "wait", "dk, dv", "gradients start", "dq", "wait",
     ]  # fmt: skip
-    cut = gather(work, [Block.of(each) for each in rounds_of(work, 2)], cut=True)
-    assert diary(cut) == [
-        "dk, dv", "dq", "wait", "dk, dv", "gradients start", "dq", "dk, dv", "dq", "wait",
-    ]  # fmt: skip
     assert diary(ring(work)) == [
         "dk, dv", "dq", "wait", "dk, dv", "gradients start", "dq", "wait", "dk, dv", "dq", "wait",
         "gradients start", "wait",
@@ -178,18 +174,14 @@ def test_nothing_is_left_where_parts_have_their_times(monkeypatch):
 
 
 def gradients_are_hidden_behind_dq() -> None:
-    """So no part of own keys is kept for that, and copy engines bring them."""
+    """So copy engines bring them."""
     four = all_segments("zigzag", 4, 4 * 8192)
     work = Workload(four, four, Mask(causal=True))
-    rounds, lengths = rounds_of(work, 4), [8192] * 4
-    for machine, cut in ((H200, True), (FIRST, False)):
-        assert policy.own_keys_are_cut(work, rounds, JOB, machine) == cut
-        assert policy.come_home_aside(work, rounds, lengths, JOB, machine, False) != cut
-    one_by_one, slow = rounds_of(work, 1), FIRST._replace(pull=H200.pull / 10)
-    assert policy.own_keys_are_cut(work, one_by_one, JOB, slow)  # of the last nothing is left
+    for machine, hidden in ((H200, False), (FIRST, True)):
+        assert policy.come_home_aside(work, rounds_of(work, 4), JOB, machine, False) == hidden
     few = all_segments("zigzag", 4, 4 * 128)
     work = Workload(few, few, Mask(causal=True))
-    assert not policy.come_home_aside(work, rounds_of(work, 4), [128] * 4, JOB, FIRST, False)
+    assert not policy.come_home_aside(work, rounds_of(work, 4), JOB, FIRST, False)
 
 
 def test_gradients_are_hidden_behind_dq():
