@@ -36,9 +36,8 @@ from benchmarks.lib.rings import (
 )
 from benchmarks.lib.sequences import KINDS, packed, whole
 from ring_attention_pytorch import RingPlan
-from ring_attention_pytorch.comm.gather_serial import SerialGather
-from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.symmetric_memory import shared_by
+from ring_attention_pytorch.comm.transports import on_one_stream
 from ring_attention_pytorch.schedule.policy import own_keys_apart
 
 
@@ -48,14 +47,15 @@ def both_ways(plan: RingPlan) -> dict[str, RingPlan]:
     What it has itself is one of them, or both; what is made here is as a plan would make it.
     """
     gather = plan.chosen.overlapped or plan.transport
-    if not isinstance(gather, SymmetricGather):
+    if not gather.fabric.name:  # messages
         return {"gather": plan}
     together = plan
     if plan.chosen.overlapped is None:  # tokens are many
-        of = plan.blocks, plan.chosen.shape, shared_by(gather.ring, plan.device)
+        of = plan.blocks, plan.chosen.shape, shared_by(gather.fabric.ring, plan.device)
         apart = own_keys_apart(plan.blocks, plan.kernel.traits.square)
-        can = plan.kernel.traits.keys_first, plan.kernel.traits.begins_early
-        together = plan.by(SerialGather.like(gather, *of, apart, *can))
+        together = plan.by(
+            on_one_stream(gather.fabric.ring, *of, apart, plan.kernel.traits.keys_first)
+        )
     return {"gather, overlapping": plan.by(gather), "gather, together": together}
 
 

@@ -37,7 +37,7 @@ from benchmarks.lib.rings import (
     shapes,
 )
 from benchmarks.lib.still import ALONE, still
-from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
+from ring_attention_pytorch.comm.fabric_shared import SharedMemory
 
 AWAKE = f"{THEORY}, NVLink awake"
 COMES, PAUSE = 16 << 20, 0.01  # bytes, and seconds from one time to the next
@@ -57,18 +57,18 @@ def subjects(shape: Shape, kernel: str, graphs: bool) -> tuple[Runs, dict[Subjec
     if graphs:
         named = {name: tuple(map(captured, runs)) for name, runs in named.items()}
     beside = {}
-    if ranks > 1 and isinstance(plan.transport, SymmetricGather):
+    if ranks > 1 and isinstance(plan.transport.fabric, SharedMemory):
         named[AWAKE] = named[THEORY]
-        beside[AWAKE] = coming(plan.transport)
+        beside[AWAKE] = coming(plan.transport.fabric)
     mode = GRAPH if graphs else ONE_BY_ONE
     runs = {Subject(name, kernel, mode): each for name, each in named.items()}
     return runs, {Subject(name, kernel, mode): call for name, call in beside.items()}
 
 
-def coming(transport: SymmetricGather) -> Callable[[], None]:
+def coming(fabric: SharedMemory) -> Callable[[], None]:
     """Return what copies some bytes out of the next rank's memory, if it is time."""
-    space, ring = transport.space, transport.ring
-    there = space.keys.halves[transport.ranks[(ring.rank + 1) % ring.size]].flatten()[:COMES]
+    space, ring = fabric.space, fabric.ring
+    there = space.keys.halves[fabric.ranks[(ring.rank + 1) % ring.size]].flatten()[:COMES]
     here, stream, last = torch.empty_like(there), torch.cuda.Stream(space.device), 0.0
 
     def come() -> None:

@@ -34,8 +34,8 @@ def schedules() -> dict[str, Schedule]:
     rounds = [Block.of(made) for made in schedule(work, at_once=RANKS - 1)]
     return {
         "ring": ring(work),
-        "gather": gather(work, rounds, cut=True),
-        "gather, in two stages": gather(work, [Block.of(in_two_stages(work))], cut=True),
+        "gather": gather(work, rounds),
+        "gather, in two stages": gather(work, [Block.of(in_two_stages(work))]),
         "gather first": gather_first(work),
     }
 

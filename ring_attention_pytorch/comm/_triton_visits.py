@@ -84,19 +84,16 @@ def pull_kernel(
     WORD: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Meet, then copy to `room` what lies where a table says.
 
     A line is: address, offset in `room` and length, these two in words. All are multiples of
-    `ALIGNED` bytes. If `EARLY`, the next kernel may begin after the meeting: if it could before,
-    it would wait for other ranks on all multiprocessors, while they may wait for other streams.
+    `ALIGNED` bytes.
     """
     STEP: tl.constexpr = ALIGNED * 8 // WORD.primitive_bitwidth
     number = tl.load(state + MET) + 1
     place = room.to(tl.pointer_type(WORD), bitcast=True)
     gone = meet(state, number, purpose, rank, patience, RANKS, LANES)
-    let_next_begin(EARLY)
     tl.debug_barrier()
     if not gone:
         for line in range(tl.program_id(0), lines, tl.num_programs(0)):

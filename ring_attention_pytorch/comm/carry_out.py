@@ -1,22 +1,18 @@
 """A call carries out a program: it waits, starts transfers and hands out keys, step by step.
 
-A transport is its own schedule and its own kind of `Call`: that knows how messages are packed, or
-how shared memory is read. The order is the program's alone.
+A transport is its own schedule and its own kind of `Call`: that knows where keys and gradients are.
+The order is the program's alone, and a fabric carries the bytes.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol
 
-from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+from ring_attention_pytorch.comm.fabric import Fabric, KVGrads
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.observe import recorded
-from ring_attention_pytorch.runtime.replay import ALWAYS, NEVER, Replay
 from ring_attention_pytorch.schedule.steps import Part, Program, Schedule
-
-KVGrads = tuple[GradAccumulator, GradAccumulator]
 
 
 class Call(Protocol):
@@ -45,35 +41,30 @@ class Carrier:
     """A transport that carries out its schedule; a subclass says what its calls are.
 
     All ranks take the same steps in the same order. So whether there is a message never depends on
-    the rank. A call sends messages, unless a subclass says otherwise.
+    the rank.
     """
 
-    ring: Ring
     schedule: Schedule
+    fabric: Fabric
 
     def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> Call:
         """Begin a call with own keys; `totals` are the accumulators of their gradients, if back."""
         raise NotImplementedError
 
-    @property
-    def replay(self) -> Replay:
-        """What may replay the calls: nothing, if anything is sent."""
-        return NEVER if self.schedule.forward.transfers else ALWAYS
-
-    def in_turn(self) -> Self:
-        """Return this transport, letting nothing run beside a part: each is to be timed alone."""
-        return self
-
     def stream(self, own_keys: KVBlock) -> Iterator[KVBlock]:
         """Yield the keys of each part: own ones, then all others that anyone needs."""
         program, nothing = self.schedule.forward, Later()
         call = recorded(self.call(program, own_keys), nothing)
-        for part in _parts(program, call, nothing):
-            keys = call.keys(part)
-            if program.counts(part, keys.segments):
-                yield keys
-            del keys  # else they would stay while more come
-            call.computed(part)
+        try:
+            for part in _parts(program, call, nothing):
+                keys = call.keys(part)
+                if program.counts(part, keys.segments):
+                    yield keys
+                del keys  # else they would stay while more come
+                call.computed(part)
+        except BaseException:
+            self.fabric.drain()  # nothing else uses memory that is still written
+            raise
 
     def stream_back(
         self, own_keys: KVBlock, own: KVGrads, later: Later | None = None
@@ -85,13 +76,17 @@ class Carrier:
         """
         program, later = self.schedule.backward, Later() if later is None else later
         call = recorded(self.call(program, own_keys, own), later)
-        for part in _parts(program, call, later):
-            keys = call.keys(part)
-            grads = call.grads(part, keys)
-            if program.counts(part, keys.segments):
-                yield keys, grads
-            del keys, grads
-            call.computed(part)
+        try:
+            for part in _parts(program, call, later):
+                keys = call.keys(part)
+                grads = call.grads(part, keys)
+                if program.counts(part, keys.segments):
+                    yield keys, grads
+                del keys, grads
+                call.computed(part)
+        except BaseException:
+            self.fabric.drain()
+            raise
 
 
 def _parts(program: Program, call: Call, later: Later) -> Iterator[Part]:

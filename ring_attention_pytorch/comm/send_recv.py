@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.carry_out import Carrier, KVGrads
+from ring_attention_pytorch.comm.carry_out import Carrier
+from ring_attention_pytorch.comm.fabric import KVGrads
+from ring_attention_pytorch.comm.fabric_messages import Messages
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.geometry.segments import Segments, count
 from ring_attention_pytorch.ranks.ring import Ring, Transfer
@@ -52,18 +54,19 @@ class SendRecv(Carrier):
 
     known: dict[bool, Blocks] = field(default_factory=dict, compare=False, repr=False)  # if back
 
-    keeps = overtaken = False
+    keeps = False
 
     @classmethod
     def make(cls, ring: Ring, blocks: Workload, at_once: int) -> "SendRecv":
         """Make one; owners come one at a time, whatever `at_once` there is room for."""
-        return cls(ring, steps.ring(blocks))
+        plan = steps.ring(blocks)
+        return cls(plan, Messages(ring, idle=not plan.forward.transfers))
 
     def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> "_Call":
         back = totals is not None
         if back not in self.known:
-            self.known[back] = Blocks.of(program, self.ring.rank, own)
-        return _Call(self.ring, program, self.known[back], own, totals)
+            self.known[back] = Blocks.of(program, self.fabric.ring.rank, own)
+        return _Call(self.fabric.ring, program, self.known[back], own, totals)
 
 
 class _Call:

@@ -1,23 +1,39 @@
-"""The table of transports, and the choice among them.
+"""The table of transports, and the choice among them and the fabrics that carry them.
 
 A transport is a `Carrier`, made by `make(ring, blocks, at_once)`, and one line in `TRANSPORTS`. It
-knows which keys are needed where, and nothing of how attention is
-computed.
+knows which keys are needed where, and nothing of how attention is computed. Which fabric carries it
+is decided here alone, by what ranks share and by how much there is to do.
 """
 
 import torch
 
+from ring_attention_pytorch.comm.fabric import Fabric
+from ring_attention_pytorch.comm.fabric_copies import CopyEngines
+from ring_attention_pytorch.comm.fabric_kernels import OneStream
+from ring_attention_pytorch.comm.fabric_messages import Messages
 from ring_attention_pytorch.comm.gather import Gather
-from ring_attention_pytorch.comm.gather_serial import SerialGather
-from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.comm.send_recv import SendRecv
-from ring_attention_pytorch.comm.symmetric_memory import shared_by
+from ring_attention_pytorch.comm.symmetric_memory import PeerGroup, shared_by
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import Transport
+from ring_attention_pytorch.schedule import steps
+from ring_attention_pytorch.schedule.arrangement import arrangements
 from ring_attention_pytorch.schedule.hardware import H200, Hardware
-from ring_attention_pytorch.schedule.pieces import KVShape, Workload
-from ring_attention_pytorch.schedule.policy import is_few, keys_come_late, own_keys_apart
+from ring_attention_pytorch.schedule.pieces import (
+    KVShape,
+    Workload,
+    in_two_stages,
+    schedule,
+    tokens,
+)
+from ring_attention_pytorch.schedule.policy import (
+    come_home_aside,
+    is_few,
+    keys_come_late,
+    own_keys_apart,
+)
+from ring_attention_pytorch.schedule.steps import Block
 
 TRANSPORTS: dict[str, type[SendRecv] | type[Gather]] = {"ring": SendRecv, "gather": Gather}
 
@@ -74,7 +90,7 @@ def make_transport(
     """
     if name == "gather" and (shared := shared_by(ring, device)) is not None:
         late = keys_come_late(blocks, at_once, job, machine)
-        return SymmetricGather.over(ring, blocks, at_once, job, shared, machine, overtaken, late)
+        return by_copy_engines(ring, blocks, at_once, job, shared, machine, overtaken, late)
     return TRANSPORTS[name].make(ring, blocks, at_once)
 
 
@@ -82,21 +98,85 @@ def make_together(
     gather: Transport,
     blocks: Workload,
     job: KVShape,
+    device: torch.device,
     machine: Hardware = H200,
     square: bool = False,
     keys_first: bool = False,
-    begins_early: bool = False,
-) -> SerialGather | None:
+) -> Gather | None:
     """Make a gather that spares the host, if tokens are few; else return None.
 
     With few tokens the host takes longer to launch a gather's calls than a GPU to run them. The
-    kernel may know causal tiles only if they are `square`, make dk and dv first, or begin early.
-    All ranks of the ring call this together.
+    kernel may know causal tiles only if they are `square`, or make dk and dv first. All ranks of
+    the ring call this together.
     """
-    if not (isinstance(gather, SymmetricGather) and gather.keeps and is_few(blocks, job, machine)):
+    if not (gather.keeps and is_few(blocks, job, machine)):
         return None
-    shared = shared_by(gather.ring, gather.space.device)
+    shared = shared_by(gather.fabric.ring, device)
     if shared is None:
         return None
     apart = own_keys_apart(blocks, square)
-    return SerialGather.like(gather, blocks, job, shared, apart, keys_first, begins_early)
+    return on_one_stream(gather.fabric.ring, blocks, job, shared, apart, keys_first)
+
+
+def by_copy_engines(
+    ring: Ring,
+    blocks: Workload,
+    at_once: int,
+    job: KVShape,
+    shared: PeerGroup,
+    machine: Hardware = H200,
+    overtaken: bool = False,
+    late: bool = False,
+) -> Gather:
+    """Make a gather by copy engines, with room for the keys of `job` and their gradients.
+
+    Keys that come `late` come in two stages. If the call for own keys is `overtaken` by those
+    for others' keys, it runs on while gradients come home.
+    """
+    rounds = (in_two_stages(blocks),) if late else schedule(blocks, at_once)
+    longest = max(map(count, blocks.keys))
+    widest = max((tokens(chunks) for each in rounds for chunks in each.pieces), default=0)
+    space, group, ranks = shared
+    token_bytes = job.token_bytes + job.batch  # with a key mask
+    space.make_room(group, keys=longest * token_bytes, grads=widest * job.grad_bytes)
+    overtaken = overtaken and len(rounds) == 1  # of several rounds, calls wait for one another
+    aside = come_home_aside(blocks, rounds, job, machine, overtaken)
+    plan = steps.gather(blocks, [*map(Block.of, rounds)], gives_way=overtaken)
+    return Gather(plan, CopyEngines(ring, space, ranks, aside, idle=not plan.forward.transfers))
+
+
+def on_one_stream(
+    ring: Ring,
+    blocks: Workload,
+    job: KVShape,
+    shared: PeerGroup,
+    own_apart: bool = False,
+    keys_first: bool = False,
+) -> Gather:
+    """Make a gather of one round, on one stream; own keys are a block `own_apart`, or not.
+
+    The kernel makes gradients of keys first, or not. All ranks of the ring call this together.
+    """
+    if own_apart:
+        rounds = schedule(blocks, at_once=len(blocks.keys))
+        plan = steps.gather(blocks, [Block.of(each) for each in rounds])
+    else:
+        plan = steps.gather_first(blocks)
+    arranged = arrangements(plan.forward)
+    most, held = max(each.tokens for each in arranged), max(each.held for each in arranged)
+    space, group, ranks = shared
+    token_bytes = job.token_bytes + job.batch  # with a key mask
+    space.make_room(group, keys=most * token_bytes, grads=held * job.grad_bytes)
+    return Gather(plan, OneStream(ring, space, ranks, arranged, beside=keys_first))
+
+
+def fabric_among(neighbours: Ring, most: int, device: torch.device) -> Fabric:
+    """Make the fabric of neighbours that swap tensors of at most `most` bytes together.
+
+    It is shared memory where ranks have any. All ranks of the group call this together.
+    """
+    shared = shared_by(neighbours, device)
+    if shared is None:
+        return Messages(neighbours)
+    shared.space.make_room(shared.group, swaps=most)
+    return OneStream(neighbours, shared.space, shared.ranks)

@@ -15,8 +15,10 @@ from typing import Any, Literal, NamedTuple
 from einops import rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.comm.all_to_all import CopyPlan, Swap, swap_among
+from ring_attention_pytorch.comm.all_to_all import CopyPlan
+from ring_attention_pytorch.comm.fabric import Fabric
 from ring_attention_pytorch.comm.messages import Form, Part
+from ring_attention_pytorch.comm.transports import fabric_among
 from ring_attention_pytorch.comm.visits import Move
 from ring_attention_pytorch.geometry.segments import Segment, Segments, count
 from ring_attention_pytorch.ranks.ring import Ring, SubRing
@@ -172,7 +174,7 @@ class Ulysses:
     ring: SubRing
     queries: HeadPartition
     keys: HeadPartition
-    by: Swap  # how neighbours exchange
+    by: Fabric  # of the neighbours
     number: int = 0  # the ranks' number for it, which its exchanges have
     of_layer: str = ""  # as the plan's calls are named
     recordings: Recordings | None = field(init=False, compare=False, repr=False)
@@ -211,7 +213,7 @@ class Ulysses:
             landed.append(tuple(positions for positions, _ in landings))
         together = SubRing(ring, range(first, first + degree))
         rest = SubRing(ring, range(place, ring.size, degree))
-        by = swap_among(together, most_bytes((spreads[0], spreads[1]), q, k, v), q.device)
+        by = fabric_among(together, most_bytes((spreads[0], spreads[1]), q, k, v), q.device)
         (queries, keys), (rows, cols) = spreads, landed
         return cls(together, rest, queries, keys, by, ring.steps.notes), rows, cols
 
@@ -305,7 +307,7 @@ class AllToAll:
             way.room(t, me) if place is None or sums else place
             for t, way, place, sums in zip(tensors, ways, places, summed)
         ]
-        ranks.by.swap(me, tensors, ways, rooms)
+        ranks.by.swap(tensors, ways, rooms)
         return tuple(
             _summed(room, spread.heads, place) if sums else room
             for room, spread, place, sums in zip(rooms, spreads, places, summed)

@@ -20,10 +20,9 @@ from ring_attention_pytorch.runtime.launches import KernelCall, can_begin_early,
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 _PROGRAMS = 128  # that wait, at most
-# that add or pull while a kernel computes, which takes their multiprocessors from it: on two H100
-# 2k tokens take 640 and 649 us in a graph if 24 add, 648 and 650 with 16, 649 and 652 with 32, 650
-# and 657 with 64; added afterwards 665 and 675. On two H200 they take 634 to 637 us if 16, 24 or 32
-# pull, 646 if 48 do; pulled before 649 and 652
+# that add while a kernel computes, which takes their multiprocessors from it: on two H100 2k tokens
+# take 640 and 649 us in a graph if 24 add, 648 and 650 with 16, 649 and 652 with 32, 650 and 657
+# with 64; added afterwards 665 and 675
 _PROGRAMS_BESIDE = 24
 _LEFT_FREE = 4  # multiprocessors: ranks may wait for what other streams do
 _LINES = 4 * _PROGRAMS  # of a table, if there is much to do: then programs do about as much
@@ -94,13 +93,6 @@ class Writing(Visit):
     """A visit that does without the meeting, if nobody `meets`."""
 
     meets: bool
-
-
-@dataclass(frozen=True)
-class Pulling(Visit):
-    """A visit that pulls while the next kernel, if it can, begins `early`."""
-
-    early: bool
 
 
 @dataclass(frozen=True)
@@ -311,13 +303,13 @@ def write(how: Writing, k: Tensor, v: Tensor, place: Tensor) -> KernelCall:
 
 
 @operation
-def pull(how: Pulling, room: Tensor) -> KernelCall:
+def pull(visit: Visit, room: Tensor) -> KernelCall:
     """Meet, and copy to `room` what the table says; NaN if a rank was out of step."""
     from ring_attention_pytorch.comm._triton_visits import pull_kernel
 
-    table = how.table.table
-    sizes = {**_words(how.table.aligned), "BLOCK": _BLOCK, "EARLY": how.early}
-    return _call(pull_kernel, how.meeting, (room, table, len(table)), len(table), sizes)
+    table = visit.table.table
+    sizes = {**_words(visit.table.aligned), "BLOCK": _BLOCK}
+    return _call(pull_kernel, visit.meeting, (room, table, len(table)), len(table), sizes)
 
 
 @operation

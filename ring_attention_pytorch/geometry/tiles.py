@@ -7,7 +7,7 @@ with a band each, and ranks never appear in a mask.
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import product
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -175,28 +175,6 @@ def buckets(tile: Tile, size: int) -> Iterator[Tile]:
         part_right = None if right is None else right + above
         part = trim(slice(start, min(start + size, rows.stop)), cols, part_left, part_right)
         assert part is not None  # every row of a tile sees something
-        yield part
-
-
-def cut_columns(tile: Tile, edges: Iterable[int]) -> Iterator[Tile]:
-    """Yield a tile cut at those of these columns that lie in it, each part with what sees it.
-
-    >>> for part in cut_columns(Tile(slice(0, 4), slice(0, 4), None, 0), edges=[0, 2, 9]):
-    ...     print(part.rows, part.cols, part.right)
-    slice(0, 4, None) slice(0, 2, None) 0
-    slice(2, 4, None) slice(2, 4, None) 0
-    """
-    rows, cols, left, right = tile
-    within = [edge for edge in edges if cols.start < edge < cols.stop]
-    if not within:
-        yield tile
-        return
-    for start, stop in pairwise([cols.start, *within, cols.stop]):
-        before = start - cols.start
-        part_left = None if left is None else left + before
-        part_right = None if right is None else right - before
-        part = trim(rows, slice(start, stop), part_left, part_right)
-        assert part is not None  # every column of a tile is seen
         yield part
 
 

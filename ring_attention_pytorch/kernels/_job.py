@@ -24,17 +24,13 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Tiles and terms: constants of a plan, which are the same only if they are the same object.
-
-    And which keys are `coming`, as `KVBlock` says.
-    """
+    """Tiles and terms: constants of a plan, which are the same only if they are the same object."""
 
     tiles: Tiles
     terms: ScoreMods
-    coming: tuple[slice, ...] = ()
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Job) or self.coming != other.coming:
+        if not isinstance(other, Job):
             return False
         return self.tiles is other.tiles and self.terms is other.terms
 

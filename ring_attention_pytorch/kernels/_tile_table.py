@@ -1,6 +1,6 @@
 """Tables of tiles, in which a block of rows or columns finds the tiles that it is part of."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import Literal, NamedTuple
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.geometry.tiles import Tile, cut_columns
+from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.runtime.interfaces import Tiles
 from ring_attention_pytorch.runtime.lasting import lasting
 
@@ -16,8 +16,7 @@ from ring_attention_pytorch.runtime.lasting import lasting
 class TileTable(NamedTuple):
     """A table of tiles, and one of blocks of rows or columns, as the Triton kernels read them.
 
-    A line of `blocks` has the block's number, and from which to which tile it looks: twice, if
-    tiles are in two groups.
+    A line of `blocks` has the block's number, and from which to which tile it looks.
     """
 
     tiles: Tensor
@@ -34,51 +33,8 @@ def tile_table(
     """
     key = side, block, of.shape[1] if every else None, of.device
     if not isinstance(tiles, Tiles):
-        return _table_of((tuple(map(_numbers, tiles)),), *key)
-    return tiles.once(key, lambda: _make_table([[*map(_numbers, tiles)]], *key))
-
-
-def table_in_two(
-    tiles: Tiles, coming: Sequence[slice], rows: int, cols: int, of: Tensor
-) -> TileTable:
-    """Return the table for every block of so many rows of `of`, with tiles in two groups.
-
-    The second group is of keys that are coming, as `in_two` says.
-    """
-    key = "rows", rows, of.shape[1], of.device
-
-    def make() -> TileTable:
-        groups = in_two(tiles, coming, cols)
-        return _make_table([[*map(_numbers, group)] for group in groups], *key)
-
-    spans = tuple((span.start, span.stop) for span in coming)
-    return tiles.once((spans, cols, *key), make)
-
-
-def in_two(
-    tiles: Iterable[Tile], coming: Sequence[slice], cols: int
-) -> tuple[list[Tile], list[Tile]]:
-    """Cut tiles where keys that are coming begin and end; return two groups of what is left.
-
-    For tiles of the first group a kernel reads no key that is coming, for the others it may. From
-    a tile's first column on it reads `cols` keys at a time. So it may read some behind the last
-    column, too: they are hidden, but must be numbers.
-
-    >>> tile = Tile(slice(0, 4), slice(0, 8), None, 4)
-    >>> here, there = in_two([tile], [slice(2, 4)], cols=2)
-    >>> [(part.cols.start, part.cols.stop) for part in here], [part.cols.start for part in there]
-    ([(0, 2), (4, 8)], [2])
-    """
-    edges = sorted({edge for span in coming for edge in (span.start, span.stop)})
-    here: list[Tile] = []
-    there: list[Tile] = []
-    for tile in tiles:
-        for part in cut_columns(tile, edges):
-            start, stop = part.cols.start, part.cols.stop
-            read = start + -(-(stop - start) // cols) * cols
-            late = any(span.start < read and start < span.stop for span in coming)
-            (there if late else here).append(part)
-    return here, there
+        return _table_of(tuple(map(_numbers, tiles)), *key)
+    return tiles.once(key, lambda: _make_table([*map(_numbers, tiles)], *key))
 
 
 def _numbers(tile: Tile) -> tuple[int, ...]:
@@ -91,7 +47,7 @@ def _numbers(tile: Tile) -> tuple[int, ...]:
 
 
 def _make_table(
-    groups: Sequence[Sequence[tuple[int, ...]]],
+    tiles: Sequence[tuple[int, ...]],
     side: str,
     block: int,
     every: int | None,
@@ -99,38 +55,30 @@ def _make_table(
 ) -> TileTable:
     def upload() -> list[Tensor]:
         # from pageable memory: the copy ends before this returns, so any stream may read the table
-        return [t.to(device, torch.int32) for t in _tables(groups, side, block, every)]
+        return [t.to(device, torch.int32) for t in _tables(tiles, side, block, every)]
 
     of_tiles, of_blocks = lasting(upload, device)
     return TileTable(of_tiles, of_blocks, len(of_blocks))
 
 
 def _tables(
-    groups: Sequence[Sequence[tuple[int, ...]]], side: str, block: int, every: int | None
+    tiles: Sequence[tuple[int, ...]], side: str, block: int, every: int | None
 ) -> tuple[Tensor, Tensor]:
     """Return the tables of tiles and of blocks, on the host: documents have thousands of blocks."""
     start, stop = (0, 1) if side == "rows" else (2, 3)
-    end = max(tile[stop] for tiles in groups for tile in tiles) if every is None else every
+    end = max(tile[stop] for tile in tiles) if every is None else every
     at = torch.arange(0, end, block, device="cpu")
-    seen, looked = torch.zeros_like(at), torch.zeros_like(at)
-    tables, looks, before = [], [], 0
-    for tiles in groups:
-        table = torch.tensor(sorted(tiles, key=itemgetter(start)), device="cpu", dtype=torch.int64)
-        table = table.view(-1, 6)  # of no tiles, too
-        stops = table[:, stop].cummax(0).values  # the last up to each tile
-        # where many documents lie, a block looks at the tiles of a few
-        first = torch.searchsorted(stops, at, right=True)
-        last = torch.searchsorted(table[:, start].contiguous(), at + block)
-        looked += last - first
-        seen += _seen(table, first, last, at, block, side)
-        tables.append(table)
-        looks += [before + first, before + last]
-        before += len(table)
+    table = torch.tensor(sorted(tiles, key=itemgetter(start)), device="cpu", dtype=torch.int64)
+    stops = table[:, stop].cummax(0).values  # the last up to each tile
+    # where many documents lie, a block looks at the tiles of a few
+    first = torch.searchsorted(stops, at, right=True)
+    last = torch.searchsorted(table[:, start].contiguous(), at + block)
+    seen = _seen(table, first, last, at, block, side)
     # those that see the most go first, so that all end together
     number = seen.argsort(descending=True, stable=True)
     if every is None:
-        number = number[(looked > 0)[number]]
-    return torch.cat(tables), torch.stack([number, *(each[number] for each in looks)], dim=1)
+        number = number[(last > first)[number]]
+    return table, torch.stack([number, first[number], last[number]], dim=1)
 
 
 def _seen(tiles: Tensor, first: Tensor, last: Tensor, at: Tensor, block: int, side: str) -> Tensor:

@@ -26,7 +26,6 @@ from ring_attention_pytorch.kernels._triton_parts import (
     tanh,
     tile_at,
 )
-from ring_attention_pytorch.runtime._triton_early import end_after_the_last, wait_for_the_one_before
 
 
 @triton.jit
@@ -224,22 +223,16 @@ def forward_kernel(
     WIDE: tl.constexpr,
     FRESH: tl.constexpr,
     MOVES: tl.constexpr,
-    EARLY: tl.constexpr,
     ALIBI: tl.constexpr,
     DROPS: tl.constexpr,
 ):
     """Compute out and lse of a block of queries.
 
-    MOVES: out is other memory than what was before; lse is in place. EARLY: keys of the second
-    group of tiles are written by the kernel before.
+    MOVES: out is other memory than what was before; lse is in place.
     """
     TOKENS: tl.constexpr = ROWS // PACK
-    block, pack, looks = block_of(blocks, count, beside, 2 if EARLY else 1)
-    first_tile, last_tile, passed = tl.load(looks), tl.load(looks + 1), 0
-    here = last_tile
-    if EARLY:
-        passed = tl.load(looks + 2) - here
-        last_tile += tl.load(looks + 3) - tl.load(looks + 2)
+    block, pack, looks = block_of(blocks, count, beside)
+    first_tile, last_tile = tl.load(looks), tl.load(looks + 1)
     start = block * TOKENS
     batch, head = pack * PACK // heads, pack * PACK % heads
     key_head = head // group
@@ -263,12 +256,7 @@ def forward_kernel(
     keys = k, k_strides, v, v_strides, mask, mask_b, mask_m, batch, key_head, d, d_v
 
     for t in range(first_tile, last_tile):
-        number = t
-        if EARLY:
-            if t == here:
-                wait_for_the_one_before()
-            number = tl.where(t < here, t, t + passed)
-        tile = tile_at(tiles, number)
+        tile = tile_at(tiles, t)
         r0, r1, c0, c1, left, right = tile
         stop = tl.minimum(start + TOKENS, n)
         a, z = tl.maximum(start, r0), tl.minimum(stop, r1)
@@ -286,7 +274,6 @@ def forward_kernel(
                 COLS, D, D_V, True, EVEN, EVEN_V, MASK, CLAMP, ALIBI, DROPS, PRECISION, TMA, WIDE,
             )  # fmt: skip
 
-    end_after_the_last(EARLY)
     acc, top, total = running
     if DROPS:
         acc = acc * inverse

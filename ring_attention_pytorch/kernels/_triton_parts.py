@@ -24,10 +24,10 @@ VARYING = [
 
 
 @triton.jit
-def block_of(blocks, count, beside, GROUPS: tl.constexpr = 1):
+def block_of(blocks, count, beside):
     """Return this program's block and pack, and where the table says which tiles it looks at.
 
-    Of each group of tiles, its first one and the one after its last stand there.
+    Its first one and the one after its last stand there.
 
     A pack is a key head, or query heads of one key head that share a block: each has `count`
     blocks. Packs take turns `beside` at a time, and of those the same block is next to each other:
@@ -36,7 +36,7 @@ def block_of(blocks, count, beside, GROUPS: tl.constexpr = 1):
     turn, place = tl.program_id(0) // (beside * count), tl.program_id(0) % (beside * count)
     pack = turn * beside
     beside = tl.minimum(tl.num_programs(0) // count - pack, beside)
-    at = blocks + (1 + 2 * GROUPS) * (place // beside)
+    at = blocks + 3 * (place // beside)
     return tl.load(at), pack + place % beside, at + 1
 
 

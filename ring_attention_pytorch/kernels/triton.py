@@ -17,7 +17,7 @@ from ring_attention_pytorch.geometry.tiles import visible_pairs
 from ring_attention_pytorch.kernels._configs import Config, config_for, is_overridden
 from ring_attention_pytorch.kernels._descriptors import in_blocks, operands, padded, tma_fits
 from ring_attention_pytorch.kernels._job import Job, Rows, opened
-from ring_attention_pytorch.kernels._tile_table import table_in_two, tile_table
+from ring_attention_pytorch.kernels._tile_table import tile_table
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import (
     FEATURES,
@@ -46,7 +46,7 @@ CAN = Capabilities(
     min_capability=(8, 0),
     max_head_dim=_WIDEST,
     varlen=True,
-    traits=Traits(fuses_merge=True, keys_first=True, begins_early=True, replay=ALWAYS),
+    traits=Traits(fuses_merge=True, keys_first=True, replay=ALWAYS),
     features=FEATURES - {"mask_mod"},
     package=Dependency("triton", "triton", "3.4"),
 )
@@ -60,7 +60,7 @@ def forward(
     q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods, result: OutputAccumulator
 ) -> None:
     if tiles:
-        _forward(Job(tiles, terms, keys.coming), q, keys.k, keys.v, _mask(keys), *result.room())
+        _forward(Job(tiles, terms), q, keys.k, keys.v, _mask(keys), *result.room())
 
 
 @compiled_ahead
@@ -71,10 +71,7 @@ def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> KernelCall:
     tiles, terms, keys, (before, out, lse) = opened(job, tensors)
     (b, n, h, d), (_, m, h_kv, d_v) = q.shape, keys.v.shape
     config = _config("forward", q, keys, tiles)
-    if job.coming:
-        table = table_in_two(tiles, job.coming, config.tokens, config.cols, q)
-    else:
-        table = tile_table(tiles, "rows", config.tokens, q, every=before is not out)
+    table = tile_table(tiles, "rows", config.tokens, q, every=before is not out)
     options = _options(config, terms, keys, (q, keys.k, keys.v, out))
     q_, k, v = operands(
         options["TMA"],
@@ -111,10 +108,7 @@ def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> KernelCall:
         out.stride(),
         *lse.stride(),
     ]
-    early = bool(job.coming)
-    constants = dict(FRESH=before is None, MOVES=before is not out, EARLY=early, **options)
-    if early:
-        constants["launch_pdl"] = True
+    constants = dict(FRESH=before is None, MOVES=before is not out, **options)
     return KernelCall(forward_kernel, b * h // config.pack * table.count, args, constants)
 
 

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.gather_serial import SerialGather
-from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
 from ring_attention_pytorch.geometry.segments import Segments, count
 from ring_attention_pytorch.geometry.tiles import tiles, visible_pairs
 from ring_attention_pytorch.plan.picture import picture as drawn
@@ -174,8 +172,8 @@ def _of_gather(plan: RingPlan) -> list[str]:
     program, place = plan.schedule.forward, plan.place
     if program.parts[0].block != 0:
         return [_of_all_together(plan)]
-    pulled = isinstance(plan.transport, SymmetricGather)
-    lines = [f"gather: {'pulled out of shared memory' if pulled else 'sent point to point'}"]
+    shared = plan.transport.fabric.name
+    lines = [f"gather: {f'pulled out of {shared}' if shared else 'sent point to point'}"]
     for number, block in enumerate(program.blocks[1:], 1):
         chunks = program.chunks(number, place)
         if not chunks:
@@ -193,14 +191,9 @@ def _of_gather(plan: RingPlan) -> list[str]:
 
 def _home(plan: RingPlan) -> str:
     """Describe how gradients go home, and what is computed meanwhile."""
-    words = "go home"
-    if isinstance(plan.transport, SymmetricGather):
-        words += " by copy engine" if plan.transport.aside else ", added where they lie"
-    first, *_, last = plan.schedule.backward.parts
-    if first.gives_way:
+    words = f"go home{plan.transport.fabric.way_home}"
+    if plan.schedule.overtaken:
         words += ", while own keys are computed on"
-    elif last.block == 0:
-        words += ", those of the last while half of own keys are computed on"
     else:
         words += _meanwhile(plan)
     return words
@@ -213,11 +206,9 @@ def _meanwhile(plan: RingPlan) -> str:
 
 
 def _of_all_together(plan: RingPlan) -> str:
-    chunks, transport = plan.schedule.forward.chunks(1, plan.place), plan.transport
-    early = isinstance(transport, SerialGather) and transport.early and plan.key_mask is None
-    come = "forward begins while they come" if early else "before any call"
+    chunks = plan.schedule.forward.chunks(1, plan.place)
     return (
-        f"gather: all {tokens(chunks)} keys in shared memory, {come}; "
+        f"gather: all {tokens(chunks)} keys in shared memory, before any call; "
         f"{_pairs(plan, joined(chunks))}, then gradients are added where they lie"
         f"{_meanwhile(plan)}"
     )

@@ -154,13 +154,12 @@ def settle_transport(
     if light is not None and not launches_decide(blocks, shape, near):
         light = None
     few = (light or kernel).traits
-    # of samples that differ each has a call of its own, and only the first could begin early
-    can = few.square, few.keys_first, few.begins_early and alike
-    together = make_together(overlapping, blocks, shape, near, *can)
+    traits = few.square, few.keys_first
+    together = make_together(overlapping, blocks, shape, q.device, near, *traits)
     if light is not None and together is not None:
         machine = with_another(_with_calls_of(light, machine), kernel.name, light.name)
         kernel = light
-    concurrent = alike and (overlapping.overtaken or small)
+    concurrent = alike and (overlapping.schedule.overtaken or small)
     other = together and overlapping
     chosen = TransportChoice(name, machine, memory, at_once, shape, other, concurrent)
     return kernel, together or overlapping, chosen

@@ -110,7 +110,7 @@ class RingPlan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", new_handle(self))
         here = Replay(graph=self.device.type == "cuda", tape=self.terms.mask_mod is None)
-        replay = self.transport.replay.both(self.kernel.traits.replay).both(here)
+        replay = self.transport.fabric.replay.both(self.kernel.traits.replay).both(here)
         recordings = Recordings(Tape, replay.follow) if replay.tape else None
         object.__setattr__(self, "replay", replay)
         object.__setattr__(self, "recordings", recordings)
@@ -189,7 +189,7 @@ class RingPlan:
             kernel=kernel,
             transport=transport,
             chosen=chosen,
-            reached=reached(heads.blocks, transport.ring.rank, q.device),
+            reached=reached(heads.blocks, transport.fabric.ring.rank, q.device),
             always=options.check is not None,
             number=ring.steps.notes,
             **heads._asdict(),
@@ -356,7 +356,7 @@ class RingPlan:
     @cached_property
     def transport_of_pairs(self) -> Transport:
         """The transport of keys with their tangents, twice as wide; all ranks make it together."""
-        chosen, ring = self.chosen, self.transport.ring
+        chosen, ring = self.chosen, self.transport.fabric.ring
         pairs = chosen.shape._replace(d=2 * chosen.shape.d, d_v=2 * chosen.shape.d_v)
         at_once = owners_at_once(chosen.memory, self.blocks, pairs)
         return make_transport(
@@ -376,7 +376,7 @@ class RingPlan:
     @cached_property
     def place(self) -> int:
         """This rank's place among those that the transport connects, the rows of `blocks`."""
-        return self.transport.ring.rank
+        return self.transport.fabric.ring.rank
 
     def _of_block(self, keys: Segments, samples: slice, mask: Mask) -> Tiles:
         queries = self.blocks.queries[self.place]

@@ -27,12 +27,6 @@ def let_next_begin(EARLY: tl.constexpr):
 
 
 @triton.jit
-def wait_for_the_one_before():
-    """Wait until the kernel before has ended, and all that it wrote can be read."""
-    gdc_wait()
-
-
-@triton.jit
 def end_after_the_last(EARLY: tl.constexpr):
     """End a kernel that may have begun early no sooner than the kernel before it.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,18 +44,13 @@ FEATURES = frozenset(
 
 
 class KVBlock(NamedTuple):
-    """A block of keys and values that travel together. `own` is true for this rank's keys.
-
-    Tokens that are `coming` are written by the launch right before the kernel's, on a device whose
-    kernels can begin early. A kernel that does so waits before it reads these.
-    """
+    """A block of keys and values that travel together. `own` is true for this rank's keys."""
 
     k: Tensor
     v: Tensor
     key_mask: Tensor | None  # bool [b, m], True = may be seen
     segments: Segments
     own: bool = False
-    coming: tuple[slice, ...] = ()
 
     def without_unseen(self, reached: Tensor | None = None) -> "KVBlock":
         """Return the block with zeros in place of the keys and values that no query may see.
@@ -73,14 +68,11 @@ class KVBlock(NamedTuple):
         return self._replace(k=k, v=v)
 
     def samples(self, which: slice) -> "KVBlock":
-        """Return the block of some samples.
-
-        None of it is said to be coming: the launch right before may be that for other samples.
-        """
+        """Return the block of some samples."""
         if which == slice(None):
             return self
         k, v, key_mask = (_of(t, which) for t in self[:3])
-        return self._replace(k=k, v=v, key_mask=key_mask, coming=())
+        return self._replace(k=k, v=v, key_mask=key_mask)
 
 
 class ScoreMods(NamedTuple):
@@ -269,7 +261,6 @@ class Traits(NamedTuple):
     # merges by itself: for few tokens one call of all keys is faster than several
     fuses_merge: bool = False
     keys_first: bool = False  # backward makes dk and dv first, and leaves dq for `dq.later`
-    begins_early: bool = False  # forward begins before `KVBlock.coming` is there, where a GPU can
     replay: Replay = Replay(graph=True)
 
     def with_backward(self, other: "Traits") -> "Traits":
@@ -277,7 +268,6 @@ class Traits(NamedTuple):
         return other._replace(
             square=self.square and other.square,
             fuses_merge=self.fuses_merge and other.fuses_merge,
-            begins_early=self.begins_early,
             replay=self.replay.both(other.replay),
         )
 
@@ -329,27 +319,13 @@ class Transport(Protocol):
     """
 
     @property
-    def ring(self) -> Any:
-        """Return the ranks that exchange, a `ranks.ring.Ring`."""
+    def fabric(self) -> Any:
+        """What carries keys among which ranks, a `comm.fabric.Fabric`."""
         ...
 
     @property
     def keeps(self) -> bool:
         """Tell whether others' keys come, and stay where they are until the last call has ended."""
-        ...
-
-    @property
-    def overtaken(self) -> bool:
-        """Tell whether backward own keys come in one block, whose call the others' overtake."""
-        ...
-
-    @property
-    def replay(self) -> Replay:
-        """What may replay all that the transport does."""
-        ...
-
-    def in_turn(self) -> Self:
-        """Return the transport, letting nothing run beside a part: each is to be timed alone."""
         ...
 
     @property

@@ -222,12 +222,17 @@ def recorded(call: Any, later: Later) -> Any:
     return call if record is None else _RecordedCall(record, call, later)
 
 
+def are_timed() -> bool:
+    """Tell whether the parts of this thread's call are timed: nothing is to run beside one."""
+    return _thread.record is not None
+
+
 class _WatchedPlan:
-    """A plan whose kernel has ranges, and whose transport lets nothing run beside what it times."""
+    """A plan whose kernel has ranges."""
 
     def __init__(self, plan: Any) -> None:
         name, kernel = plan.kernel.name, plan.kernel
-        self._plan, self.transport = plan, plan.transport.in_turn()
+        self._plan = plan
         self.kernel = kernel._replace(
             forward=_ranged(kernel.forward, f"ring attention, kernel {name}", plan.device),
             backward=_ranged(kernel.backward, f"ring attention, kernel {name}", plan.device),

@@ -17,7 +17,7 @@ from ring_attention_pytorch.schedule.pieces import (
     tokens,
 )
 from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
-from ring_attention_pytorch.schedule.policy import keys_come_late, own_keys_are_cut
+from ring_attention_pytorch.schedule.policy import keys_come_late
 from ring_attention_pytorch.schedule.steps import (
     KEYS,
     Block,
@@ -269,15 +269,14 @@ def likely_gather(
 ) -> Schedule:
     """Return the schedule of a gather as it would be made for ranks of such a machine.
 
-    Of more ranks than reach one another no two stages, and own keys cut if there is one round.
+    Of more ranks than reach one another no two stages.
     """
     if len(workload.keys) > machine.domain:
         rounds = [Block(((distances,),)) for distances in workload.others(at_once)]
-        return gather(workload, rounds, cut=len(rounds) == 1)
+        return gather(workload, rounds)
     late = keys_come_late(workload, at_once, shape, machine)
     made = (in_two_stages(workload),) if late else rounds_of(workload, at_once)
-    cut = own_keys_are_cut(workload, made, shape, machine)
-    return gather(workload, [*map(Block.of, made)], cut)
+    return gather(workload, [*map(Block.of, made)])
 
 
 def choose_transport(

@@ -5,7 +5,7 @@ Each is a pure function of the work and of a machine's speeds, so all ranks deci
 
 from collections.abc import Sequence
 
-from ring_attention_pytorch.geometry.segments import Segment, Segments, count, slice_segments
+from ring_attention_pytorch.geometry.segments import Segment, Segments, count
 from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
 from ring_attention_pytorch.schedule.hardware import H200, Hardware
 from ring_attention_pytorch.schedule.pieces import (
@@ -21,9 +21,6 @@ from ring_attention_pytorch.schedule.pieces import (
 )
 
 _SMALL, _SMALL_UNDIVIDED = 334, 3340  # times what a call takes on top, if nothing were hidden
-# a call for half of own keys at the end makes own keys' backward longer by this share, measured
-# on two H100: 0.7 % of all at 8k tokens and at 16k, wherever gradients had nothing to hide behind
-_CUT_COSTS = 0.01
 # launches of small operations that take the host as long as calls of cuDNN's kernel or of
 # flash-attn 4's, two each way: on two H100 at 2k tokens the GPU computes 0.55 ms, a call takes 1.2,
 # and Triton's of one call each way 0.78; at 3k they are alike
@@ -169,61 +166,28 @@ def keys_come_late(workload: Workload, at_once: int, shape: KVShape, machine: Ha
 def come_home_aside(
     workload: Workload,
     rounds: Sequence[Round],
-    cuts: Sequence[int],
     shape: KVShape,
     machine: Hardware,
     overtaken: bool,
 ) -> bool:
     """Tell whether ranks compute on while at least half of their gradients come home from others.
 
-    They compute on own keys from these `cuts` on, kept for the end. Or they compute on what is left
-    of own keys where their call is `overtaken`: it has gone on while the others' keys came, and
-    about as much in the gaps of their calls. With several rounds, the gradients of each but the
-    last come home while the next computes. And a kernel that makes dk and dv of the others' keys
-    first computes dq meanwhile.
+    They compute on what is left of own keys where their call is `overtaken`: it has gone on while
+    the others' keys came, and about as much in the gaps of their calls. With several rounds, the
+    gradients of each but the last come home while the next computes. And a kernel that makes dk and
+    dv of the others' keys first computes dq meanwhile.
     """
     if len(rounds) != 1:
         return True
     coming = max(coming_home(rounds[0]).values(), default=0)
     brought = max(map(tokens, rounds[0].pieces)) if overtaken else 0
     pairs_left = []
-    for queries, keys, cut, chunks in zip(*workload[:2], cuts, rounds[0].pieces):
-        kept = slice_segments(keys, slice(cut, count(keys)))
-        pairs = float(visible_pairs(tiles(queries, kept, workload.visible)))
+    for queries, keys, chunks in zip(*workload[:2], rounds[0].pieces):
+        left = keys if overtaken else ()
+        pairs = float(visible_pairs(tiles(queries, left, workload.visible)))
         if machine.keys_first:
             others = tiles(queries, joined(chunks), workload.visible)
             pairs += machine.left_for_later * visible_pairs(others)
         pairs_left.append(pairs)
     moved = machine.beside_backward * shape.grad_bytes * (2 * brought + coming / 2)
     return 2.5 * shape.pair_flops * min(pairs_left) >= moved
-
-
-def own_keys_are_cut(
-    workload: Workload, rounds: Sequence[Round], shape: KVShape, machine: Hardware
-) -> bool:
-    """Tell whether half of own keys are kept for backward's end, while gradients come home.
-
-    It pays where they take longer to come home, on some rank, than a further call takes. All ranks
-    go by that one: any that did otherwise would keep it waiting. If all come in one round, a kernel
-    that makes dk and dv first computes dq meanwhile.
-    """
-    if machine.keys_first and len(rounds) == 1:
-        return False
-    coming = coming_home(rounds[-1]) if rounds else {}
-    pays = False
-    for owner, (queries, keys) in enumerate(zip(workload.queries, workload.keys)):
-        home = coming.get(owner, 0) * shape.grad_bytes / machine.pull
-        pairs = visible_pairs(tiles(queries, keys, workload.visible))
-        own = 2.5 * shape.pair_flops * pairs / machine.backward
-        pays |= home > machine.call + _CUT_COSTS * own
-    return pays
-
-
-def much_comes_last(rounds: Sequence[Round], lengths: Sequence[int]) -> bool:
-    """Tell whether the last round keeps some rank waiting for a quarter of its gradients.
-
-    It is `own_keys_are_cut` for messages, whose speed nothing here knows. `lengths` are the keys
-    that each rank has.
-    """
-    coming = coming_home(rounds[-1]) if rounds else {}
-    return any(4 * coming.get(owner, 0) >= length > 0 for owner, length in enumerate(lengths))

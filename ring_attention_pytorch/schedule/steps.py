@@ -39,12 +39,11 @@ class Block(NamedTuple):
     """Keys of owners at some distances behind each rank, as they lie there stage by stage.
 
     They are those that the rank's queries see, worked out already where `made` is given; of a
-    `whole` block all that its one owner has. Own keys that are `cut` are computed on in two halves.
+    `whole` block all that its one owner has.
     """
 
     stages: tuple[Stage, ...]
     whole: bool = False
-    cut: bool = False
     made: Round | Any = None
 
     @classmethod
@@ -130,7 +129,7 @@ class Program(NamedTuple):
 
     def chunks(self, block: int, rank: int) -> Chunks:
         """Return what a block has on a rank, in the order in which it lies there."""
-        stages, whole, _, made = self.blocks[block]
+        stages, whole, made = self.blocks[block]
         if made is not None:
             return made.pieces[rank]
         if whole:
@@ -144,13 +143,11 @@ class Program(NamedTuple):
 
     def spans(self, block: int, rank: int) -> list[slice]:
         """Return the tokens of each stage of a block."""
-        stages, _, cut, made = self.blocks[block]
+        stages, _, made = self.blocks[block]
         if made is not None:
             return list(made.parts[rank])
         if len(stages) == 1:
-            length = count(self.held(block, rank))
-            half = length - length // 2 if cut else length
-            return [slice(0, half), slice(half, length)] if cut else [slice(0, length)]
+            return [slice(0, count(self.held(block, rank)))]
         spans, start = [], 0
         for stage in stages:
             stop = start + sum(tokens(needed(rank, self.workload, each)) for each in stage)
@@ -191,6 +188,11 @@ class Schedule(NamedTuple):
     transport: str
     forward: Program
     backward: Program
+
+    @property
+    def overtaken(self) -> bool:
+        """Tell whether backward own keys come in one block, whose call the others' overtake."""
+        return self.backward.parts[0].gives_way
 
     def positions(self, back: bool, rank: int) -> Iterator[Segments]:
         """Yield the positions of the keys on which a rank computes, part by part."""
@@ -242,9 +244,7 @@ def ring(workload: Workload) -> Schedule:
     )
 
 
-def gather(
-    workload: Workload, rounds: Sequence[Block], cut: bool = False, gives_way: bool = False
-) -> Schedule:
+def gather(workload: Workload, rounds: Sequence[Block], gives_way: bool = False) -> Schedule:
     """Return the schedule of a gather: rounds of owners, whose keys come straight from them.
 
     The next round comes while one computes.
@@ -252,20 +252,19 @@ def gather(
     Args:
         workload: what all ranks have to do.
         rounds: their blocks; keys come in stages forward, and at once backward.
-        cut: half of own keys is kept for the end of backward, while gradients go home.
-        gives_way: the call for own keys backward gives way to all others instead.
+        gives_way: the call for own keys backward gives way to all others.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> from ring_attention_pytorch.geometry.tiles import Mask
     >>> three = all_segments("contiguous", 3, 6)
-    >>> both = gather(Workload(three, three, Mask()), [Block((((1, 2),),))], cut=True)
+    >>> both = gather(Workload(three, three, Mask()), [Block((((1, 2),),))])
     >>> [part.block for part in both.backward.parts]
-    [0, 1, 0]
+    [0, 1]
     >>> both.forward.copies(both.forward.transfers[0], rank=0)
     [Copy(peer=2, start=0, to=2, length=2), Copy(peer=1, start=0, to=0, length=2)]
     """
     forward = _gathered(workload, (OWN, *rounds))
-    at_once = (OWN._replace(cut=cut), *(block.at_once for block in rounds))
+    at_once = (OWN, *(block.at_once for block in rounds))
     fetched = _gathered(workload, at_once)
     transfers, steps = [*fetched.transfers], [*fetched.steps]
     steps[0] = steps[0]._replace(compute=Part(0, gives_way=gives_way))
@@ -275,8 +274,6 @@ def gather(
         transfers.append(home)
         back += [step, Step(going, (len(transfers) - 1,))]
         going = (len(transfers) - 1,)
-    if cut:
-        back.append(Step(compute=Part(0, stage=1)))
     if going:
         back.append(Step(going))
     return Schedule("gather", forward, Program(workload, at_once, tuple(transfers), tuple(back)))

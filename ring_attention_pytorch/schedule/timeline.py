@@ -49,7 +49,7 @@ def of_part(program: Program, part: Part) -> tuple[str, str]:
     """Return the kind of a part, and how far behind the rank the owners of its keys are."""
     block = program.blocks[part.block]
     if not part.block:
-        return OWN, ("own", "own, rest")[part.stage]
+        return OWN, "own"
     stage = block.stages[part.stage]
     distances = sorted(distance for group in stage for distance in group)
     words = " ".join("own" if distance == 0 else f"-{distance}" for distance in distances)

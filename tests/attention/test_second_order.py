@@ -12,8 +12,9 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
+from ring_attention_pytorch.comm.gather import Gather
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
+from ring_attention_pytorch.comm.transports import by_copy_engines
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.loss import mean_cross_entropy
@@ -70,15 +71,16 @@ def test_transports_carry_tangents_beside_keys(name, size, options):
 
 
 def test_shared_memory_carries_tangents():
-    made: dict[int, SymmetricGather] = {}
+    made: dict[int, Gather] = {}
 
-    def over(plan: RingPlan) -> SymmetricGather:
+    def over(plan: RingPlan) -> Gather:
         ring, job = plan.ring, plan.chosen.shape
         pairs = job._replace(d=2 * job.d, d_v=2 * job.d_v)
         if ring.rank not in made:
             shared = PeerGroup(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
-            made[ring.rank] = SymmetricGather.over(ring, plan.blocks, 2, pairs, shared)
-        return replace(made[ring.rank], ring=ring)
+            made[ring.rank] = by_copy_engines(ring, plan.blocks, 2, pairs, shared)
+        gather = made[ring.rank]
+        return replace(gather, fabric=replace(gather.fabric, ring=ring))
 
     with mock.patch.object(RingPlan, "transport_of_pairs", property(over)):
         check(Second(together(MANY)).errors(3, "zigzag"))

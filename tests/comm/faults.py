@@ -8,40 +8,8 @@ ATTENTION = [
         "later.do() yield part", "yield part",
     ),
     Mutant(
-        "parts that have times run beside others", "comm/gather_serial.py:SerialGather.in_turn",
-        "beside=False,", "",
-    ),
-    Mutant(
-        "parts that have times begin early", "comm/gather_serial.py:SerialGather.in_turn",
-        "one_by_one=True", "",
-    ),
-    Mutant(
-        "own keys are said to be coming, too", "comm/gather_serial.py:_Call._come",
-        "tuple(here) if early", "(slice(0, self.mine.held),) if early",
-    ),
-    Mutant(
-        "nobody is told what is coming", "comm/gather_serial.py:_Call._come",
-        "tuple(here) if early", "() if early",
-    ),
-    Mutant(
-        "a kernel begins early, and masks come after the keys", "comm/gather_serial.py:_Call._come",
-        "and not masks", "",
-    ),
-    Mutant(
-        "backward is told of keys that come", "comm/gather_serial.py:_Call._come",
-        "and self.totals is None", "",
-    ),
-    Mutant(
-        "the call for others' keys begins early", "comm/gather_serial.py:SerialGather.like",
-        "not own_apart and", "",
-    ),
-    Mutant(
-        "some tokens are coming, wherever they lie", "comm/gather.py:some_of",
-        "segments=segments, coming=()", "segments=segments",
-    ),
-    Mutant(
-        "few programs pull, though nothing begins early", "comm/visits.py:pull",
-        '"EARLY": how.early', '"EARLY": True',
+        "parts that have times run beside others", "comm/fabric_kernels.py:KernelChannel.__init__",
+        "and not are_timed()", "",
     ),
     Mutant(
         "what is left is done before gradients start", "comm/carry_out.py:_parts",
@@ -56,43 +24,38 @@ ATTENTION = [
         "how.beside and can_begin_early(dk.device)", "can_begin_early(dk.device)",
     ),
     Mutant(
-        "many programs pull, or add, beside a kernel", "comm/visits.py:_call",
+        "many programs add beside a kernel", "comm/visits.py:_call",
         "blocks = min(blocks, _PROGRAMS_BESIDE)", "pass",
     ),
     Mutant(
         "a gather of few tokens adds beside nothing", "comm/transports.py:make_together",
-        "apart, keys_first, begins_early", "apart",
-    ),
-    Mutant(
-        "own keys kept for the end land first", "comm/gather.py:GatherCall.computed",
-        "of_part.move_to(total, self._span(part).start)",
-        "of_part.move_to(total, 0)",
+        "apart, keys_first", "apart",
     ),
     Mutant(
         "half of own keys are others'", "comm/gather.py:some_of",
-        "keys._replace(k=k,",
-        "keys._replace(own=False, k=k,",
+        "keys._replace(k=",
+        "keys._replace(own=False, k=",
     ),
     Mutant(
         "calls side by side whose keys go away", "comm/gather.py:Gather.keeps",
-        "return len(self.schedule.forward.blocks) == 2",
+        "return len(self.schedule.forward.blocks) == 2 and not self.fabric.replay.tape",
         "return True",
     ),
     Mutant(
         "own keys wait for the end of one group of several",
-        "comm/gather_symmetric.py:SymmetricGather.over",
+        "comm/transports.py:by_copy_engines",
         "overtaken and len(rounds) == 1",
         "overtaken",
     ),
     Mutant(
         "keys are computed on before their stage has come",
-        "comm/gather_symmetric.py:SymmetricCall._come",
+        "comm/fabric_copies.py:CopyChannel.take",
         "self.space.keys.join(self.ends[transfer.stage])",
         "pass",
     ),
     Mutant(
         "gradients of several turns are not read before the next",
-        "comm/gather_symmetric.py:SymmetricCall._send_home",
+        "comm/fabric_copies.py:CopyChannel.reduce",
         "if not one_round: shelf.join(end)",
         "",
     ),
@@ -114,30 +77,30 @@ ATTENTION = [
     ),
     Mutant(
         "all ranks pull from the last one at a time",
-        "comm/gather_symmetric.py:SymmetricGather._sources",
+        "comm/fabric_copies.py:CopyEngines._sources",
         "_in_rounds(sources[::-1] if most_in_front(made) else sources)",
         "_in_rounds(sources)",
     ),
     Mutant(
         "all ranks pull from the first one at a time",
-        "comm/gather_symmetric.py:SymmetricGather._sources",
+        "comm/fabric_copies.py:CopyEngines._sources",
         "_in_rounds(sources[::-1] if most_in_front(made) else sources)",
         "_in_rounds(sources[::-1])",
     ),
     Mutant(
         "gradients are added before they have come home",
-        "comm/gather_symmetric.py:SymmetricCall._send_home",
+        "comm/fabric_copies.py:CopyChannel.reduce",
         "total.after(partial(shelf.join, end))",
         "pass",
     ),
     Mutant(
         "a replay takes shelves as they were",
-        "comm/gather_symmetric.py:SymmetricGather.follow_stream",
+        "comm/fabric_shared.py:SharedMemory.follow_stream",
         "self.space.follow_stream() return", "return",
     ),
     Mutant(
-        "messages are captured", "comm/carry_out.py:Carrier.replay",
-        "NEVER if self.schedule.forward.transfers else ALWAYS", "ALWAYS",
+        "messages are captured", "comm/fabric_messages.py:Messages.replay",
+        "ALWAYS if self.idle else NEVER", "ALWAYS",
     ),
     Mutant(
         "a gradient hop dropped", "comm/send_recv.py:_Call.wait",
@@ -190,18 +153,19 @@ ATTENTION = [
         "zip(self.totals[block], reversed(parts))",
     ),
     Mutant(
-        "pieces of the wrong owner", "comm/gather.py:GatherCall._behind",
-        "return [(self.ring.rank - t) % self.ring.size for t in transfer.distances]",
-        "return [(self.ring.rank + t) % self.ring.size for t in transfer.distances]",
+        "pieces of the wrong owner", "comm/fabric_messages.py:Traffic.of",
+        "(rank - distance) % ring.size",
+        "(rank + distance) % ring.size",
     ),
     Mutant(
-        "a partial overwrites what is there", "comm/gather.py:GatherCall._send_home",
-        "total.add_all((piece.cols, part[:, at]) for piece, at in places(pieces, rank))",
-        "[total.begin_update()[:, p.cols].copy_(part[:, at]) for p, at in places(pieces, rank)]",
+        "a partial overwrites what is there", "comm/fabric_messages.py:MessageChannel.reduce",
+        "total.add_all((here, part[:, at]) for here, at in places)",
+        "[total.begin_update()[:, here].copy_(part[:, at]) for here, at in places]",
     ),
     Mutant(
-        "a partial lands at the owner's first keys", "comm/gather.py:GatherCall._send_home",
-        "((piece.cols, part[",
+        "a partial lands at the owner's first keys",
+        "comm/fabric_messages.py:MessageChannel.reduce",
+        "((here, part[",
         "((slice(0, at.stop - at.start), part[",
     ),
     Mutant(
@@ -209,30 +173,30 @@ ATTENTION = [
         "-(-end // _ALIGNED) * _ALIGNED", "0",
     ),
     Mutant(
-        "keys pulled from the wrong rank", "comm/gather_symmetric.py:SymmetricGather._sources",
+        "keys pulled from the wrong rank", "comm/fabric_copies.py:CopyEngines._sources",
         "self.ranks[owner]",
         "self.ranks[self.ring.rank]",
     ),
     Mutant(
-        "values for keys", "comm/gather_symmetric.py:SymmetricCall._written",
+        "values for keys", "comm/fabric_copies.py:CopyChannel._written",
         "cat((own.k, own.v)",
         "cat((own.v, own.k)",
     ),
     Mutant(
         "gradients of keys for those of values",
-        "comm/gather_symmetric.py:SymmetricCall._grads_of",
+        "comm/fabric_shared.py:SharedChannel.room",
         "dk, dv = apart(place, keys)",
         "dv, dk = apart(place, keys)",
     ),
     Mutant(
         "gradients of keys come home as those of values",
-        "comm/gather_symmetric.py:SymmetricCall._send_home",
+        "comm/fabric_copies.py:CopyChannel.reduce",
         "(here, both[i]) for",
         "(here, both[0]) for",
     ),
     Mutant(
         "keys and values come by a copy each",
-        "comm/gather_symmetric.py:SymmetricCall._launch_copies",
+        "comm/fabric_copies.py:CopyChannel._launch_copies",
         "for place, t in zip(self.rooms, shelf.of(rank, form)):",
         "for place, t in ((a, b) for pair in zip(self.rooms, shelf.of(rank, form)) for a, b "
         "in zip(*(x.split(self.own.k.shape[-1], -1) for x in pair))):",
@@ -281,25 +245,25 @@ ATTENTION = [
     ),
     Mutant(
         "keys that come together are read before all have come",
-        "comm/gather_serial.py:_Call._come",
+        "comm/fabric_kernels.py:KernelChannel.take",
         "shelf.publish()",
         "",
     ),
     Mutant(
         "keys that come together are written before all have read them",
-        "comm/gather_symmetric.py:SymmetricCall.__init__",
+        "comm/fabric_shared.py:SharedChannel.__init__",
         "self._begin(len(program.blocks) - 1)",
         "self._begin(2 * len(program.blocks) - 2)",
     ),
     Mutant(
         "gradients are read before all have written them",
-        "comm/gather_serial.py:_Call._add_plainly",
+        "comm/fabric_kernels.py:KernelChannel._add_plainly",
         "self.space.grads.publish()",
         "",
     ),
     Mutant(
         "gradients that are read where they lie are those of the last",
-        "comm/gather_serial.py:_Call._add_plainly",
+        "comm/fabric_kernels.py:KernelChannel._add_plainly",
         "for both in parts:",
         "for both in parts[-1:]:",
     ),
@@ -311,12 +275,12 @@ ATTENTION = [
     ),
     Mutant(
         "too little room for gradients that come together",
-        "comm/gather_serial.py:SerialGather.like",
+        "comm/transports.py:on_one_stream",
         "grads=held * job.grad_bytes", "grads=1",
     ),
     Mutant(
         "too little room for keys that come together",
-        "comm/gather_serial.py:SerialGather.like",
+        "comm/transports.py:on_one_stream",
         "keys=most * token_bytes", "keys=1",
     ),
     Mutant(
@@ -330,23 +294,24 @@ ATTENTION = [
     ),
     Mutant(
         "gradients pulled from the wrong rank",
-        "comm/gather_symmetric.py:SymmetricGather.users_of_own",
+        "comm/fabric_shared.py:SharedMemory.users_of_own",
         "self.ranks[user]",
         "self.ranks[self.ring.rank]",
     ),
     Mutant(
-        "keys written while others read", "comm/gather_symmetric.py:SymmetricCall._begin",
+        "keys written while others read", "comm/fabric_copies.py:CopyChannel._begin",
         "self.space.keys.meet()", "pass",
     ),
     Mutant(
         "keys that come together are written while others read",
-        "comm/gather_serial.py:_Call._written", "shelf.meet()", "pass",
+        "comm/fabric_kernels.py:KernelChannel._written", "shelf.meet()", "pass",
     ),
     Mutant(
-        "heads written while others read", "comm/all_to_all.py:SharedSwap.swap", "shelf.meet()", "",
+        "heads written while others read", "comm/fabric_shared.py:SharedMemory.swap",
+        "shelf.meet()", "",
     ),
     Mutant(
-        "all that is swapped comes from one place", "comm/all_to_all.py:SharedSwap.swap",
+        "all that is swapped comes from one place", "comm/fabric_shared.py:SharedMemory.swap",
         "parts[m.place][:, m.rows", "parts[0][:, m.rows",
     ),
     Mutant(
@@ -401,7 +366,7 @@ ATTENTION = [
 
 SILENT = [
     Mutant(
-        "batches of nothing are copied", "comm/gather_serial.py:_copy_all",
+        "batches of nothing are copied", "comm/fabric_kernels.py:_copy_all",
         "if parts and len(place):",
         "if True:",
     ),

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ring_attention_pytorch import RingPlan, explain_plan, observe, ring_attn
-from ring_attention_pytorch.comm import gather_serial, transports, visits
+from ring_attention_pytorch.comm import transports, visits
 from ring_attention_pytorch.comm.carry_out import Carrier
-from ring_attention_pytorch.comm.gather_serial import SerialGather
+from ring_attention_pytorch.comm.fabric_kernels import OneStream
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import eager
@@ -19,7 +19,7 @@ from ring_attention_pytorch.runtime import observe as observing
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals
 from ring_attention_pytorch.runtime.later import Later
-from ring_attention_pytorch.runtime.launches import KernelCall, held_back
+from ring_attention_pytorch.runtime.launches import held_back
 from ring_attention_pytorch.schedule import policy
 from ring_attention_pytorch.schedule.cost import Clock, predict, walked
 from ring_attention_pytorch.schedule.hardware import H200
@@ -113,7 +113,7 @@ class _Telling(Carrier):
 
 def diary(schedule: Schedule) -> list[str]:
     """What a rank does in backward, in order."""
-    carrier, later = _Telling(None, schedule), Later()
+    carrier, later = _Telling(schedule, None), Later()
     object.__setattr__(carrier, "known", [])
     for _ in carrier.stream_back(None, (), later):
         later.append(lambda: carrier.known[0].diary.append("dq"))
@@ -128,10 +128,6 @@ def what_is_left_is_done_in_time() -> None:
     one_round = gather(work, [Block.of(each) for each in rounds_of(work, 2)])
     assert diary(one_round) == [
         "dk, dv", "dq", "wait", "dk, dv", "gradients start", "dq", "wait",
-    ]  # fmt: skip
-    cut = gather(work, [Block.of(each) for each in rounds_of(work, 2)], cut=True)
-    assert diary(cut) == [
-        "dk, dv", "dq", "wait", "dk, dv", "gradients start", "dq", "dk, dv", "dq", "wait",
     ]  # fmt: skip
     assert diary(ring(work)) == [
         "dk, dv", "dq", "wait", "dk, dv", "gradients start", "dq", "wait", "dk, dv", "dq", "wait",
@@ -160,8 +156,13 @@ def nothing_is_left_where_parts_have_their_times(patch: pytest.MonkeyPatch) -> N
             seen.append(self)
 
     seen: list[Later] = []
-    serial = SerialGather(None, None, space=None, ranks=(), arranged=(), beside=True)
-    assert not serial.in_turn().beside
+    fabric = OneStream(SimpleNamespace(rank=0), None, (0,), arranged=(None,), beside=True)
+    program, beside = SimpleNamespace(blocks=(None,)), []
+    for record in (None, "a record"):
+        patch.setattr(observing._thread, "record", record)
+        beside.append(fabric.channel(program, None).beside)
+    assert beside == [True, False]
+    patch.setattr(observing._thread, "record", None)
     patch.setattr(observing.Record, "end", ended)
     patch.setattr("ring_attention_pytorch.attention.Later", Seen)
     q = torch.randn(1, 6, 2, 4, requires_grad=True)
@@ -175,18 +176,14 @@ def test_nothing_is_left_where_parts_have_their_times(monkeypatch):
 
 
 def gradients_are_hidden_behind_dq() -> None:
-    """So no part of own keys is kept for that, and copy engines bring them."""
+    """So copy engines bring them."""
     four = all_segments("zigzag", 4, 4 * 8192)
     work = Workload(four, four, Mask(causal=True))
-    rounds, lengths = rounds_of(work, 4), [8192] * 4
-    for machine, cut in ((H200, True), (FIRST, False)):
-        assert policy.own_keys_are_cut(work, rounds, JOB, machine) == cut
-        assert policy.come_home_aside(work, rounds, lengths, JOB, machine, False) != cut
-    one_by_one, slow = rounds_of(work, 1), FIRST._replace(pull=H200.pull / 10)
-    assert policy.own_keys_are_cut(work, one_by_one, JOB, slow)  # of the last nothing is left
+    for machine, hidden in ((H200, False), (FIRST, True)):
+        assert policy.come_home_aside(work, rounds_of(work, 4), JOB, machine, False) == hidden
     few = all_segments("zigzag", 4, 4 * 128)
     work = Workload(few, few, Mask(causal=True))
-    assert not policy.come_home_aside(work, rounds_of(work, 4), [128] * 4, JOB, FIRST, False)
+    assert not policy.come_home_aside(work, rounds_of(work, 4), JOB, FIRST, False)
 
 
 def test_gradients_are_hidden_behind_dq():
@@ -227,7 +224,7 @@ def test_the_model_knows_what_is_left():
 def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
     """Of few tokens' own kernel, too; and say so."""
 
-    def main(ring: threads.ThreadRing) -> list[tuple[bool, bool, set[bool]]]:
+    def main(ring: threads.ThreadRing) -> list[tuple[bool, set[bool]]]:
         q, found = torch.empty(2, 16, 2, 4), []
         differ = torch.tensor([[0] * 16, [1] * 8 + [2] * 8])
         for kernel, documents in (("eager", None), ("sdpa", None), ("eager", differ)):
@@ -235,26 +232,16 @@ def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
                 q, q, q, causal=True, layout="zigzag", group=ring, kernel=kernel,
                 transport="gather", documents=documents,
             )  # fmt: skip
-            assert isinstance(plan.transport, SerialGather)
+            assert isinstance(plan.transport.fabric, OneStream)
             ways = (plan, plan.by(plan.chosen.overlapped))
-            early = "forward begins while they come" in explain_plan(plan)
-            assert early == plan.transport.early
             said = {"while those of queries are computed" in explain_plan(way) for way in ways}
-            found.append((plan.transport.beside, plan.transport.early, said))
-        mask = torch.ones(2, 16, dtype=torch.bool)  # which comes after the keys
-        how = dict(group=ring, kernel="eager", transport="gather")
-        masked = RingPlan.make(q, q, q, key_mask=mask, **how)
-        assert "in shared memory, before any call" in explain_plan(masked)
+            found.append((plan.transport.fabric.beside, said))
         return found
 
     leave_dq(patch)
-    patch.setattr(
-        eager, "CAN", eager.CAN._replace(traits=eager.CAN.traits._replace(begins_early=True))
-    )
-    patch.setattr(gather_serial, "can_begin_early", lambda device: True)
     patch.setattr(transports, "shared_by", threads.shared_by)
     patch.setattr(prepare, "launches_decide", lambda *_: False)
-    want = [(True, True, {True}), (False, False, {False}), (True, False, {True})]
+    want = [(True, {True}), (False, {False}), (True, {True})]
     assert threads.run(2, main)[0] == [want] * 2
 
 
@@ -270,19 +257,12 @@ def few_programs_work_beside_a_kernel(patch: pytest.MonkeyPatch) -> None:
     meeting = SimpleNamespace(board=board, purpose=0)
     calls: list[tuple[int, bool]] = []
 
-    def note(call: KernelCall) -> None:
-        calls.append((call.programs, call.constants["EARLY"]))
-
-    pull = visits.pull.__wrapped__.__wrapped__
-    for early in (False, True):
-        note(pull(visits.Pulling(meeting, table, early), dk))
-    assert calls == [(100, False), (visits._PROGRAMS_BESIDE, True)]
-    calls.clear()
     make = visits.add_up.__wrapped__.__wrapped__
     for able in (False, True):
         patch.setattr(visits, "can_begin_early", lambda device, able=able: able)
         for beside in (False, True):
-            note(make(visits.Adding(meeting, table, True, beside), dk, dk, dk.dtype))
+            call = make(visits.Adding(meeting, table, True, beside), dk, dk, dk.dtype)
+            calls.append((call.programs, call.constants["EARLY"]))
     assert calls == [(100, False), (100, False), (100, False), (visits._PROGRAMS_BESIDE, True)]
 
 

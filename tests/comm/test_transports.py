@@ -17,13 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attention_pytorch.comm import gather_symmetric, symmetric_memory, transports
-from ring_attention_pytorch.comm.all_to_all import MessageSwap, swap_among
+from ring_attention_pytorch.comm import fabric_copies, symmetric_memory, transports
+from ring_attention_pytorch.comm.fabric_copies import CopyChannel, CopyEngines
+from ring_attention_pytorch.comm.fabric_kernels import OneStream
+from ring_attention_pytorch.comm.fabric_messages import Messages
 from ring_attention_pytorch.comm.gather import Gather
-from ring_attention_pytorch.comm.gather_serial import SerialGather
-from ring_attention_pytorch.comm.gather_symmetric import SymmetricCall, SymmetricGather
 from ring_attention_pytorch.comm.messages import Form
-from ring_attention_pytorch.comm.transports import TRANSPORTS, make_transport, owners_at_once
+from ring_attention_pytorch.comm.transports import (
+    TRANSPORTS,
+    fabric_among,
+    make_transport,
+    owners_at_once,
+)
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.documents import of_borders
 from ring_attention_pytorch.geometry.layouts import (
@@ -55,7 +60,6 @@ from ring_attention_pytorch.schedule.pieces import (
     tokens,
 )
 from ring_attention_pytorch.schedule.policy import come_home_aside, keys_come_late
-from ring_attention_pytorch.schedule.steps import ring as ring_schedule
 from tests.attention.test_ring_attention import CROSS, Live, cross, forward_only, hops
 from tests.support import threads
 from tests.support.cases import (
@@ -248,7 +252,7 @@ def noted(
 
 
 def gone_through(
-    transport: SymmetricGather, keys: KVBlock, wide: bool = False
+    transport: Gather, keys: KVBlock, wide: bool = False
 ) -> tuple[GradAccumulator, GradAccumulator]:
     """Sums of own gradients, when all of backward has brought something, or is still away."""
     own = GradAccumulator(keys.k), GradAccumulator(keys.v)
@@ -262,8 +266,8 @@ def gone_through(
 
 @pytest.mark.parametrize("late", [False, True])
 def test_calls_wait_for_the_keys_of_their_own_stage(monkeypatch, late):
-    def visit(transport: SymmetricGather, keys: KVBlock) -> None:
-        waited = transport.space.keys.waited
+    def visit(transport: Gather, keys: KVBlock) -> None:
+        waited = transport.fabric.space.keys.waited
         came = [[*waited] for _ in transport.stream(keys)]
         assert came == ([[], [1], [1, 2]] if late else [[], [1]])
         gone_through(transport, keys)
@@ -273,12 +277,12 @@ def test_calls_wait_for_the_keys_of_their_own_stage(monkeypatch, late):
 
 
 def test_gradients_are_made_where_their_owners_read_them(monkeypatch):
-    def visit(transport: SymmetricGather, keys: KVBlock) -> None:
+    def visit(transport: Gather, keys: KVBlock) -> None:
         own = GradAccumulator(keys.k), GradAccumulator(keys.v)
         for block, sums in transport.stream_back(keys, own):
             whole = slice(0, block.k.shape[1])
             if not block.own:
-                place, grads = sums[0].alloc(whole), transport.space.grads
+                place, grads = sums[0].alloc(whole), transport.fabric.space.grads
                 at = grads.hub.shelves["grads", grads.rank][grads.turn]
                 assert place.data_ptr() == at.data_ptr()
 
@@ -287,41 +291,38 @@ def test_gradients_are_made_where_their_owners_read_them(monkeypatch):
 
 def test_rooms_are_there_before_the_stream_follows_that_fills_them(monkeypatch):
     """For PyTorch may fill new memory itself, on the stream that computes."""
-    coming = SymmetricCall._coming
+    shares = CopyChannel.shares
 
-    def told(call: SymmetricCall, *how: Any) -> list:
+    def told(call: CopyChannel, *how: Any) -> list:
         call.space.grads.told_of.append("rooms")
-        return coming(call, *how)
+        return shares(call, *how)
 
-    def visit(transport: SymmetricGather, keys: KVBlock) -> None:
-        grads = transport.space.grads
+    def visit(transport: Gather, keys: KVBlock) -> None:
+        grads = transport.fabric.space.grads
         grads.told_of, grads.follow = [], lambda: grads.told_of.append("follow")
         gone_through(transport, keys)
         assert grads.told_of == ["rooms", "follow"]
 
-    monkeypatch.setattr(SymmetricCall, "_coming", told)
+    monkeypatch.setattr(CopyChannel, "shares", told)
     noted(monkeypatch, 9, True, visit)
 
 
-# of zigzag's causal chunks, 32 and 8 heads of size 128: ranks, tokens of each, whether half of own
-# keys is kept for the end or all are overtaken, and whether enough is left to compute on meanwhile
+# of zigzag's causal chunks, 32 and 8 heads of size 128: ranks, tokens of each, whether own keys are
+# overtaken, and whether enough is left to compute on meanwhile
 ASIDE = [
-    (4, 1024, False, False), (4, 2048, False, True), (4, 8192, False, True),
-    (4, 2048, True, False), (4, 4096, True, True), (8, 2048, False, False),
-    (8, 4096, False, False), (8, 8192, False, True), (8, 4096, True, False),
-    (8, 8192, True, True), (2, 1024, True, True),
+    (4, 8192, False, False), (4, 2048, True, False), (4, 4096, True, True),
+    (8, 4096, True, False), (8, 8192, True, True), (2, 1024, True, True),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("size", "tokens", "overtaken", "aside"), ASIDE)
 def test_gradients_come_aside_where_that_is_hidden(size, tokens, overtaken, aside):
     held = all_segments("zigzag", size, size * tokens)
-    blocks, cut = Workload(held, held, Mask(causal=True)), 0 if overtaken else tokens // 2
+    blocks = Workload(held, held, Mask(causal=True))
     job, groups = KVShape(1, 32, 8, 128, 128, itemsize=2), schedule(blocks, size)
-    assert come_home_aside(blocks, groups, [cut] * size, job, H200, overtaken) == aside
+    assert come_home_aside(blocks, groups, job, H200, overtaken) == aside
     one_by_one = schedule(blocks, 1)
-    late = come_home_aside(blocks, one_by_one, [cut] * size, job, H200, False)
-    assert late == (size > 2 or aside)
+    assert come_home_aside(blocks, one_by_one, job, H200, False) == (size > 2)
 
 
 class Place(Ring):
@@ -339,8 +340,7 @@ def test_no_two_ranks_pull_from_one_at_a_time(size, layout, causal):
     (group,) = schedule(work, size)
     for rank in range(size):
         ranks = tuple(range(size))
-        gather = SymmetricGather(Place(rank, size), ring_schedule(work), space=None, ranks=ranks)
-        (sources,) = gather._sources(work, group)
+        (sources,) = CopyEngines(Place(rank, size), None, ranks)._sources(work, group)
         assert {m[0].stop - m[0].start for s in sources for m in s.moves} <= {4, 8}
         by_rank.append([s.rank for s in sources for _ in s.moves])
     for asked in zip_longest(*by_rank):
@@ -352,8 +352,8 @@ def test_no_two_ranks_pull_from_one_at_a_time(size, layout, causal):
 def test_dq_waits_for_no_gradients_that_come_home(monkeypatch, wide):
     """Which dk and dv wait for, be there running sums or not."""
 
-    def visit(transport: SymmetricGather, keys: KVBlock) -> None:
-        own, waited = gone_through(transport, keys, wide), transport.space.grads.waited
+    def visit(transport: Gather, keys: KVBlock) -> None:
+        own, waited = gone_through(transport, keys, wide), transport.fabric.space.grads.waited
         for i, total in enumerate(own):
             assert waited == [1] * i
             total.finalize()
@@ -363,11 +363,11 @@ def test_dq_waits_for_no_gradients_that_come_home(monkeypatch, wide):
 
 
 def test_a_turn_of_several_says_that_the_last_one_was_read(monkeypatch):
-    def visit(transport: SymmetricGather, keys: KVBlock) -> None:
+    def visit(transport: Gather, keys: KVBlock) -> None:
         for _ in transport.stream(keys):
             pass
         gone_through(transport, keys)
-        space = transport.space
+        space = transport.fabric.space
         assert (space.keys.marks, space.grads.marks) == (6, 3)
         assert not space.keys.unread
         assert not space.grads.unread
@@ -622,7 +622,7 @@ def test_keys_and_values_of_a_piece_come_by_one_copy(masked, copies, monkeypatch
         plan = RingPlan.make(*mine, causal=True, layout="zigzag", key_mask=mask, group=ring)
         ring_attn(*mine, plan=over_shared_memory(plan, mine, ring, size))
 
-    monkeypatch.setattr(gather_symmetric, "_copy", lambda place, t: copied.append(place.copy_(t)))
+    monkeypatch.setattr(fabric_copies, "_copy", lambda place, t: copied.append(place.copy_(t)))
     threads.run(size, main)
     assert len(copied) == copies
 
@@ -653,7 +653,7 @@ def test_calls_go_side_by_side_where_keys_stay(how, at_once, aside):
             shared = over_shared_memory(
                 plan, mine, ring, at_once, overtaken=yields and plan.chosen.concurrent
             )
-            assert shared.transport.overtaken == (yields and aside)
+            assert shared.schedule.overtaken == (yields and aside)
             keys = plan.keys(*mine[1:])
             own = GradAccumulator(keys.k), GradAccumulator(keys.v)
             back = (block for block, _ in shared.transport.stream_back(keys, own))
@@ -661,8 +661,7 @@ def test_calls_go_side_by_side_where_keys_stay(how, at_once, aside):
                 assert block.own == held.issuperset(segment_positions(block.segments).tolist())
                 assert all(t.concurrent == aside for _, t in shared.tiles(block.segments))
 
-    with mock.patch.object(gather_symmetric, "own_keys_are_cut", return_value=True):
-        threads.run(size, main)
+    threads.run(size, main)
 
 
 def unseen_keys_have_no_gradient() -> None:
@@ -708,7 +707,7 @@ FEW = [
 def test_few_tokens_come_together(shown, most, monkeypatch):
     """Of 64, each sees so many at most. In CUDA graphs nothing is launched one by one."""
 
-    def main(ring: threads.ThreadRing) -> list[tuple[type, type]]:
+    def main(ring: threads.ThreadRing) -> list[tuple[type | None, type]]:
         q = torch.empty(1, 16, 2, 4)
         plan = RingPlan.make(q, q, q, **shown, layout="zigzag", group=ring)
         made = [
@@ -718,15 +717,18 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
             for at_once in (9, 1)
         ]
         few = (
-            transports.make_together(each, plan.blocks, plan.chosen.shape, machine) for each in made
+            transports.make_together(each, plan.blocks, plan.chosen.shape, q.device, machine)
+            for each in made
         )
-        return [(type(spares), type(each)) for spares, each in zip(few, made)]
+        return [
+            (spares and type(spares.fabric), type(each.fabric)) for spares, each in zip(few, made)
+        ]
 
     monkeypatch.setattr(transports, "shared_by", threads.shared_by)
     job = KVShape(1, 2, 2, 4, 4, itemsize=4)
     flops, copied = 16 * most * job.pair_flops, 16 * job.token_bytes
     of_both = 1 / H200.forward + 2.5 / H200.backward
-    few, many = (SerialGather, SymmetricGather), (type(None), SymmetricGather)
+    few, many = (OneStream, CopyEngines), (None, CopyEngines)
     for *bounds, found in (
         (flops, copied, few), (flops - 1, copied, many), (flops, copied - 1, many)
     ):  # fmt: skip
@@ -752,7 +754,7 @@ def few_tokens_get_the_kernel_that_is_launched_least(patch: pytest.MonkeyPatch) 
             (one, dict(cu_seqlens=borders)), (q, dict(documents=numbers)),
         )  # fmt: skip
         plans = [RingPlan.make(t, t, t, **dict(causal=True) | how | each) for t, each in shown]
-        assert {type(plan.transport) for plan in plans} == {SerialGather}
+        assert {type(plan.transport.fabric) for plan in plans} == {OneStream}
         return [plan.kernel.name for plan in plans]
 
     patch.setattr(transports, "shared_by", threads.shared_by)
@@ -869,8 +871,9 @@ def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(policy, "_SMALL", -1)
     for overtaken in (False, True):
         plan_cache.forget()
+        fabric = SimpleNamespace(ring=Ring.alone(), replay=NEVER)
         few, made = (
-            SimpleNamespace(overtaken=on, ring=Ring.alone(), replay=NEVER)
+            SimpleNamespace(schedule=SimpleNamespace(overtaken=on), fabric=fabric)
             for on in (False, overtaken)
         )
         patch.setattr(prepare, "make_transport", lambda *_, made=made: made)
@@ -923,10 +926,10 @@ def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
     ring = SimpleNamespace(rank=1, size=2, shared=lambda: (group, (4, 6)))
     everyone, device = all_segments("zigzag", 2, 16), torch.device("cuda", 0)
     blocks, job = Workload(everyone, everyone, Mask()), KVShape(1, 2, 1, 2, 3, itemsize=2)
-    gather = make_transport("gather", ring, blocks, 1, job, device)
-    assert isinstance(gather, SymmetricGather)
+    gather = make_transport("gather", ring, blocks, 1, job, device).fabric
+    assert isinstance(gather, CopyEngines)
     assert (gather.space, gather.ranks) == (space, (4, 6))
-    swap = swap_among(ring, 100, device)
+    swap = fabric_among(ring, 100, device)
     assert (swap.space, swap.ranks) == (space, (4, 6))
     assert wanted == [{group, "keys", "grads"}, {group, "swaps"}]
     for length, late in ((64, True), (1 << 22, False)):
@@ -938,10 +941,10 @@ def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
         make_transport("gather", ring, blocks, 1, job, torch.device("cpu")),
         make_transport("ring", ring, blocks, 1, job, device),
     ):
-        assert not isinstance(other, SymmetricGather)
-    assert isinstance(swap_among(ring, 100, torch.device("cpu")), MessageSwap)
+        assert isinstance(other.fabric, Messages)
+    assert isinstance(fabric_among(ring, 100, torch.device("cpu")), Messages)
     monkeypatch.setattr(symmetric_memory, "_spaces", {group: None})
-    assert isinstance(swap_among(ring, 100, device), MessageSwap)
+    assert isinstance(fabric_among(ring, 100, device), Messages)
 
 
 def test_both_halves_of_a_shelf_start_where_any_dtype_may(monkeypatch):

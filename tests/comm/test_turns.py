@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan
-from ring_attention_pytorch.comm import gather_symmetric
+from ring_attention_pytorch.comm import fabric_copies
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from tests.support import threads
@@ -136,8 +136,8 @@ def noted(hub: threads.Hub, log: dict[int, Log]) -> Iterator[None]:
         return settle(total)
 
     with (
-        mock.patch.object(gather_symmetric, "_copy", beside(gather_symmetric._copy)),
-        mock.patch.object(gather_symmetric, "_sum", beside(gather_symmetric._sum)),
+        mock.patch.object(fabric_copies, "_copy", beside(fabric_copies._copy)),
+        mock.patch.object(fabric_copies, "_sum", beside(fabric_copies._sum)),
         mock.patch.object(torch, "_foreach_copy_", copied(torch._foreach_copy_)),
         mock.patch.object(GradAccumulator, "add_lent", add_lent),
         mock.patch.object(GradAccumulator, "settle", settled),
@@ -172,9 +172,9 @@ def recorded(calls: list[tuple[str, bool]]) -> list[Log]:
         plans, space = {}, None
         for way, how in WAYS.items():
             plans[way] = over_shared_memory(made, [q] * 3, ring, **how)
-            transport = plans[way].transport
-            space = space or transport.space  # the largest that any needs is made for all
-            object.__setattr__(transport, "space", space)
+            fabric = plans[way].transport.fabric
+            space = space or fabric.space  # the largest that any needs is made for all
+            object.__setattr__(fabric, "space", space)
         space.make_room(None, keys=1 << 12, grads=1 << 12)
         for name in ("keys", "grads"):
             shelf = getattr(space, name)

@@ -17,7 +17,7 @@ from ring_attention_pytorch import (
     unshard_sequence,
 )
 from ring_attention_pytorch.comm import symmetric_memory, visits
-from ring_attention_pytorch.comm.all_to_all import SharedSwap
+from ring_attention_pytorch.comm.fabric_kernels import OneStream
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer
 from ring_attention_pytorch.comm.ulysses import HeadPartition, key_heads, land, most_bytes
@@ -226,8 +226,9 @@ def swaps_in_shared_memory(patch: pytest.MonkeyPatch) -> None:
     """Ranks meet, write, meet and take; of the same tokens and heads there is one table."""
     shelf, waited = RecordingShelf(), []
     space = SimpleNamespace(swaps=shelf, follow_stream=lambda: waited.append("waits"))
-    swap = SharedSwap(space, (0, 1))
-    assert swap.follow_stream() is shelf
+    space.keys = space.grads = None
+    swap = OneStream(SimpleNamespace(rank=0, size=2), space, (0, 1))
+    assert swap.follow_stream() == (None, None, shelf)
     assert waited == ["waits"]
 
     def take(visit: visits.Visit, *rooms: Tensor) -> None:
@@ -242,7 +243,7 @@ def swaps_in_shared_memory(patch: pytest.MonkeyPatch) -> None:
         given, way = q[:, :length].to(dtype), spread.to_heads
         forms = [Form.of_parts((way.part(given, place),)) for place in range(2)]
         room = way.room(given, 0)
-        swap.swap(0, [given], [way], [room])
+        swap.swap([given], [way], [room])
         first, (meeting, table, written, shapes) = shelf.told[-2:]
         assert (first, meeting, written) == ("all have read", "all have written", [3.0])
         assert shapes == [(1, 2 * length, 2, 8)]

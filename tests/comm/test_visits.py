@@ -104,7 +104,7 @@ def visited(
     room = torch.full((B, 8, HEADS, d + d_v), torch.nan, dtype=of)
     here = [slice(5, 8), slice(0, 2), slice(2, 3)]
     table = visits.table_of_copies(Shelf, room, parts, here)
-    do(taped, visits.pull, visits.Pulling(reads, table, early=False), room)
+    do(taped, visits.pull, visits.Visit(reads, table), room)
 
     taken = [torch.full((B, 8, HEADS + 1, d + d_v), torch.nan, dtype=of) for _ in range(2)]
     table = visits.table_of_pieces(Shelf, None, taken, [shared] * 2, [PIECES, PIECES[::-1]])
@@ -180,7 +180,7 @@ def fail(
     visits.write(visits.Writing(board.meeting("write"), table, meets=True), *own, written)
     room = torch.zeros(B, N, HEADS, d + d_v, dtype=of)
     table = visits.table_of_copies(Shelf, room, [shared[rank]], [slice(0, N)])
-    visits.pull(visits.Pulling(board.meeting("read"), table, early=False), room)
+    visits.pull(visits.Visit(board.meeting("read"), table), room)
     rooms, tokens, heads = [torch.zeros_like(room) for _ in range(2)], slice(0, N), slice(0, HEADS)
     pieces = [[visits.Move(0, tokens, heads, tokens, heads)]] * 2
     table = visits.table_of_pieces(Shelf, None, rooms, [[shared[rank]]] * 2, pieces)
@@ -211,7 +211,7 @@ COMPILED = {
     ),
     "pull_kernel": (
         dict(room="*bf16", table="*i64", lines="i32"),
-        dict(RANKS=2, LANES=32, WORD="int64", ALIGNED=16, BLOCK=2048, EARLY=True),
+        dict(RANKS=2, LANES=32, WORD="int64", ALIGNED=16, BLOCK=2048),
     ),
     "take_kernel": (
         dict(rooms=("*bf16", "*bf16", "*fp32"), table="*i64", lines="i32"),

@@ -84,7 +84,6 @@ def battery() -> Iterator[Case]:
     yield sums_of_16_bits_are_kept_in_32
     yield from shared_memory_is_read_before_it_is_written()
     yield from kernels_may_leave_dq_for_later()
-    yield from kernels_may_begin_early()
     yield from memory_is_not_all()
 
 
@@ -112,15 +111,6 @@ def patched(check: Callable[..., None], *given: Any, **named: Any) -> Case:
             check(*given, patch, **named)
 
     return run
-
-
-def kernels_may_begin_early() -> Iterator[Case]:
-    from tests.comm import test_coming
-
-    yield patched(test_coming.others_keys_are_coming)
-    yield patched(test_coming.keys_have_come_where_parts_have_their_times)
-    yield test_coming.nothing_is_coming_to_parts
-    yield test_coming.tiles_of_coming_keys_are_behind
 
 
 def kernels_may_leave_dq_for_later() -> Iterator[Case]:

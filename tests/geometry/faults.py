@@ -37,14 +37,6 @@ ATTENTION = [
         "None if right is None else right + above", "right",
     ),
     Mutant(
-        "a cut tile's band begins anew", "geometry/tiles.py:cut_columns",
-        "None if right is None else right - before", "right",
-    ),
-    Mutant(
-        "a cut tile's band ends as it did", "geometry/tiles.py:cut_columns",
-        "None if left is None else left + before", "left",
-    ),
-    Mutant(
         "staircase joined whatever lies below", "geometry/tiles.py:_is_staircase",
         "if not (below and beside and b[2:] == _FULL)", "if not beside",
     ),

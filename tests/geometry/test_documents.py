@@ -145,7 +145,8 @@ def test_layers_that_are_given_a_plan_exchange_keys_only():
 
     def main(ring: Ring) -> None:
         own = made[ring.rank]
-        plan = replace(own, ring=ring, transport=replace(own.transport, ring=ring))
+        transport = replace(own.transport, fabric=replace(own.transport.fabric, ring=ring))
+        plan = replace(own, ring=ring, transport=transport)
         q = torch.randn(2, plan.signature[1], 1, 4)
         for _ in range(3):
             ring_attn(q, q, q, plan=plan)

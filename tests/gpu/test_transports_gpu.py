@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, RingTransformer, explain_plan, positions, ring_attn
-from ring_attention_pytorch.comm import gather_serial, gather_symmetric, transports, visits
-from ring_attention_pytorch.comm.gather_serial import SerialGather
-from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
+from ring_attention_pytorch.comm import transports, visits
+from ring_attention_pytorch.comm.fabric_kernels import KernelChannel, OneStream
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer, shared_by
 from ring_attention_pytorch.kernels import _flash, refusal
@@ -91,7 +90,7 @@ def plan_for(
     plan_cache.forget()  # what is patched here is no part of what a plan is found again by
     without = mock.patch.object(Ring, "shared", return_value=None)
     in_time = mock.patch.object(transports, "keys_come_late", return_value=False)
-    coming = mock.patch.object(gather_symmetric, "come_home_aside", return_value=side_stream)
+    coming = mock.patch.object(transports, "come_home_aside", return_value=side_stream)
     with (
         without if apart else nullcontext(),
         in_time if soon else nullcontext(),
@@ -142,9 +141,9 @@ def delays() -> Iterator[None]:
             yield
             _sleep()
 
-    written = gather_serial._Call._written
+    written = KernelChannel._written
 
-    def written_as_is(call: gather_serial._Call) -> list[Tensor]:
+    def written_as_is(call: KernelChannel) -> list[Tensor]:
         """Meeting and writing are one launch, and before it others may still read."""
         with mock.patch.object(SymmetricBuffer, "own", own):
             return written(call)
@@ -167,10 +166,9 @@ def delays() -> Iterator[None]:
     try:
         with (
             mock.patch.object(_flash, "side_stream", aside_late),
-            mock.patch.object(gather_serial._Call, "_written", written_as_is),
+            mock.patch.object(KernelChannel, "_written", written_as_is),
             mock.patch.object(visits, "write", late(visits.write)),
-            # a kernel that begins early comes right after it
-            mock.patch.object(visits, "pull", late(visits.pull, after=False)),
+            mock.patch.object(visits, "pull", late(visits.pull)),
             mock.patch.object(visits, "add_up", late(visits.add_up)),
             mock.patch.object(Tape, "run", _untaped),  # which know nothing of what is late
         ):
@@ -236,9 +234,9 @@ def one(
     others = (d for d in range(torch.cuda.device_count()) if d != device)
     shared = all(torch.cuda.can_device_access_peer(device, d) for d in others)
     if plan.chosen.name == "gather" and shared:
-        assert isinstance(plan.transport, SymmetricGather) != how.get("apart", False)
+        assert bool(plan.transport.fabric.name) != how.get("apart", False)
         others = len(plan.blocks.keys) > 1
-        assert isinstance(plan.transport, SerialGather) == (others and how.get("few", False))
+        assert isinstance(plan.transport.fabric, OneStream) == (others and how.get("few", False))
 
     def run(plan: RingPlan = plan) -> list[Tensor]:
         out = ring_attn(*mine, plan=plan)
@@ -253,7 +251,9 @@ def one(
         want = first.setdefault(id(way.transport), got)  # few tokens' graphs have another
         assert all(torch.equal(a, b) for a, b in zip(want, got)), (how, turn, "not repeated")
     kept = [] if plan.recordings is None else plan.recordings._kept.values()
-    assert any(known.replay for known in kept) == plan.transport.replay.tape, "what can be taped is"
+    assert any(known.replay for known in kept) == plan.transport.fabric.replay.tape, (
+        "what can be taped is"
+    )
     with delays():
         for turn in range(6):
             way = (plan, captured)[turn % 2]

@@ -1,9 +1,12 @@
-"""A rank fails while others copy from its memory, by programs of many warps: none keeps garbage.
+"""A rank fails, or is late, while others copy from its memory, by programs of many warps.
+
+None keeps garbage, and gradients are there when a call has ended.
 
 Two processes share a GPU where there is one.
 """
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.comm import visits
+from ring_attention_pytorch.comm.fabric_kernels import OneStream
 from ring_attention_pytorch.comm.symmetric_memory import allocate
 from ring_attention_pytorch.ranks.guard import Board
 from ring_attention_pytorch.ranks.ring import Ring
@@ -20,6 +25,7 @@ SIZE, LAST, TURNS = 2, 1, 200
 ROWS, HEADS, D = 1 << 17, 4, 64  # of k and v together 128 MB: some 400 us over NVLink
 MOST_CYCLES = 1_500_000  # about twice as long
 RIGHT, GARBAGE = 1.0, 7.0
+TOKENS, LATE = 256, 20_000_000  # cycles: some 10 ms, thousands of times what dq takes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -45,12 +51,12 @@ def fails_at_a_random_moment(board: Board, memory: Tensor) -> None:
 
 
 def brought(board: Board, tables: Tables, memory: Tensor, how: str) -> list[Tensor]:
-    """Copy, take or add what the other rank has; by few programs, if beside a kernel or early."""
+    """Copy, take or add what the other rank has; by few programs, if beside a kernel."""
     meeting = board.meeting("read")
-    if how in ("copied", "copied early"):
+    if how == "copied":
         room = torch.zeros_like(memory)
         table = visits.table_of_copies(tables, room, [memory], [slice(0, ROWS)])
-        visits.pull(visits.Pulling(meeting, table, how == "copied early"), room)
+        visits.pull(visits.Visit(meeting, table), room)
         return [room]
     if how == "taken":
         rooms, at = [torch.zeros_like(memory[:, : ROWS // 2]) for _ in range(2)], slice(0, HEADS)
@@ -95,9 +101,42 @@ def what_is_kept(how: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("how", ["copied", "copied early", "taken", "added", "added beside"])
+@pytest.mark.parametrize("how", ["copied", "taken", "added", "added beside"])
 def test_what_was_read_while_a_rank_failed_is_right_or_nan(how, nccl):
     found, _ = nccl(SIZE).run(what_is_kept, how)
     assert found["garbage"] == found["unsaid"] == 0, found
     assert found["all"] > 1 or torch.cuda.device_count() < SIZE, found
     assert found["some"] + found["none"] > TURNS // 10, found
+
+
+def of_a_late_rank(late: int) -> tuple[bool, bool]:
+    """Tell whether gradients are those of ranks that are in time, and whether they came beside."""
+    rank, device = dist.get_rank(), torch.device("cuda", torch.cuda.current_device())
+    draw = torch.Generator(device).manual_seed(rank)
+    q, dout = (torch.randn(1, TOKENS, 8, 64, device=device, generator=draw) for _ in range(2))
+    q, dout = q.bfloat16(), dout.bfloat16()
+    mine = [t.clone().requires_grad_() for t in (q, q[:, :, :2], q[:, :, :2])]
+    plan = RingPlan.make(*mine, causal=True, layout="zigzag", kernel="triton", transport="gather")
+    assert isinstance(plan.transport.fabric, OneStream)
+
+    def slow(*given: Any) -> None:
+        if rank == late:
+            torch.cuda._sleep(LATE)
+        plan.kernel.backward(*given)
+
+    def gradients(plan: RingPlan) -> list[Tensor]:
+        grads = torch.autograd.grad(ring_attn(*mine, plan=plan), mine, dout)
+        return [grad.clone() for grad in grads]  # at once, on the same stream
+
+    want = gradients(plan)
+    kernel = plan.kernel._replace(backward=slow)
+    for _ in range(3):
+        got = gradients(replace(plan, kernel=kernel))
+        if not all(map(torch.equal, got, want)):
+            return False, plan.transport.fabric.beside
+    return True, plan.transport.fabric.beside
+
+
+@pytest.mark.parametrize("late", range(SIZE))
+def test_all_gradients_are_there_when_a_call_ends(late, nccl):
+    assert nccl(SIZE).run(of_a_late_rank, late) == [(True, True)] * SIZE

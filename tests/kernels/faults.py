@@ -8,14 +8,6 @@ ATTENTION = [
         'constants["launch_pdl"] = True', "pass",
     ),
     Mutant(
-        "what a block reads behind a tile is coming", "kernels/_tile_table.py:in_two",
-        "read = start + -(-(stop - start) // cols) * cols", "read = stop",
-    ),
-    Mutant(
-        "a block takes others' tiles for the second group's", "kernels/_tile_table.py:_tables",
-        "[before + first, before + last]", "[first, last]",
-    ),
-    Mutant(
         "a block forgets the tile that began before it", "kernels/_tile_table.py:_tables",
         "searchsorted(stops, at, right=True)",
         "searchsorted(table[:, start].contiguous(), at)",

@@ -172,7 +172,7 @@ def test_one_forward_and_anothers_backward(installed):
         assert pair == SelectedKernel(
             f"triton+{other}", triton.forward, backward.backward,
             Traits(
-                preemptible=case is HOPPER, begins_early=True,
+                preemptible=case is HOPPER,
                 replay=ALWAYS if case is HOPPER else Replay(graph=True),
             ),
         )  # fmt: skip
@@ -240,20 +240,19 @@ def test_the_public_explanation():
 
 
 @pytest.mark.parametrize(
-    ("name", "merges", "keys_first", "begins_early"),
+    ("name", "merges", "keys_first"),
     [
-        ("triton", True, True, True), ("eager", False, False, False),
-        ("triton+eager", False, False, True), ("eager+triton", False, True, False),
+        ("triton", True, True), ("eager", False, False),
+        ("triton+eager", False, False), ("eager+triton", False, True),
     ],
 )  # fmt: skip
-def test_kernels_merge_if_both_ways_do_make_keys_first_if_backward_does_begin_early_if_forward_does(
-    name, merges, keys_first, begins_early, monkeypatch
+def test_kernels_merge_if_both_ways_do_and_make_keys_first_if_backward_does(
+    name, merges, keys_first, monkeypatch
 ):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     q = torch.randn(1, 6, 2, 8)
     kernel = choose(name, KernelRequest.of(q, q))
     assert (kernel.traits.fuses_merge, kernel.traits.keys_first) == (merges, keys_first)
-    assert kernel.traits.begins_early == begins_early
     machine = _with_calls_of(kernel, H200)
     assert (machine.one_call, machine.keys_first) == (merges, keys_first)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, kernels, ring_attn
 from ring_attention_pytorch.geometry.tiles import Tile
-from ring_attention_pytorch.kernels import choose, eager, refusal, triton
+from ring_attention_pytorch.kernels import choose, refusal, triton
 from ring_attention_pytorch.kernels._configs import Config, config_for, configured
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.dropout import Dropout
@@ -112,58 +112,6 @@ def _dropped_in_halves() -> float:
     return relative_error(result.finalize()[0], want)
 
 
-EARLY = [
-    (tile, configs)
-    for tile in (
-        Tile(slice(0, 37), slice(0, 53), None, 16), Tile(slice(3, 37), slice(2, 50), 9, 12),
-        Tile(slice(0, 37), slice(20, 28), None, None), Tile(slice(0, 37), slice(0, 53), None, None),
-        Tile(slice(0, 37), slice(2, 18), None, None),
-    )
-    for configs in (SMALL, BY_DESCRIPTOR)
-]  # fmt: skip
-COMING = slice(18, 30), slice(45, 53)
-
-
-def _early(tile: Tile, configs: dict[str, Config]) -> tuple[float, bool]:
-    """The error of out, where each program has NaN for what is coming until it waits.
-
-    And whether the last one has waited, which it does even if it needs nothing of that.
-    """
-    from ring_attention_pytorch.kernels import _triton_forward
-    from ring_attention_pytorch.runtime import _triton_early
-
-    q, k, v = torch.randn(1, 37, 4, 8), torch.randn(1, 53, 2, 8), torch.randn(1, 53, 2, 8)
-    terms, results, waited = ScoreMods(0.3, None, 64), [], []
-    come, find = [t.clone() for t in (k, v)], _triton_forward.block_of
-    coming = torch.zeros(53, dtype=torch.bool)
-    for span in COMING:
-        coming[span] = True
-
-    def begin(*given: object) -> object:
-        for t in (k, v):
-            t[:, coming] = torch.nan
-        waited.append(False)
-        return find(*given)
-
-    def wait() -> None:
-        for t, whole in zip((k, v), come):
-            t.copy_(whole)
-        waited[-1] = True
-
-    for kernel, keys in (
-        (triton, KVBlock(k, v, None, (), coming=COMING)), (eager, KVBlock(*come, None, ())),
-    ):  # fmt: skip
-        result = OutputAccumulator(q, v)
-        with (
-            configured(**configs),
-            mock.patch.object(_triton_forward, "block_of", begin),
-            mock.patch.object(_triton_early, "gdc_wait", wait),
-        ):
-            kernel.forward(q, keys, Tiles([tile]), terms, result)
-        results += [result.finalize()[0]]
-    return relative_error(*results), waited[-1]
-
-
 def _in_turns(batch: int, key_heads: int) -> list[float]:
     """Errors of out and gradients where few heads run side by side, and the last turn has fewer."""
     tensors = [torch.randn(batch, 37, h, 8) for h in (2 * key_heads, key_heads)]
@@ -218,7 +166,6 @@ def found():
     futures["spans"] = pool.submit(_wrong_spans)
     futures["taped"] = pool.submit(_taped)
     futures |= {("in turns", *heads): pool.submit(_in_turns, *heads) for heads in TURNS}
-    futures |= {("early", i): pool.submit(_early, *case) for i, case in enumerate(EARLY)}
     futures["in halves"] = pool.submit(_dropped_in_halves)
     for i, (case, configs) in enumerate(RIGHT):
         futures["right", i] = pool.submit(_with, configs, faults, case)
@@ -233,18 +180,16 @@ def test_they_are_code_for_a_gpu():
     """Of which the interpreter knows nothing: types that stay, what is left out.
 
     Nor does it know of kernels that begin early: those of keys let the next begin, those of queries
-    and forward wait for the one before.
+    wait for the one before.
     """
     from tests.support.triton_ir import module_of, variants
 
-    early = dict(
-        forward_kernel=("wait",), keys_kernel=("launch_dependents",), queries_kernel=("wait",)
-    )
+    early = dict(keys_kernel="launch_dependents", queries_kernel="wait")
     for kernel, constants in variants():
         code = module_of(kernel, constants)
         assert "tt.func public" in code
         for word in ("launch_dependents", "wait"):
-            expected = constants["EARLY"] and word in early[kernel.fn.__name__]
+            expected = constants["EARLY"] and word == early.get(kernel.fn.__name__)
             assert (f"griddepcontrol.{word}" in code) == expected
 
 
@@ -279,14 +224,6 @@ def test_it_drops_what_the_eager_kernel_drops_to_the_bit(found):
 @needs_triton
 def test_tapes_launch_what_was_launched_to_the_bit(found):
     assert found("taped") == [True, True]
-
-
-@needs_triton
-@pytest.mark.parametrize("i", range(len(EARLY)))
-def test_it_reads_what_is_coming_when_it_has_come_and_ends_after_that(found, i):
-    error, waited = found("early", i)
-    assert error < 1e-5
-    assert waited
 
 
 @needs_triton

@@ -5,19 +5,7 @@ from tests.faults.mutant import Mutant
 ATTENTION = [
     Mutant(
         "few tokens' kernel has nothing to leave", "plan/prepare.py:settle_transport",
-        "few.square, few.keys_first,", "few.square, False,",
-    ),
-    Mutant(
-        "few tokens' kernel never begins early", "plan/prepare.py:settle_transport",
-        "few.begins_early and alike", "False",
-    ),
-    Mutant(
-        "keys are pulled by few programs for samples that can't begin early",
-        "plan/prepare.py:settle_transport", "few.begins_early and alike", "few.begins_early",
-    ),
-    Mutant(
-        "keys that come with a mask are said to be computed on early",
-        "plan/explain.py:_of_all_together", "and plan.key_mask is None", "",
+        "few.square, few.keys_first", "few.square, False",
     ),
     Mutant(
         "all kernels are said to leave dq for later", "plan/explain.py:_meanwhile",
@@ -54,7 +42,8 @@ ATTENTION = [
     Mutant(
         "few tokens' graphs have calls that wait for one another",
         "plan/prepare.py:settle_transport",
-        "overlapping.overtaken or small", "(together or overlapping).overtaken or small",
+        "overlapping.schedule.overtaken or small",
+        "(together or overlapping).schedule.overtaken or small",
     ),
     Mutant(
         "ALiBi by the places held", "plan/ring_plan.py:RingPlan._of_block",

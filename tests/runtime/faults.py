@@ -3,10 +3,6 @@
 from tests.faults.mutant import Mutant
 
 ATTENTION = [
-    Mutant(
-        "samples are coming, whatever is launched before", "runtime/interfaces.py:KVBlock.samples",
-        "key_mask=key_mask, coming=()", "key_mask=key_mask",
-    ),
     Mutant("what is left is in no sum", "attention.py:backward", "later.do()", ""),
     Mutant(
         "a sum that is asked for again is twice as much",
@@ -256,15 +252,15 @@ ATTENTION = [
         "found = function(owner, *given)", "found = _like(given)",
     ),
     Mutant(
-        "one table for whatever is swapped", "comm/all_to_all.py:SharedSwap.swap",
+        "one table for whatever is swapped", "comm/fabric_shared.py:SharedMemory.swap",
         "kind = me, self.ranks, tuple(way.kind for way in ways), forms[me]", "kind = 0",
     ),
     Mutant(
-        "what is swapped is taken when others have read", "comm/all_to_all.py:SharedSwap.swap",
+        "what is swapped is taken when others have read", "comm/fabric_shared.py:SharedMemory.swap",
         "shelf.to_read()", "shelf.to_write()",
     ),
     Mutant(
-        "swaps don't wait for other streams", "comm/all_to_all.py:SharedSwap.follow_stream",
+        "swaps don't wait for other streams", "comm/fabric_shared.py:SharedMemory.follow_stream",
         "self.space.follow_stream()", "pass",
     ),
     Mutant(
@@ -469,8 +465,8 @@ KEPT = [
     ),
     Mutant(
         "swaps are repeated in memory that was outgrown",
-        "comm/all_to_all.py:SharedSwap.follow_stream",
-        "return self.space.swaps", "return None",
+        "comm/fabric_shared.py:SharedMemory.follow_stream",
+        "return self.space.keys, self.space.grads, self.space.swaps", "return None",
     ),
     Mutant(
         "a tape of what differs each time", "runtime/tape.py:Tape._recorded",

@@ -20,7 +20,7 @@ from ring_attention_pytorch import (
     observe,
     ring_attn,
 )
-from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
+from ring_attention_pytorch.comm.fabric_copies import CopyEngines
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.plan import explain, plan_cache
 from ring_attention_pytorch.plan.plan_cache import GraphCache
@@ -348,9 +348,9 @@ def test_in_inference_mode_there_are_graphs_too(on_cpu):
 
 def test_a_gathers_graphs_are_of_the_shelves_at_hand():
     told = []
-    space = SimpleNamespace(keys="keys", grads="grads", follow_stream=lambda: told.append("waits"))
-    gather = SymmetricGather(Ring.alone(), None, space=space, ranks=(0,))
-    assert gather.follow_stream() == ("keys", "grads")
+    space = SimpleNamespace(follow_stream=lambda: told.append("waits"))
+    space.keys, space.grads, space.swaps = "keys", "grads", "swaps"
+    assert CopyEngines(Ring.alone(), space, (0,)).follow_stream() == ("keys", "grads", "swaps")
     assert told == ["waits"]
 
 
@@ -494,7 +494,7 @@ def modules_graphs_on_cpu(patch: pytest.MonkeyPatch) -> list[None]:
     captures: list[None] = []
     stand_in(patch)
     patch.setattr(RingPlan, "in_graphs", with_graphs)
-    no_messages = lambda plan: None if plan.transport.replay.graph else "messages"  # noqa: E731
+    no_messages = lambda plan: None if plan.transport.fabric.replay.graph else "messages"  # noqa: E731
     patch.setattr(plan_cache, "graphs_refusal", no_messages)
     patch.setattr(graphs, "captured", lambda *a: captures.append(None) or again(*a))
     return captures

@@ -166,7 +166,7 @@ def few_tokens_have_tapes(how: str) -> None:
         object.__setattr__(direct, "recordings", None)
 
         def grow() -> None:
-            plan.transport.space.make_room(None, keys=1 << 16, grads=1 << 16)
+            plan.transport.fabric.space.make_room(None, keys=1 << 16, grads=1 << 16)
 
         return told_while_memory_grows(plan, direct, partial(replayed, plan), grow)
 

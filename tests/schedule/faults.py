@@ -6,14 +6,6 @@ STEPS = "schedule/steps.py:"
 
 ATTENTION = [
     Mutant(
-        "own keys are cut for what dq hides", "schedule/policy.py:own_keys_are_cut",
-        "if machine.keys_first and len(rounds) == 1: return False", "",
-    ),
-    Mutant(
-        "dq is thought to hide gradients of several rounds",
-        "schedule/policy.py:own_keys_are_cut", "and len(rounds) == 1", "",
-    ),
-    Mutant(
         "dq hides no gradients", "schedule/policy.py:come_home_aside",
         "if machine.keys_first:", "if False:",
     ),
@@ -44,10 +36,6 @@ ATTENTION = [
     Mutant(
         "gradients wait for copy engines though nothing goes on",
         "schedule/policy.py:come_home_aside", "(2 * brought + coming / 2)", "(coming / 2)",
-    ),
-    Mutant(
-        "own keys are cut wherever anything comes home", "schedule/policy.py:own_keys_are_cut",
-        "home > machine.call + _CUT_COSTS * own", "home > 0",
     ),
     Mutant(
         "the second stage brings what the first did", "schedule/pieces.py:in_two_stages",
@@ -138,14 +126,6 @@ SCHEDULES = [
         "following = [*starts[:1], *[() for _ in starts]]",
     ),
     Mutant(
-        "own keys are computed on twice", STEPS + "gather",
-        "back.append(Step(compute=Part(0, stage=1)))", "back.append(Step(compute=Part(0)))",
-    ),
-    Mutant(
-        "half of own keys is forgotten", STEPS + "gather",
-        "back.append(Step(compute=Part(0, stage=1)))", "pass",
-    ),
-    Mutant(
         "gradients go to owners in front", STEPS + "_from_users",
         "-distance % len(workload.keys)", "distance",
     ),
@@ -170,10 +150,5 @@ SCHEDULES = [
     ),
     Mutant(
         "the first stage is as long as both", STEPS + "Program.spans", "start = stop", "pass",
-    ),
-    Mutant(
-        "halves of own keys overlap", STEPS + "Program.spans",
-        "return [slice(0, half), slice(half, length)]",
-        "return [slice(0, half), slice(length - half, length)]",
     ),
 ]  # fmt: skip

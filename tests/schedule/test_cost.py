@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_attention_pytorch import RingPlan, explain_plan
-from ring_attention_pytorch.comm import gather_symmetric
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments, positions
 from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
 from ring_attention_pytorch.plan.explain import predicted
@@ -25,8 +24,6 @@ from ring_attention_pytorch.schedule.cost import (
     swap_seconds,
 )
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
-from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
-from ring_attention_pytorch.schedule.policy import own_keys_are_cut
 from ring_attention_pytorch.schedule.steps import gather_first, ring
 from tests.attention.test_ring_attention import hops
 from tests.support import threads
@@ -150,19 +147,15 @@ def test_stages_are_explained():
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        (
-            dict(aside=False),
-            "added where they lie, those of the last while half of own keys ",
-        ),
-        (dict(aside=True), "go home by copy engine, those of the last while half of own keys "),
+        (dict(aside=False), "go home, added where they lie\n"),
+        (dict(aside=True), "go home by copy engine\n"),
         (dict(aside=True, overtaken=True), "by copy engine, while own keys are computed on\n"),
         (dict(together=True), "keys in shared memory, before any call; "),
     ],
     ids=str,
 )
-def test_ways_home_are_explained(how, said, monkeypatch):
+def test_ways_home_are_explained(how, said):
     """Of ranks that share memory."""
-    monkeypatch.setattr(gather_symmetric, "own_keys_are_cut", lambda *_: True)
 
     def main(ring: threads.ThreadRing) -> bool:
         q = torch.empty(1, 16, 2, 8)
@@ -200,36 +193,6 @@ def ranks_without_work_explain_themselves() -> None:
 
 def test_ranks_without_work_explain_themselves():
     ranks_without_work_explain_themselves()
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_own_keys_are_cut_where_gradients_take_longer_to_come_home_than_a_call(size, layout):
-    """All else alike, slower links never make it whole again, and free calls always cut it."""
-    shape = KVShape(1, 32, 8, 128, 128, 2)
-    for tokens in (2048, 8192, 65536):
-        everyone = all_segments(layout, size, size * tokens)
-        work = Workload(everyone, everyone, Mask(causal=True))
-        for rounds in (rounds_of(work, size), rounds_of(work, 1)):
-            found = []
-            for share in (1e-3, 0.1, 0.5, 1.0, 2.0, 1e3):  # of an H200's speed
-                machine = H200._replace(pull=share * H200.pull)
-                found.append(own_keys_are_cut(work, rounds, shape, machine))
-            assert found == sorted(found, reverse=True)
-            assert (found[0], found[-1]) == (True, False)
-    assert not own_keys_are_cut(work, (), shape, H200)
-
-
-@pytest.mark.parametrize(
-    ("size", "tokens", "cut"),
-    [(2, 8192, False), (2, 16384, False), (4, 2048, False), (4, 8192, True), (8, 8192, True)],
-)
-def test_two_gpus_do_not_cut_own_keys(size, tokens, cut):
-    """As measured there: 8.06 against 8.11 ms in a graph at 8k tokens each, 30.1 against 30.3."""
-    everyone = all_segments("zigzag", size, size * tokens)
-    work = Workload(everyone, everyone, Mask(causal=True))
-    shape = KVShape(1, 32, 8, 128, 128, 2)
-    assert own_keys_are_cut(work, rounds_of(work, size), shape, H200) == cut
 
 
 def test_the_host_is_told_of_where_it_takes_longer():

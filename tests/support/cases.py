@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.all_to_all import SharedSwap
-from ring_attention_pytorch.comm.gather_serial import SerialGather
-from ring_attention_pytorch.comm.gather_symmetric import SymmetricGather
+from ring_attention_pytorch.comm.fabric_kernels import OneStream
+from ring_attention_pytorch.comm.transports import by_copy_engines, on_one_stream
 from ring_attention_pytorch.comm.ulysses import most_bytes
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.layouts import positions
@@ -253,17 +252,17 @@ def over_shared_memory(
     swap, over = plan.ulysses, ring
     if swap is not None:
         most = most_bytes((swap.queries, swap.keys), *tensors)
-        among = SharedSwap.over(shared._replace(ranks=swap.together.places), most)
+        shared.space.make_room(shared.group, swaps=most)
+        among = OneStream(swap.together, shared.space, swap.together.places)
         swap, over = replace(swap, by=among), swap.ring
         shared = shared._replace(ranks=over.places)
-    transport = SymmetricGather.over(
-        over, plan.blocks, at_once, plan.chosen.shape, shared, **overlapping
-    )
-    if aside is not None:
-        transport = replace(transport, aside=aside)
+    of = plan.blocks, plan.chosen.shape, shared
     if together or own_apart:
-        of = plan.blocks, plan.chosen.shape, shared, own_apart
-        transport = SerialGather.like(transport, *of, begins_early=plan.kernel.traits.begins_early)
+        transport = on_one_stream(over, *of, own_apart)
+    else:
+        transport = by_copy_engines(over, of[0], at_once, *of[1:], **overlapping)
+    if aside is not None:
+        transport = replace(transport, fabric=replace(transport.fabric, aside=aside))
     return replace(plan.by(transport), ulysses=swap)
 
 

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm import gather_symmetric
+from ring_attention_pytorch.comm import fabric_copies
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup, SymmetricWorkspace, rounded
 from ring_attention_pytorch.ranks.ring import Ring, SubRing
@@ -224,8 +224,8 @@ _beside = _Beside()
 def late() -> Iterator[None]:
     """Copies and sums beside are as on a stream of its own, that is as late as can be."""
     with (
-        mock.patch.object(gather_symmetric, "_copy", _later(gather_symmetric._copy)),
-        mock.patch.object(gather_symmetric, "add_", _later(gather_symmetric.add_)),
+        mock.patch.object(fabric_copies, "_copy", _later(fabric_copies._copy)),
+        mock.patch.object(fabric_copies, "add_", _later(fabric_copies.add_)),
     ):
         yield
 

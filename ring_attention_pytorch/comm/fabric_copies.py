@@ -1,0 +1,215 @@
+"""A fabric of copy engines, which bring keys and gradients while kernels compute.
+
+Ranks pull the keys that they need on a side stream, by copies between contiguous memory, which take
+no multiprocessors. An owner sums its gradients on such a stream. It sums copies of them or, where
+nothing is left to compute meanwhile, reads them where they lie.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.fabric import KVGrads
+from ring_attention_pytorch.comm.fabric_shared import SharedChannel, SharedMemory, Source, apart
+from ring_attention_pytorch.comm.symmetric_memory import Mark
+from ring_attention_pytorch.geometry.segments import count
+from ring_attention_pytorch.runtime.interfaces import KVBlock
+from ring_attention_pytorch.runtime.replay import Replay
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_
+from ring_attention_pytorch.runtime.streams import side_stream_after_others
+from ring_attention_pytorch.schedule.pieces import (
+    Chunks,
+    Round,
+    Workload,
+    most_in_front,
+    places,
+    tokens,
+)
+from ring_attention_pytorch.schedule.steps import Program, Transfer
+
+
+@dataclass(frozen=True)
+class CopyEngines(SharedMemory):
+    """A fabric in which copies run beside kernels; it is `idle` if there never are any.
+
+    Gradients come home `aside`, by copy engine, if there is time for it; else all multiprocessors
+    read them where they are.
+    """
+
+    aside: bool = False
+    idle: bool = False
+
+    @property
+    def replay(self) -> Replay:
+        return super().replay._replace(tape=self.idle)
+
+    @property
+    def way_home(self) -> str:
+        return " by copy engine" if self.aside else ", added where they lie"
+
+    def channel(
+        self, program: Program, own: KVBlock, totals: KVGrads | None = None
+    ) -> "CopyChannel":
+        return CopyChannel(self, program, own, totals)
+
+    def sources_of_keys(self, program: Program, block: int) -> list[list[Source]]:
+        """List what this rank needs of each owner's keys, stage by stage."""
+        made = program.blocks[block].made
+        if ("keys", id(made)) not in self.known:
+            self.known["keys", id(made)] = self._sources(program.workload, made)
+        return self.known["keys", id(made)]
+
+    def _sources(self, workload: Workload, made: Round) -> list[list[Source]]:
+        pieces, stages = made.pieces[self.ring.rank], []
+        for stage in made.stages:
+            sources = []
+            for distance in chain.from_iterable(stage):
+                owner = (self.ring.rank - distance) % self.ring.size
+                moves = tuple((piece.cols, here) for piece, here in places(pieces, owner))
+                sources.append(Source(self.ranks[owner], count(workload.keys[owner]), moves))
+            if len(made.stages) > 1:
+                stages.append([source.joined() for source in sources])
+            else:
+                stages.append(_in_rounds(sources[::-1] if most_in_front(made) else sources))
+        return stages
+
+
+class CopyChannel(SharedChannel):
+    """One call whose copies run beside kernels."""
+
+    fabric: CopyEngines
+
+    def __init__(
+        self, fabric: CopyEngines, program: Program, own: KVBlock, totals: KVGrads | None
+    ) -> None:
+        super().__init__(fabric, program, own, totals)
+        self.ends: list[Mark] = []  # of the stages of a round
+        self.home: dict[Transfer, tuple[list[tuple[slice, Tensor]], Mark]] = {}  # sums on their way
+
+    def _begin(self, turns: int) -> None:
+        super()._begin(turns)
+        if self.totals is None:
+            self.space.keys.meet()
+
+    def put(self, transfer: Transfer) -> None:
+        if transfer.stage != 0:
+            return
+        shelf, written = self.space.keys, self._written()
+        self.rooms = [room_for(t, tokens(self._chunks(transfer.block))) for t in written]
+        # before the kernel that runs beside the copies: else the barrier might wait for room there
+        shelf.publish()
+        shelf.follow()
+
+    def _written(self) -> list[Tensor]:
+        """Write own keys where the others will read them; return that memory."""
+        own = self.own
+        places = self.space.keys.own(self.fabric.form(own, own.k.shape[1], masks=True))
+        torch.cat((own.k, own.v), dim=-1, out=places[0])
+        if own.key_mask is not None:
+            places[1].copy_(own.key_mask)
+        return places
+
+    def take(self, transfer: Transfer) -> list[Tensor]:
+        """Return the room of a round's keys; let the current stream wait for a stage of them."""
+        if transfer.stage == 0:
+            self._launch_copies(transfer.block)
+        self.space.keys.join(self.ends[transfer.stage])
+        self.space.board.spoil(self.rooms[0])
+        return [*apart(self.rooms[0], self.own), *self.rooms[1:]]
+
+    def _launch_copies(self, block: int) -> None:
+        """Launch the copies of all stages: only now, after the kernel that runs beside them."""
+        shelf, self.ends = self.space.keys, []
+        with shelf.beside():
+            for sources in self.fabric.sources_of_keys(self.program, block):
+                for rank, length, moves in sources:  # each rank begins with another owner
+                    form = self.fabric.form(self.own, length, masks=True)
+                    for place, t in zip(self.rooms, shelf.of(rank, form)):
+                        for there, here in moves:
+                            _copy(place[:, here], t[:, there])
+                self.ends.append(shelf.mark())
+
+    def give(self, transfer: Transfer, grads: KVGrads) -> None:
+        """Publish gradients, and launch the sums of those that others publish."""
+        shelf, coming = self.space.grads, []
+        for here, parts in self.shares(transfer):
+            coming.append((here, room_for(parts[0], wide=len(parts) > 1), parts))
+        overtaken = self.program.parts[0].gives_way
+        with side_stream_after_others(self.own.k.device) if overtaken else nullcontext():
+            for total in grads if self._chunks(transfer.source) else ():
+                total.finalize()
+            shelf.publish()  # every rank takes the turn, even with nothing to write
+            shelf.follow()
+        with shelf.beside():
+            for _, room, parts in coming:
+                _sum(room, parts, self.fabric.aside)
+                self.space.board.spoil(room)
+            self.home[transfer] = [(here, room) for here, room, _ in coming], shelf.mark()
+
+    def reduce(self, transfer: Transfer) -> None:
+        shelf, (coming, end) = self.space.grads, self.home.pop(transfer)
+        one_round = len(self.program.blocks) == 2
+        if not one_round:
+            shelf.join(end)
+        sums = [(here, apart(room, self.own)) for here, room in coming]
+        for i, total in enumerate(self.totals):
+            if one_round:  # dq need not wait for it
+                total.after(partial(shelf.join, end))
+            total.add_all((here, both[i]) for here, both in sums)
+
+    def _chunks(self, block: int) -> Chunks:
+        return self.program.chunks(block, self.fabric.ring.rank)
+
+
+def _in_rounds(sources: list[Source]) -> list[Source]:
+    """Order pulls in rounds: one piece of each source, then the next of each.
+
+    If a rank has more than two pieces, those that join go at once.
+
+    So no two ranks read from the same one at a time, which would make both wait. That holds where
+    pieces are equally long and ranks begin with the side of which they need most: of zigzag's
+    causal chunks a rank needs one of each rank behind it and two of each in front. (It does not
+    hold with windows, nor for striped.)
+
+    >>> [s.rank for s in _in_rounds([Source(i, 4, ((),) * n) for i, n in ((2, 2), (3, 2), (0, 1))])]
+    [2, 3, 0, 2, 3]
+    """
+    by_round: list[list[Source]] = []
+    for source in sources:
+        moves = source.moves if len(source.moves) <= 2 else source.joined().moves
+        for number, move in enumerate(moves):
+            if number == len(by_round):
+                by_round.append([])
+            by_round[number].append(source._replace(moves=(move,)))
+    return list(chain.from_iterable(by_round))
+
+
+def room_for(like: Tensor, tokens: int | None = None, wide: bool = False) -> Tensor:
+    """Return empty memory for so many tokens; if `wide`, for a sum in the accumulator's dtype."""
+    b, n, *token = like.shape
+    dtype = accumulation_dtype(like.dtype) if wide else like.dtype
+    return like.new_empty((b, n if tokens is None else tokens, *token), dtype=dtype)
+
+
+def _copy(place: Tensor, t: Tensor) -> None:
+    """Copy sample by sample: what is contiguous goes by copy engine."""
+    pairs = zip(place, t) if len(t) > 1 else [(place, t)]
+    for sample, given in pairs:
+        sample.copy_(given)
+
+
+def _sum(place: Tensor, parts: list[Tensor], aside: bool) -> None:
+    """Sum parts in others' memory; copy engines bring them if `aside`, or a single one."""
+    if len(parts) == 1:
+        _copy(place, parts[0])
+        return
+    if aside:
+        here = [torch.empty_like(part) for part in parts]
+        for room, part in zip(here, parts):
+            _copy(room, part)
+        parts = here
+    add_(place, *parts, fresh=True)

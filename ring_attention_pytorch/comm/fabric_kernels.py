@@ -1,0 +1,171 @@
+"""A fabric of kernels, all of it on the current stream.
+
+It is for few tokens, where the host takes longer to launch calls that overlap than a GPU takes to
+run them. Nothing runs side by side, so no stream waits for another, and launches are few: own keys
+come among the others, in one block, or are computed on by themselves, whichever takes fewer calls
+of the kernel (`policy.own_keys_apart`).
+
+What a rank computes on in one block comes together in its memory that others read
+(`schedule.arrangement`): own keys are written there once, and the others' pulled between them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm import visits
+from ring_attention_pytorch.comm.fabric import KVGrads
+from ring_attention_pytorch.comm.fabric_shared import SharedChannel, SharedMemory, apart
+from ring_attention_pytorch.comm.messages import Form
+from ring_attention_pytorch.runtime.interfaces import KVBlock
+from ring_attention_pytorch.runtime.observe import are_timed
+from ring_attention_pytorch.runtime.replay import Replay
+from ring_attention_pytorch.runtime.rowwise import wire_dtype
+from ring_attention_pytorch.schedule.arrangement import Arrangement, Move, moves
+from ring_attention_pytorch.schedule.steps import Program, Transfer
+
+
+@dataclass(frozen=True)
+class OneStream(SharedMemory):
+    """A fabric of one round, on one stream; of none, for Ulysses alone.
+
+    Keys are `arranged` in the memory of each rank. Gradients come home `beside` what the kernel
+    leaves for later, if it makes those of keys first.
+    """
+
+    arranged: tuple[Arrangement, ...] = ()
+    beside: bool = False
+
+    way_home = ", added where they lie"
+
+    @property
+    def replay(self) -> Replay:
+        """What may replay all that it does: a tape, too, for all is on the current stream."""
+        return super().replay._replace(tape=True)
+
+    def moves(self, program: Program) -> tuple[Move, ...]:
+        """Return what this rank pulls, forward and backward alike; worked out once."""
+        if "moves" not in self.known:
+            transfer = program.transfers[0]
+            self.known["moves"] = moves(program, transfer, self.ring.rank, self.arranged)
+        return self.known["moves"]
+
+    def channel(
+        self, program: Program, own: KVBlock, totals: KVGrads | None = None
+    ) -> "KernelChannel":
+        return KernelChannel(self, program, own, totals)
+
+
+class KernelChannel(SharedChannel):
+    """One call, all of it on the current stream.
+
+    Its meetings and what follows them are one launch each (`visits`), but where a CUDA graph is
+    captured before there are tables.
+    """
+
+    fabric: OneStream
+
+    def __init__(
+        self, fabric: OneStream, program: Program, own: KVBlock, totals: KVGrads | None
+    ) -> None:
+        super().__init__(fabric, program, own, totals)
+        self.mine = fabric.arranged[fabric.ring.rank]
+        self.beside = fabric.beside and not are_timed()  # else each is to be timed alone
+
+    def put(self, transfer: Transfer) -> None:
+        self.rooms = self._written()
+
+    def _written(self) -> list[Tensor]:
+        """Write own keys where others read them, and this rank computes on them if not apart."""
+        shelf, own, lies = self.space.keys, self.own, self.mine
+        table = visits.table_of_writes(shelf, own.k, own.v, lies.tokens, lies.own)
+        forward = self.totals is None
+        if forward and table is None:
+            shelf.meet()
+        both, *masks = shelf.own(self._form(lies))
+        if table is None:
+            for mine, at in lies.own:
+                torch.cat((own.k[:, mine], own.v[:, mine]), dim=-1, out=both[:, at])
+        else:
+            visits.write(visits.Writing(shelf.to_write(), table, forward), own.k, own.v, both)
+        if own.key_mask is not None:
+            for mine, at in lies.own:
+                masks[0][:, at].copy_(own.key_mask[:, mine])
+        return [both, *masks]
+
+    def take(self, transfer: Transfer) -> list[Tensor]:
+        """Pull others' keys to where they belong among own ones."""
+        shelf, (both, *masks) = self.space.keys, self.rooms
+        there, here = [], []
+        for owner, at, to in self.fabric.moves(self.program):
+            theirs = self._form(self.fabric.arranged[owner])
+            there.append([t[:, at] for t in shelf.of(self.fabric.ranks[owner], theirs)])
+            here.append(to)
+        parts, *parts_of_masks = [*zip(*there)] or [()] * len(self.rooms)
+        table = visits.table_of_copies(shelf, both, parts, here)
+        if table is None:
+            shelf.publish()  # after the call for own keys, which needs nobody
+            _copy_all(both, here, parts)
+        else:
+            visits.pull(visits.Visit(shelf.to_read(), table), both)
+        for mask, some in zip(masks, parts_of_masks):
+            _copy_all(mask, here, some)
+        if table is None or masks:  # what a visit brings it has looked after
+            self.space.board.spoil(both)
+        return [t[:, : self.mine.held] for t in (*apart(both, self.own), *masks)]
+
+    def _form(self, lies: Arrangement) -> Form:
+        return self.fabric.form(self.own, lies.tokens, masks=True)
+
+    def give(self, transfer: Transfer, grads: KVGrads) -> None:
+        for total in grads:
+            total.finalize()
+        if self.beside:
+            self._add(transfer)
+
+    def reduce(self, transfer: Transfer) -> None:
+        if not self.beside:  # what follows on this stream waits by itself
+            self._add(transfer)
+
+    def _add(self, transfer: Transfer) -> None:
+        shares = [visits.Share(*at) for at in self.shares(transfer)]
+        if not self._add_up(shares):
+            self._add_plainly(shares)
+
+    def _add_up(self, shares: list[visits.Share]) -> bool:
+        """Publish, and add what others have of own gradients, in one launch; tell if it can be."""
+        k, shelf = self.own.k, self.space.grads
+        fresh, tokens = all(total.is_empty for total in self.totals), slice(0, k.shape[1])
+        wholes = [total.whole() for total in self.totals]  # what they wait for has come then
+        dk, dv = [total.alloc(tokens) for total in self.totals] if fresh else wholes
+        if dk is None or dv is None or not k.numel():
+            return False
+        table = visits.table_of_sums(shelf, k, shares)
+        if table is None:
+            return False
+        how = visits.Adding(shelf.to_read(), table, fresh, self.beside)
+        visits.add_up(how, dk, dv, wire_dtype(k.dtype))
+        for total, t in zip(self.totals, (dk, dv)) if fresh else ():
+            total.add(tokens, t)
+        return True
+
+    def _add_plainly(self, shares: list[visits.Share]) -> None:
+        self.space.grads.publish()
+        for here, parts in shares:
+            for both in parts:
+                for total, part in zip(self.totals, apart(both, self.own)):
+                    total.add_lent(here, part)
+        self.space.board.spoil(*[total.settle() for total in self.totals])
+
+
+def _copy_all(place: Tensor, here: Sequence[slice], parts: Sequence[Tensor]) -> None:
+    """Copy parts to their places, by one kernel: nothing else computes."""
+    if parts and len(place):
+        torch._foreach_copy_(_by_sample([place[:, at] for at in here]), _by_sample(parts))
+
+
+def _by_sample(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Split tensors of several samples into single samples, which are dense."""
+    return [*tensors] if len(tensors[0]) == 1 else [t for each in tensors for t in each.unbind()]

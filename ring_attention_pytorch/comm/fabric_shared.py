@@ -1,0 +1,198 @@
+"""What fabrics have in common that go through symmetric memory: what lies there, and whose it is.
+
+A rank writes its keys, or the gradients of others' keys, into its own buffer. The others read what
+they need, and an owner sums the gradients of its keys, in one order.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm import visits
+from ring_attention_pytorch.comm.all_to_all import CopyPlan
+from ring_attention_pytorch.comm.fabric import KVGrads
+from ring_attention_pytorch.comm.messages import Form
+from ring_attention_pytorch.comm.symmetric_memory import SymmetricWorkspace
+from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+from ring_attention_pytorch.runtime.interfaces import KVBlock
+from ring_attention_pytorch.runtime.replay import Replay
+from ring_attention_pytorch.runtime.rowwise import wire_dtype
+from ring_attention_pytorch.runtime.spans import disjoint_spans
+from ring_attention_pytorch.schedule.pieces import joined_places, places, tokens
+from ring_attention_pytorch.schedule.steps import Program, Transfer
+
+Stretch = tuple[slice, list[tuple[int, int, slice]]]  # of own tokens; who has something for them
+
+
+class Source(NamedTuple):
+    """The parts that this rank takes of another's `length` tokens, and where it puts them."""
+
+    rank: int  # in the workspace's group
+    length: int
+    moves: tuple[tuple[slice, slice], ...]  # from there to here
+
+    def joined(self) -> "Source":
+        """Join moves to as few as can be: a copy takes some time, however short.
+
+        >>> at = [((0, 2), (4, 6)), ((2, 3), (6, 7)), ((3, 4), (8, 9))]
+        >>> moves = tuple((slice(*there), slice(*here)) for there, here in at)
+        >>> Source(0, 9, moves).joined().moves
+        ((slice(0, 3, None), slice(4, 7, None)), (slice(3, 4, None), slice(8, 9, None)))
+        """
+        moves = tuple((there, here) for there, here in joined_places(self.moves))
+        return self._replace(moves=moves)
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """A fabric through symmetric memory; `ranks` are the ring's ranks in the workspace's group.
+
+    `known` keeps what was worked out.
+    """
+
+    ring: Ring
+    space: SymmetricWorkspace
+    ranks: tuple[int, ...]
+    known: dict[Hashable, Any] = field(
+        default_factory=dict, compare=False, repr=False, kw_only=True
+    )
+
+    name = "shared memory"
+
+    @property
+    def replay(self) -> Replay:
+        """What may replay all that it does: a CUDA graph, which can hold barriers and copies."""
+        return Replay(graph=True, follow=self.follow_stream)
+
+    def follow_stream(self) -> Hashable:
+        """Wait for earlier calls on other streams; return the buffers in use now."""
+        self.space.follow_stream()
+        return self.space.keys, self.space.grads, self.space.swaps
+
+    def drain(self) -> None:
+        self.space.wait_copies()
+
+    def swap(
+        self, tensors: Sequence[Tensor], ways: Sequence[CopyPlan], rooms: Sequence[Tensor]
+    ) -> None:
+        """Write all that this rank has; then read what is for it, by kernels: nothing computes."""
+        shelf, me = self.space.swaps, self.ring.rank
+        forms = [
+            Form.of_parts(tuple(way.part(t, place) for t, way in zip(tensors, ways)))
+            for place in range(len(self.ranks))
+        ]
+        shelf.meet()
+        torch._foreach_copy_(shelf.mine(forms[me]), [*tensors])
+        theirs = [shelf.of(rank, form) for rank, form in zip(self.ranks, forms)]
+        sources, moves = [*zip(*theirs)], [way.moves[me] for way in ways]
+        kind = me, self.ranks, tuple(way.kind for way in ways), forms[me]
+        table = visits.table_of_pieces(shelf, kind, rooms, sources, moves)
+        if table is not None:
+            visits.take(visits.Visit(shelf.to_read(), table), *rooms)
+            return
+        shelf.publish()
+        for room, parts, some in zip(rooms, sources, moves):
+            for m in some:
+                room[:, m.to_rows, m.to_heads] = parts[m.place][:, m.rows, m.heads]
+        self.space.board.spoil(*rooms)
+
+    def form(self, keys: KVBlock, length: int, masks: bool = False) -> Form:
+        """Return the form of `length` keys with `masks`, or else of their gradients.
+
+        k and v lie beside one another, so that one copy brings both: each takes some time to begin.
+        Forms are kept, because keys are always alike.
+        """
+        if (masks, length) not in self.known:
+            if masks:
+                k, v, *mask = Form.of(keys[:3], length).parts
+            else:
+                k, v, *mask = Form.of(keys[:2], length, wire_dtype(keys.k.dtype)).parts
+            both = k._replace(shape=(*k.shape[:-1], k.shape[-1] + v.shape[-1]))
+            self.known[masks, length] = Form.of_parts((both, *mask))
+        return self.known[masks, length]
+
+    def users_of_own(self, program: Program, transfer: Transfer) -> list[Stretch]:
+        """List stretches of own tokens, each with the ranks that have gradients of them.
+
+        A rank comes with the number of tokens it has in all, and where these lie among them.
+        """
+        made = program.blocks[transfer.source].made
+        if ("grads", id(made)) not in self.known:
+            sources = []
+            for distance in transfer.distances:
+                user = (self.ring.rank - distance) % self.ring.size
+                theirs, moves = made.pieces[user], []
+                for piece, there in places(theirs, self.ring.rank):
+                    moves.append((there, piece.cols))
+                source = Source(self.ranks[user], tokens(theirs), tuple(moves))
+                sources.append(source.joined())
+            self.known["grads", id(made)] = _by_stretch(sources)
+        return self.known["grads", id(made)]
+
+
+class SharedChannel:
+    """One call through symmetric memory: gradients are made where their owners read them."""
+
+    fabric: SharedMemory
+    totals: KVGrads | Any  # None is forward
+
+    def __init__(
+        self, fabric: SharedMemory, program: Program, own: KVBlock, totals: KVGrads | None
+    ) -> None:
+        self.fabric, self.program, self.own, self.totals = fabric, program, own, totals
+        self.space = fabric.space
+        self.rooms: list[Tensor] = []  # where the keys of a round come to
+        if len(program.blocks) > 1:
+            self._begin(len(program.blocks) - 1)
+
+    def _begin(self, turns: int) -> None:
+        self.space.begin(turns, self.totals is not None)
+
+    def room(self, keys: KVBlock) -> KVGrads:
+        """Make (dk, dv) accumulators where owners read them; kernels that can write there."""
+        (place,) = self.space.grads.own(self.fabric.form(keys, keys.k.shape[1]))
+        dk, dv = apart(place, keys)
+        wide = wire_dtype(keys.k.dtype)
+        return (
+            GradAccumulator(keys.k, calls=1, place=dk, dtype=wide),
+            GradAccumulator(keys.v, calls=1, place=dv, dtype=wide),
+        )
+
+    def shares(self, transfer: Transfer) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Yield stretches of own tokens, and their gradients in other ranks' memory."""
+        for here, users in self.fabric.users_of_own(self.program, transfer):
+            parts = []
+            for rank, length, there in users:
+                (both,) = self.space.grads.of(rank, self.fabric.form(self.own, length))
+                parts.append(both[:, there])
+            yield here, parts
+
+
+def _by_stretch(sources: Sequence[Source]) -> list[Stretch]:
+    """List stretches of what is here, each with the ranks that have something for all of it.
+
+    >>> at = {1: (slice(4, 8), slice(0, 4)), 2: (slice(0, 2), slice(2, 4))}
+    >>> for stretch in _by_stretch([Source(rank, 8, (move,)) for rank, move in at.items()]):
+    ...     print(*stretch)
+    slice(0, 2, None) [(1, 8, slice(4, 6, None))]
+    slice(2, 4, None) [(1, 8, slice(6, 8, None)), (2, 8, slice(0, 2, None))]
+    """
+    moves = [(source, there, here) for source in sources for there, here in source.moves]
+    stretches = []
+    for span, which in disjoint_spans([here for _, _, here in moves]):
+        users = []
+        for number in which:
+            source, there, here = moves[number]
+            shift = there.start - here.start
+            users.append((source.rank, source.length, slice(span.start + shift, span.stop + shift)))
+        stretches.append((span, users))
+    return stretches
+
+
+def apart(both: Tensor, keys: KVBlock) -> tuple[Tensor, ...]:
+    """Split k and v, or their gradients, which lie beside one another."""
+    return both.split_with_sizes((keys.k.shape[-1], keys.v.shape[-1]), dim=-1)
