@@ -108,7 +108,8 @@ def plans_go_by_the_slowest_device_and_by_who_shares_a_host(monkeypatch: pytest.
     plan = RingPlan.make(q, q, q)
     assert plan.chosen.machine is H200
     assert plan.chosen.name == "ring"
-    kernel = plan.kernel._replace(name="triton", fuses_merge=True)
+    traits = plan.kernel.traits._replace(fuses_merge=True)
+    kernel = plan.kernel._replace(name="triton", traits=traits)
     names = iter(["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H200"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
     ranks = []
