@@ -137,7 +137,7 @@ class SharedMemory:
 class SharedChannel:
     """One call through symmetric memory: gradients are made where their owners read them."""
 
-    fabric: SharedMemory
+    fabric: Any  # a `SharedMemory`: which, a subclass says
     totals: KVGrads | Any  # None is forward
 
     def __init__(
