@@ -270,7 +270,8 @@ class Traits(NamedTuple):
     fuses_merge: bool = False
     keys_first: bool = False  # backward makes dk and dv first, and leaves dq for `dq.later`
     begins_early: bool = False  # forward begins before `KVBlock.coming` is there, where a GPU can
-    replay: Replay = Replay(graph=True)
+    # all that it does are PyTorch's operations and `opaque` functions, so a tape can hold its calls
+    taped: bool = False
 
     def with_backward(self, other: "Traits") -> "Traits":
         """Return the traits of the forward of this kernel with the backward of another."""
@@ -278,7 +279,7 @@ class Traits(NamedTuple):
             square=self.square and other.square,
             fuses_merge=self.fuses_merge and other.fuses_merge,
             begins_early=self.begins_early,
-            replay=self.replay.both(other.replay),
+            taped=self.taped and other.taped,
         )
 
 

@@ -27,7 +27,6 @@ from ring_attention_pytorch.kernels import (
 )
 from ring_attention_pytorch.plan.calibrate import with_calls_of
 from ring_attention_pytorch.runtime.interfaces import FEATURES, KernelRequest, Traits
-from ring_attention_pytorch.runtime.replay import ALWAYS, Replay
 from ring_attention_pytorch.schedule.hardware import H200
 
 HOPPER = KernelRequest("cuda", torch.bfloat16, d=128, d_v=128, capability=(9, 0))
@@ -173,7 +172,7 @@ def test_one_forward_and_anothers_backward(installed):
             f"triton+{other}", triton.forward, backward.backward,
             Traits(
                 preemptible=case is HOPPER, begins_early=True,
-                replay=ALWAYS if case is HOPPER else Replay(graph=True),
+                taped=case is HOPPER,
             ),
         )  # fmt: skip
     with pytest.raises(ValueError, match=r"got 'triton[+]flash-attn[+]eager'"):
