@@ -23,10 +23,9 @@ from ring_attention_pytorch.runtime.interfaces import (
     Tiles,
     Traits,
 )
-from ring_attention_pytorch.runtime.replay import ALWAYS
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, merge_
 
-CAN = Capabilities(traits=Traits(replay=ALWAYS))
+CAN = Capabilities(traits=Traits(taped=True))
 
 
 def forward(

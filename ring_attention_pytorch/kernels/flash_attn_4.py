@@ -26,7 +26,6 @@ from ring_attention_pytorch.runtime.interfaces import (
     ScoreMods,
     Traits,
 )
-from ring_attention_pytorch.runtime.replay import ALWAYS
 from ring_attention_pytorch.runtime.tape import opaque, recording
 
 CAN = Capabilities(
@@ -38,7 +37,7 @@ CAN = Capabilities(
     head_dim_multiple=64,  # for 16 and 80 4.0.0b36 gives wrong gradients without a word
     one_head_dim=True,
     varlen=True,
-    traits=Traits(preemptible=True, replay=ALWAYS),
+    traits=Traits(preemptible=True, taped=True),
     features=FEATURES - {"key_mask", "unusual_scale", "alibi", "mask_mod", "dropout"},
     package=Dependency("flash-attn-4", "flash_attn.cute.interface", "4.0.0b36"),
 )

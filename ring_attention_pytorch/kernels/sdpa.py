@@ -28,7 +28,6 @@ from ring_attention_pytorch.runtime.interfaces import (
     ScoreMods,
     Traits,
 )
-from ring_attention_pytorch.runtime.replay import ALWAYS
 from ring_attention_pytorch.runtime.tape import opaque
 
 _SMALLEST = 256  # keys of a causal tile that is not worth cutting
@@ -47,7 +46,7 @@ class _Call(NamedTuple):
 CAN = Capabilities(
     devices=("cpu",),
     dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    traits=Traits(replay=ALWAYS),
+    traits=Traits(taped=True),
     features=FEATURES - {"softclamp", "unusual_scale", "alibi", "mask_mod", "dropout"},
 )
 

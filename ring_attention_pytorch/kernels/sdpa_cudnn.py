@@ -22,7 +22,6 @@ from ring_attention_pytorch.runtime.interfaces import (
     ScoreMods,
     Traits,
 )
-from ring_attention_pytorch.runtime.replay import ALWAYS
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 CAN = Capabilities(
@@ -32,7 +31,7 @@ CAN = Capabilities(
     max_head_dim=256,
     head_dim_multiple=8,
     one_head_dim=True,
-    traits=Traits(square=True, replay=ALWAYS),
+    traits=Traits(square=True, taped=True),
     features=frozenset(),
 )
 

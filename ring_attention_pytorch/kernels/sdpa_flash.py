@@ -11,7 +11,6 @@ from ring_attention_pytorch.kernels._flash import (
     with_lse_gradient,
 )
 from ring_attention_pytorch.runtime.interfaces import FEATURES, Capabilities, ScoreMods, Traits
-from ring_attention_pytorch.runtime.replay import ALWAYS
 
 CAN = Capabilities(
     devices=("cuda",),
@@ -20,7 +19,7 @@ CAN = Capabilities(
     max_head_dim=256,
     head_dim_multiple=8,
     one_head_dim=True,
-    traits=Traits(replay=ALWAYS),
+    traits=Traits(taped=True),
     features=FEATURES - {"key_mask", "softclamp", "unusual_scale", "alibi", "mask_mod", "dropout"},
 )
 

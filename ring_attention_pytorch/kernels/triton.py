@@ -37,7 +37,6 @@ from ring_attention_pytorch.runtime.launches import (
     compile_ahead,
     compiled_ahead,
 )
-from ring_attention_pytorch.runtime.replay import ALWAYS
 
 _WIDEST = 256
 CAN = Capabilities(
@@ -46,7 +45,7 @@ CAN = Capabilities(
     min_capability=(8, 0),
     max_head_dim=_WIDEST,
     varlen=True,
-    traits=Traits(fuses_merge=True, keys_first=True, replay=ALWAYS),
+    traits=Traits(fuses_merge=True, keys_first=True, taped=True),
     features=FEATURES - {"mask_mod"},
     package=Dependency("triton", "triton", "3.4"),
 )

@@ -109,8 +109,8 @@ class RingPlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", new_handle(self))
-        here = Replay(graph=self.device.type == "cuda", tape=self.terms.mask_mod is None)
-        replay = self.transport.fabric.replay.both(self.kernel.traits.replay).both(here)
+        taped = self.kernel.traits.taped and self.terms.mask_mod is None
+        replay = self.transport.fabric.replay.both(Replay(self.device.type == "cuda", taped))
         recordings = Recordings(Tape, replay.follow) if replay.tape else None
         object.__setattr__(self, "replay", replay)
         object.__setattr__(self, "recordings", recordings)

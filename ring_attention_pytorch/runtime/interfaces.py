@@ -22,7 +22,6 @@ from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.later import Later
-from ring_attention_pytorch.runtime.replay import Replay
 from ring_attention_pytorch.runtime.rowwise import sum_of_products
 from ring_attention_pytorch.schedule.steps import Schedule
 
@@ -261,14 +260,15 @@ class Traits(NamedTuple):
     # merges by itself: for few tokens one call of all keys is faster than several
     fuses_merge: bool = False
     keys_first: bool = False  # backward makes dk and dv first, and leaves dq for `dq.later`
-    replay: Replay = Replay(graph=True)
+    # all that it does are PyTorch's operations and `opaque` functions, so a tape can hold its calls
+    taped: bool = False
 
     def with_backward(self, other: "Traits") -> "Traits":
         """Return the traits of the forward of this kernel with the backward of another."""
         return other._replace(
             square=self.square and other.square,
             fuses_merge=self.fuses_merge and other.fuses_merge,
-            replay=self.replay.both(other.replay),
+            taped=self.taped and other.taped,
         )
 
 

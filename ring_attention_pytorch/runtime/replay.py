@@ -24,7 +24,7 @@ def _nothing() -> None:
 
 
 class Replay(NamedTuple):
-    """What may replay calls: of a transport, a swap, a kernel, or the plan that has them."""
+    """What may replay calls: of a transport, a swap of heads, or a plan."""
 
     graph: bool = False  # a CUDA graph can hold all of it: nothing is sent
     # a tape can: all of it is PyTorch's operations and `opaque` functions, on the current stream,
@@ -70,11 +70,8 @@ class Recordings:
     other ranks have left that, too.
     """
 
-    def __init__(
-        self, by: Callable[[], Recording], follow: Callable[[], Hashable] = _nothing
-    ) -> None:
-        self.by: Any = by  # a class of recordings
-        self.follow = follow
+    def __init__(self, by: Any, follow: Callable[[], Hashable] = _nothing) -> None:
+        self.by, self.follow = by, follow  # `by` is a class of recordings
         self._kept: dict[Hashable, Recording] = {}
         self._memory: Hashable = None
         self._last: torch.cuda.Stream | None = None  # on which one ran that has memory

@@ -27,7 +27,6 @@ from ring_attention_pytorch.kernels import (
 )
 from ring_attention_pytorch.plan.prepare import _with_calls_of
 from ring_attention_pytorch.runtime.interfaces import FEATURES, KernelRequest, Traits
-from ring_attention_pytorch.runtime.replay import ALWAYS, Replay
 from ring_attention_pytorch.schedule.hardware import H200
 
 HOPPER = KernelRequest("cuda", torch.bfloat16, d=128, d_v=128, capability=(9, 0))
@@ -172,8 +171,7 @@ def test_one_forward_and_anothers_backward(installed):
         assert pair == SelectedKernel(
             f"triton+{other}", triton.forward, backward.backward,
             Traits(
-                preemptible=case is HOPPER,
-                replay=ALWAYS if case is HOPPER else Replay(graph=True),
+                preemptible=case is HOPPER, taped=case is HOPPER,
             ),
         )  # fmt: skip
     with pytest.raises(ValueError, match=r"got 'triton[+]flash-attn[+]eager'"):

@@ -457,7 +457,7 @@ SECOND_ORDER = [
 KEPT = [
     Mutant(
         "any kernel is taped", "plan/ring_plan.py:RingPlan.__post_init__",
-        ".both(self.kernel.traits.replay)", "",
+        "self.kernel.traits.taped and", "",
     ),
     Mutant(
         "tapes read memory that was outgrown", "runtime/replay.py:Recordings.run",
