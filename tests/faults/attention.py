@@ -175,9 +175,7 @@ def keys_come_together_where_they_are_few() -> Iterator[Case]:
     """And from no rank to two others at a time."""
     from tests.comm import test_transports
     from tests.runtime import test_running
-    from tests.schedule import test_cost
 
-    yield partial(test_cost.test_two_gpus_do_not_cut_own_keys, 2, 8192, False)
     yield test_transports.unseen_keys_have_no_gradient
     yield test_transports.plans_know_their_own_transport
     yield test_running.lent_parts_are_only_read

@@ -508,7 +508,8 @@ def speeds() -> str:
     assert usual.chosen.machine.device in torch.cuda.get_device_name()
     assert usual.chosen.machine.domain == dist.get_world_size()
     assert plan.chosen.machine.measured
-    again = RingPlan.make(q, q, q, **how, window=9, calibrate=True)
+    few = q[:, :512]
+    again = RingPlan.make(few, few, few, **how, calibrate=True)
     assert again.chosen.machine == plan.chosen.machine, "measured once for a group and a kernel"
     told = [""] * dist.get_world_size()
     dist.all_gather_object(told, str(plan.chosen.machine))
