@@ -162,9 +162,9 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             order of ranks.
         kernel: a kernel of docs/kernels.md, such as "sdpa" (PyTorch's own), "triton" (ours),
             "flash-attn" or "eager"; "triton+flash-attn" runs the first forward and the second
-            backward. None takes the fastest that supports the call (`explain_kernel` tells which);
-            for few tokens over several GPUs it may be the one that is launched least, and for
-            short documents another (`explain_plan` tells). A named one never falls back to another.
+            backward. None takes the fastest that supports the call (`explain_kernel` says which).
+            Short sequences on several GPUs get the kernel with the fewest launches, short documents
+            get "triton"; `explain_plan` says which runs. A named one never falls back to another.
         transport: "ring" passes keys from neighbour to neighbour, "gather" brings all needed keys
             at once. None chooses: on GPUs by a prediction, with constants of the device, so that
             it is the same in every run; on CPUs "ring".

@@ -35,16 +35,16 @@ _Table = TypeVar("_Table", bound=_HasTable)
 
 
 class SymmetricBuffer:
-    """A buffer of one rank that all others read, as a rule in two halves that are written in turn.
+    """A double buffer of one rank that all others read.
 
-    Each turn is `own`, to write, `publish`, and `of`, to read the others'. All ranks take the
-    same turns, and come to one when they have read what the last one brought. A rank that passes
-    the barrier of a turn knows that all have written this half, and that nobody reads the other.
-    `start` says which half the next turn is of. A buffer without halves is written by `mine` after
-    `meet`, when all have read what it had.
+    A turn is three steps: `own` begins it and is written, `publish` is a barrier, `of` reads a
+    peer's. All ranks take the same turns, and begin one when they have read the last one's. So
+    behind a turn's barrier all have written this half, and nobody reads the other. `start` says
+    which half the next turn is of. A buffer without halves is written by `mine` after `meet`, a
+    barrier behind which all have read what it had.
 
-    Memory is viewed as tensors of a form. Views are kept, because the host's time counts where
-    tokens are few.
+    Memory is viewed as tensors of a form. Views are cached, because host time counts with few
+    tokens.
     """
 
     nbytes: int

@@ -1,7 +1,8 @@
-"""What a rank does in shared memory right after all ranks have met there, in one launch.
+"""Kernels that wait at a barrier, then copy or add: one launch instead of three.
 
-Where tokens are few, the host's time for each launch counts, and so do a GPU's pauses between them.
-So a meeting, what it is for, and the check that no rank failed meanwhile are one kernel here.
+With few tokens each launch costs the host more than the GPU's work, and the GPU idles between
+launches. So a barrier in shared memory, the copies or sums behind it, and the check that no rank
+failed meanwhile are one kernel.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence

@@ -28,7 +28,8 @@ from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 _open: list[tuple[int, "Placement"]] = []  # with the threads that opened them, innermost last
 # those whose blocks have ended, while autograd has nodes that may be recomputed
 _ended: WeakSet["Placement"] = WeakSet()
-_unseen: list[bool] = []  # whether attention was in a block within a Function: it may be, too
+# set when attention ran within an autograd Function in a batch's block: it may be recomputed
+_unseen: list[bool] = []
 
 
 class OwnMask(NamedTuple):

@@ -119,10 +119,9 @@ class Steps:
         failure_reports.write(group, self.notes, words)
 
     def mend(self, meet: Callable[[], object]) -> None:
-        """Go on after notes were compared, of which some said that something is wrong.
+        """Clear a failure that notes have reported: reset the GPUs' flags between two barriers.
 
-        All ranks are together. Devices forget what has failed after all ranks `meet`, and before
-        they do so again.
+        All ranks call this together; `meet` is the barrier.
         """
         for guard in self.guards:
             guard.wait()

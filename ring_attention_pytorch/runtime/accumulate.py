@@ -323,7 +323,7 @@ class GradAccumulator(_Accumulator):
             self._update()
 
     def add_lent(self, at: slice, part: Tensor) -> None:
-        """Add a part of these tokens that is only read, until `settle`: it is another's memory."""
+        """Add a part that lies in a peer's memory. It is only read, and not after `settle`."""
         self._first_is_lent |= self.is_empty
         self._parts.append((at, (part,)))
 

@@ -18,7 +18,7 @@ _POOLS = "torch._inductor.cudagraph_trees"  # loaded where such pools can be
 
 
 def lasting(make: Callable[[], _T], device: torch.device) -> _T:
-    """Return what `make` makes out of numbers of the host, in memory of no graph.
+    """Run `make` outside of torch.compile's CUDA-graph memory pool, and return its result.
 
     >>> lasting(lambda: torch.tensor([1, 2]), torch.device("cpu"))
     tensor([1, 2])

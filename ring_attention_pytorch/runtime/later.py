@@ -1,12 +1,12 @@
-"""What a kernel leaves undone while what it has made already travels."""
+"""Work that a kernel puts off so that finished gradients can start their transfer."""
 
 from collections.abc import Callable
 
 
 class Later(list[Callable[[], None]]):
-    """What is left to be done later, in order."""
+    """Deferred work, in order."""
 
     def do(self) -> None:
-        """Do it."""
+        """Run it all."""
         while self:
             self.pop(0)()

@@ -182,8 +182,8 @@ _thread = _Thread()
 def held_back() -> Iterator[dict[Hashable, KernelCall]]:
     """Collect what operations that are `compiled_ahead` would launch in this block and thread.
 
-    They don't launch it, so what they would have written is anything. Of calls with the same
-    constants only the first is collected, for it keeps its tensors.
+    Nothing is launched, so outputs are undefined. Of calls with the same constants only the first
+    is collected, because it keeps its tensors.
     """
     _thread.held = calls = dict[Hashable, KernelCall]()
     try:

@@ -37,8 +37,8 @@ _READING = {
 }
 
 
-# operations that do nothing but what they return: a tape leaves them out where nothing needs that
-_IDLE = {
+# operations without side effects: a tape drops them if nobody uses the result
+_PURE = {
     *("__getitem__", "detach", "empty", "flatten", "narrow", "new_empty", "permute"),
     *("split_with_sizes", "transpose", "unflatten", "unsqueeze", "view"),
 }
@@ -87,11 +87,11 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def prepared(operation: Callable[..., Any]) -> Callable[[Callable[..., Any]], None]:
-    """Decorate what makes, of arguments of an `opaque` function, what tapes call in its place.
+    """Decorate a function that prepares an `opaque` one: a tape calls what it returns instead.
 
-    It is given what the function was given, and decides all that is the same for all tensors that
-    are alike. What it returns is called with such arguments on their device, and is equal to what
-    it returns for others like these. It returns None if then there is nothing to do.
+    It is called with the opaque function's arguments while a tape is recorded. What it returns must
+    be valid for all tensors of the same shapes, strides and dtypes, and two such calls must return
+    equal objects. None means that there is nothing to replay.
     """
 
     def register(prepare: Callable[..., Any]) -> None:
@@ -234,7 +234,7 @@ class _Recorder(TorchFunctionMode):
             self.views[len(self.constants)] = expression
             self._name(out, self._constant(out))
             return
-        idle = getattr(func, "__name__", "") in _IDLE
+        idle = getattr(func, "__name__", "") in _PURE
         self.lines.append(_Line(self._target(out), expression, tuple(self._used), idle))
 
     def agrees(self, other: "_Recorder") -> bool:

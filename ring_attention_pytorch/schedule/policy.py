@@ -36,11 +36,10 @@ _SOON_COPIED = 1.6e-5  # seconds to read own keys: copying them and their gradie
 def is_small(
     workload: Workload, shape: KVShape, machine: Hardware, undivided: bool = False
 ) -> bool:
-    """Tell whether ranks have so little to compute that the ends of calls are much of it.
+    """Tell whether a rank has so little to compute that the ends of kernel calls matter.
 
-    On H200s that is at most 16384 queries a rank, of 32 heads of size 128, over four ranks: 10 ms.
-    It is ten times as many pairs where own keys are `undivided` backward, which spares calls of a
-    kernel.
+    On H200s the bound is 16384 queries a rank, of 32 heads of size 128, over four ranks: 10 ms.
+    It is ten times as high if own keys stay `undivided` backward, because that saves kernel calls.
     """
     pairs = max(map(count, workload.queries)) * sum(map(count, workload.keys))
     most = _SMALL_UNDIVIDED if undivided else _SMALL
@@ -170,12 +169,12 @@ def come_home_aside(
     machine: Hardware,
     overtaken: bool,
 ) -> bool:
-    """Tell whether ranks compute on while at least half of their gradients come home from others.
+    """Tell whether copy engines should fetch gradients, beside kernels that still compute.
 
-    They compute on what is left of own keys where their call is `overtaken`: it has gone on while
-    the others' keys came, and about as much in the gaps of their calls. With several rounds, the
-    gradients of each but the last come home while the next computes. And a kernel that makes dk and
-    dv of the others' keys first computes dq meanwhile.
+    At least half of the transfer must hide behind compute that is left on every rank. That is the
+    rest of the call for own keys, if it is `overtaken` (it ran at low priority while the others'
+    keys came and in the gaps of their calls), and dq, if the kernel makes dk and dv first. With
+    several rounds the gradients of each but the last travel while the next round computes.
     """
     if len(rounds) != 1:
         return True

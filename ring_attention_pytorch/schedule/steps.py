@@ -191,7 +191,7 @@ class Schedule(NamedTuple):
 
     @property
     def overtaken(self) -> bool:
-        """Tell whether backward own keys come in one block, whose call the others' overtake."""
+        """Tell whether the backward call for own keys runs undivided, at low priority."""
         return self.backward.parts[0].gives_way
 
     def positions(self, back: bool, rank: int) -> Iterator[Segments]:
