@@ -109,7 +109,8 @@ def make_together(
     kernel may know causal tiles only if they are `square`, or make dk and dv first. All ranks of
     the ring call this together.
     """
-    if not (gather.keeps and is_few(blocks, job, machine)):
+    by_messages = not gather.fabric.name
+    if by_messages or not gather.keeps or not is_few(blocks, job, machine):
         return None
     shared = shared_by(gather.fabric.ring, device)
     if shared is None:

@@ -95,7 +95,7 @@ def _seconds(workload: Workload, shape: KVShape, machine: Hardware) -> float:
     """Return the seconds that the kernel computes for a rank, forward and backward."""
     queries, keys, mask, _ = workload
     if mask.documents is not None:
-        whole = (Segment(0, 1, sum(map(count, queries))),)  # whichever rank holds what of it
+        whole = (Segment(0, 1, sum(mask.documents.lengths)),)  # whichever rank holds what of it
         pairs = visible_pairs(tiles(whole, whole, mask)) / len(queries)
     else:
         keys_seen = sum(map(count, keys)) / (1 + mask.causal)

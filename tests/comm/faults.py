@@ -32,11 +32,6 @@ ATTENTION = [
         "apart, keys_first", "apart",
     ),
     Mutant(
-        "half of own keys are others'", "comm/gather.py:some_of",
-        "keys._replace(k=",
-        "keys._replace(own=False, k=",
-    ),
-    Mutant(
         "calls side by side whose keys go away", "comm/gather.py:Gather.keeps",
         "return len(self.schedule.forward.blocks) == 2 and not self.fabric.replay.tape",
         "return True",

@@ -9,7 +9,7 @@ import torch
 
 from ring_attention_pytorch import RingPlan, explain_plan, observe, ring_attn
 from ring_attention_pytorch.comm import transports, visits
-from ring_attention_pytorch.comm.carry_out import Carrier
+from ring_attention_pytorch.comm.carry_out import Carrier, _parts
 from ring_attention_pytorch.comm.fabric_kernels import OneStream
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.tiles import Mask
@@ -135,6 +135,19 @@ def what_is_left_is_done_in_time() -> None:
     ]  # fmt: skip
     later, some = Later(), slice(1, 2)
     assert GradAccumulator(torch.zeros(2, 3, 1), later=later).samples(some).later is later
+
+
+def no_two_parts_leave_something_for_the_same_queries() -> None:
+    """Also where nothing is waited for between them."""
+    later = Later()
+    program: Any = SimpleNamespace(steps=[((), (), "one part"), ((), (), "another")])
+    for part in _parts(program, Any, later):
+        assert not later, part
+        later.append(lambda: None)
+
+
+def test_no_two_parts_leave_something_for_the_same_queries():
+    no_two_parts_leave_something_for_the_same_queries()
 
 
 def test_what_is_left_is_done_in_time():

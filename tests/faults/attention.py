@@ -120,6 +120,7 @@ def kernels_may_leave_dq_for_later() -> Iterator[Case]:
     yield test_running.a_wide_sum_ends_with_its_parts
     yield patched(test_later.what_is_left_is_in_the_gradients)
     yield test_later.what_is_left_is_done_in_time
+    yield test_later.no_two_parts_leave_something_for_the_same_queries
     yield patched(test_later.nothing_is_left_where_parts_have_their_times)
     yield test_later.gradients_are_hidden_behind_dq
     yield test_later.the_model_knows_what_is_left

@@ -29,6 +29,7 @@ def battery() -> Iterable[Callable[[], None]]:
     for name, case in tests.CASES.items():
         layout = tests.LAYOUTS[len(name) % 3]
         yield lambda case=case, layout=layout: check_in_threads(replace(case, layout=layout), 2)
+    yield lambda: tests.test_how_long_the_far_part_takes_is_told_by_its_documents("bounded")
     for restart in (False, True):
         yield lambda restart=restart: tests.test_a_layer_is_the_reference_of_its_projections(
             restart

@@ -135,7 +135,7 @@ def masks_of_plans_are_their_own() -> None:
     for plan, mask in [*zip(plans, masks), *zip(plans, masks)]:
         want = dense_attention(q, k, v, causal=True, key_mask=mask)[0]
         assert relative_error(ring_attn(q, k, v, plan=plan), want) < 1e-12
-    (at,) = {tuple(map(id, plan._tiles)) for plan in plans}  # what is in ints is made once
+    (at,) = {tuple(map(id, plan._shared.tiles)) for plan in plans}  # what is in ints is made once
     assert len(at) == 1
 
 

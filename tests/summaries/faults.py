@@ -135,4 +135,8 @@ SUMMARIES = [
         "summaries never restart", "summaries/layer.py:SummaryLayer._summarized",
         "in_documents=self.restart", "in_documents=False",
     ),
+    Mutant(
+        "rows of the far part are tokens of documents", "schedule/policy.py:_seconds",
+        "sum(mask.documents.lengths)", "sum(map(count, queries))",
+    ),
 ]  # fmt: skip

@@ -13,6 +13,8 @@ from torch import Tensor
 from ring_attention_pytorch import default_attention, ring_attn
 from ring_attention_pytorch.geometry.layouts import all_segments, segment_positions
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.schedule.hardware import H200
+from ring_attention_pytorch.schedule.policy import is_few
 from ring_attention_pytorch.summaries import (
     Summaries,
     SummaryAttention,
@@ -73,6 +75,24 @@ def test_every_ring_and_layout_gives_the_dense_results(size: int, layout: str) -
 def test_every_option_gives_the_dense_results(name: str) -> None:
     for size, layout in ((1, "contiguous"), (3, "striped"), (4, "zigzag")):
         check_in_threads(replace(CASES[name], layout=layout), size)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_how_long_the_far_part_takes_is_told_by_its_documents(name: str) -> None:
+    """Whose tokens its rows and cells are not."""
+
+    def main(ring: threads.ThreadRing) -> bool:
+        for layout in LAYOUTS:
+            case = replace(CASES[name], layout=layout)
+            at, data = case.at(ring.rank, ring.size), case.data()
+            masks = {mask: t[:, at] for mask, t in case.masks().items()}
+            mine = [data[each][:, at] for each in "qkv"]
+            far = SummaryPlan.make(*mine, **case.rule, **masks, layout=layout, group=ring).far
+            if far is not None and not is_few(far.blocks, far.chosen.shape, H200):
+                return False
+        return True
+
+    assert all(threads.run(2, main)[0])
 
 
 def test_cells_are_chosen_and_read_for_some_queries_at_a_time(monkeypatch) -> None:
