@@ -66,6 +66,8 @@ class KernelChannel(SharedChannel):
     """
 
     fabric: OneStream
+    mine: Arrangement
+    beside: bool
 
     def __init__(
         self, fabric: OneStream, program: Program, own: KVBlock, totals: KVGrads | None

@@ -119,6 +119,11 @@ class Messages:
 class MessageChannel:
     """One call by messages."""
 
+    fabric: Messages
+    program: Program
+    own: KVBlock
+    totals: KVGrads | None
+
     def __init__(
         self, fabric: Messages, program: Program, own: KVBlock, totals: KVGrads | None = None
     ) -> None:

@@ -138,6 +138,10 @@ class SharedChannel:
     """One call through symmetric memory: gradients are made where their owners read them."""
 
     fabric: Any  # a `SharedMemory`: which, a subclass says
+    program: Program
+    own: KVBlock
+    space: SymmetricWorkspace
+    rooms: list[Tensor]  # where the keys of a round come to
     totals: KVGrads | Any  # None is forward
 
     def __init__(
@@ -145,7 +149,7 @@ class SharedChannel:
     ) -> None:
         self.fabric, self.program, self.own, self.totals = fabric, program, own, totals
         self.space = fabric.space
-        self.rooms: list[Tensor] = []  # where the keys of a round come to
+        self.rooms = []
         if len(program.blocks) > 1:
             self._begin(len(program.blocks) - 1)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ring_attention_pytorch.comm.carry_out import Carrier
-from ring_attention_pytorch.comm.fabric import KVGrads
+from ring_attention_pytorch.comm.fabric import Channel, KVGrads
 from ring_attention_pytorch.comm.fabric_messages import Messages
 from ring_attention_pytorch.geometry.segments import Segments
 from ring_attention_pytorch.ranks.ring import Ring
@@ -73,6 +73,8 @@ class GatherCall:
     program: Program
     blocks: dict[int, KVBlock]
     totals: KVGrads | Any  # None is forward
+    held: Held
+    channel: Channel
 
     def __init__(
         self, gather: Gather, program: Program, own: KVBlock, totals: KVGrads | None = None

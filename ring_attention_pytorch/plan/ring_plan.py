@@ -58,10 +58,10 @@ _Results = TypeVar("_Results", bound=tuple[Any, ...])
 class Worked:
     """What is worked out for a plan in its first calls."""
 
-    tiles: dict[Segments, list] = field(default_factory=dict)
+    tiles: dict[Segments, list[Any]] = field(default_factory=dict)
     calls: dict[bool, int] = field(default_factory=dict)  # of the kernel, by direction
     placements: WeakSet[Placement] = field(default_factory=WeakSet)  # where it may be used
-    passed: set[tuple] = field(default_factory=set)  # kinds of tensors that are right
+    passed: set[tuple[Any, ...]] = field(default_factory=set)  # kinds of tensors that are right
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,8 @@ class RingError(RuntimeError):
 class Missing(RuntimeError):
     """An exchange over the host to which some `ranks` did not come; all of them, if it has none."""
 
+    ranks: tuple[int, ...]
+
     def __init__(self, text: str, ranks: Iterable[int]) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
@@ -252,7 +254,7 @@ class Waits:
             self.report()
 
 
-waits = Waits()
+waits: Waits = Waits()
 
 
 def timeout_of(group: ProcessGroup | None) -> timedelta:

@@ -311,6 +311,13 @@ class Ring:
 class SubRing(Ring):
     """A ring of some places of a whole ring, whose messages go by way of the whole."""
 
+    whole: Ring
+    places: tuple[int, ...]
+    group: ProcessGroup | None
+    size: int
+    rank: int
+    first: int
+
     def __init__(self, whole: Ring, places: Sequence[int]):
         self.whole, self.places, self.group = whole, tuple(places), None
         self.size, self.rank, self.first = len(self.places), self.places.index(whole.rank), 0

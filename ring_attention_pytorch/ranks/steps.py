@@ -35,6 +35,9 @@ class Steps:
     from there.
     """
 
+    calls: int
+    hops: int  # exchanges of this call so far
+
     def __init__(
         self, met: list[int] | None = None, group: "ref[ProcessGroup] | None" = None
     ) -> None:

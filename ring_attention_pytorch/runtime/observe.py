@@ -11,7 +11,7 @@ operations would be those of no hop. Nothing waits for a GPU before somebody ask
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, NamedTuple
@@ -117,6 +117,13 @@ class Record:
     Times are those of the plan's stream on CUDA, and of the host elsewhere. That stream waits for
     side streams at the end of each part: recorded calls for two parts do not run side by side.
     """
+
+    device: torch.device
+    place: int
+    direction: str
+    ranks: Sequence[int]
+    start: Any  # an event of CUDA, or seconds
+    stop: Any
 
     def __init__(self, plan: Any, direction: str) -> None:
         both = plan.schedule
