@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
@@ -82,16 +81,11 @@ class Parts(NamedTuple):
     routed: Sequence[Any] = ()
 
 
-_parts: "WeakKeyDictionary[nn.Module, Parts]" = WeakKeyDictionary()
-
-
 def parts_of(module: nn.Module) -> Parts:
-    """Return the parts of a module, which are looked for once."""
-    if module not in _parts:
-        models = [m for m in module.modules() if isinstance(m, PreTrainedModel)]
-        head = last_token_head(next(iter(models), None))
-        _parts[module] = Parts(models, places_of(module), head, with_router_loss(models))
-    return _parts[module]
+    """Return the parts of a module, as they are now: they may be replaced between calls."""
+    models = [m for m in module.modules() if isinstance(m, PreTrainedModel)]
+    head = last_token_head(next(iter(models), None))
+    return Parts(models, places_of(module), head, with_router_loss(models))
 
 
 class Watched:

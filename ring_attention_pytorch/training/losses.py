@@ -30,8 +30,6 @@ from ring_attention_pytorch.training.loss_inputs import (
     targets,
 )
 
-_CHUNK = 2048  # tokens whose logits a head makes at once
-
 
 @typed(told_by_group("ring_cross_entropy"), apart=True)
 def ring_cross_entropy(  # noqa: PLR0913 - a public entry point

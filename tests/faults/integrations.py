@@ -46,6 +46,7 @@ def battery() -> Iterator[Callable[[], object]]:
     for trap, text in [*test_outputs.REFUSED.items()][:-1]:
         yield partial(raises, trap, text)
     yield test_transformers.test_masks_that_are_not_known_raise
+    yield test_transformers.test_modules_may_be_replaced_and_a_model_is_gone_with_its_last_name
     for name in ("Gemma2ForCausalLM", "CohereForCausalLM", "PhiForCausalLM"):
         yield partial(test_heads.test_a_head_makes_the_logits_that_its_model_makes, name)
     yield test_families.test_a_tower_that_picks_its_attention_from_a_table_keeps_transformers_own

@@ -292,4 +292,10 @@ INTEGRATIONS = [
         "a mask of images is dropped", "integrations/multimodal.py:merged",
         "mask is not known", "False",
     ),
+    Mutant(
+        "a model's modules are those of its first call", "integrations/watched.py:parts_of",
+        "return Parts(models, places_of(module), head, with_router_loss(models))",
+        "return vars(module).setdefault("
+        "'parts', Parts(models, places_of(module), head, with_router_loss(models)))",
+    ),
 ]  # fmt: skip

@@ -1,8 +1,11 @@
 """Models of transformers over a spread batch are those of one process; what is forgotten raises."""
 
+import gc
 import inspect
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -464,6 +467,20 @@ def test_dropout_is_the_same_when_it_is_recomputed():
     with ring_forward(shard_batch(batch_of("plain"))) as inputs:
         whole(**inputs).loss.backward()
     assert relative_error(kept[0], whole.model.embed_tokens.weight.grad) > 1e-3
+
+
+def test_modules_may_be_replaced_and_a_model_is_gone_with_its_last_name():
+    register()
+    model, batch, losses = model_of("Llama", "ring"), shard_batch(batch_of("plain")), []
+    for _ in range(2):
+        with ring_forward(batch) as inputs:
+            losses.append(model(**inputs).loss.detach())
+        model.model.rotary_emb = deepcopy(model.model.rotary_emb)
+    assert torch.equal(*losses)
+    gone = ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def counted() -> tuple[int, int]:
