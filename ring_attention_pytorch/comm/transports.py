@@ -109,8 +109,8 @@ def make_together(
     kernel may know causal tiles only if they are `square`, or make dk and dv first. All ranks of
     the ring call this together.
     """
-    by_messages = not gather.fabric.name
-    if by_messages or not gather.keeps or not is_few(blocks, job, machine):
+    shares = gather.fabric.name != ""
+    if not (shares and gather.keeps and is_few(blocks, job, machine)):
         return None
     shared = shared_by(gather.fabric.ring, device)
     if shared is None:
@@ -137,13 +137,12 @@ def by_copy_engines(
     rounds = (in_two_stages(blocks),) if late else schedule(blocks, at_once)
     longest = max(map(count, blocks.keys))
     widest = max((tokens(chunks) for each in rounds for chunks in each.pieces), default=0)
-    space, group, ranks = shared
-    token_bytes = job.token_bytes + job.batch  # with a key mask
-    space.make_room(group, keys=longest * token_bytes, grads=widest * job.grad_bytes)
+    _make_room(shared, job, keys=longest, grads=widest)
     overtaken = overtaken and len(rounds) == 1  # of several rounds, calls wait for one another
     aside = come_home_aside(blocks, rounds, job, machine, overtaken)
     plan = steps.gather(blocks, [*map(Block.of, rounds)], gives_way=overtaken)
-    return Gather(plan, CopyEngines(ring, space, ranks, aside, idle=not plan.forward.transfers))
+    idle = not plan.forward.transfers
+    return Gather(plan, CopyEngines(ring, shared.space, shared.ranks, aside, idle))
 
 
 def on_one_stream(
@@ -165,10 +164,14 @@ def on_one_stream(
         plan = steps.gather_first(blocks)
     arranged = arrangements(plan.forward)
     most, held = max(each.tokens for each in arranged), max(each.held for each in arranged)
-    space, group, ranks = shared
-    token_bytes = job.token_bytes + job.batch  # with a key mask
-    space.make_room(group, keys=most * token_bytes, grads=held * job.grad_bytes)
-    return Gather(plan, OneStream(ring, space, ranks, arranged, beside=keys_first))
+    _make_room(shared, job, keys=most, grads=held)
+    return Gather(plan, OneStream(ring, shared.space, shared.ranks, arranged, beside=keys_first))
+
+
+def _make_room(shared: PeerGroup, job: KVShape, keys: int, grads: int) -> None:
+    """Make room in shared memory for so many keys, with a mask, and for gradients of so many."""
+    token_bytes = job.token_bytes + job.batch
+    shared.space.make_room(shared.group, keys=keys * token_bytes, grads=grads * job.grad_bytes)
 
 
 def fabric_among(neighbours: Ring, most: int, device: torch.device) -> Fabric:

@@ -271,12 +271,12 @@ ATTENTION = [
     Mutant(
         "too little room for gradients that come together",
         "comm/transports.py:on_one_stream",
-        "grads=held * job.grad_bytes", "grads=1",
+        "grads=held", "grads=0",
     ),
     Mutant(
         "too little room for keys that come together",
         "comm/transports.py:on_one_stream",
-        "keys=most * token_bytes", "keys=1",
+        "keys=most", "keys=0",
     ),
     Mutant(
         "own keys that only others see are written nowhere",
