@@ -46,11 +46,11 @@ def both_ways(plan: RingPlan) -> dict[str, RingPlan]:
 
     What it has itself is one of them, or both; what is made here is as a plan would make it.
     """
-    gather = plan.chosen.overlapped or plan.transport
+    gather = plan.chosen.overlapping_transport or plan.transport
     if not gather.fabric.name:  # messages
         return {"gather": plan}
     together = plan
-    if plan.chosen.overlapped is None:  # tokens are many
+    if plan.chosen.overlapping_transport is None:  # tokens are many
         of = plan.blocks, plan.chosen.shape, shared_by(gather.fabric.ring, plan.device)
         apart = own_keys_apart(plan.blocks, plan.kernel.traits.square)
         together = plan.by(

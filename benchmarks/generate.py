@@ -157,7 +157,7 @@ def watched(clock: Clock) -> Iterator[None]:
     """Watch attention and exchanges in this block."""
     places: list[tuple[Any, str, str]] = [
         (DecodePlan, "run", "run"), (decode_plan, "all_gather_stacked", "merged"),
-        (generation, "told_by_first", "told"),
+        (generation, "report_to_ring_of_first", "told"),
     ]  # fmt: skip
     before = [getattr(place, name) for place, name, _ in places]
     for (place, name, part), function in zip(places, before):
@@ -175,7 +175,7 @@ def step(subject: Subject, ring: Ring, token: Tensor) -> None:
         token.copy_(subject.logits(token).argmax(-1).unsqueeze(1))
     else:  # only the first rank makes logits
         subject.decoder.hidden(token)
-    generation.told_by_first(ring, token)
+    generation.report_to_ring_of_first(ring, token)
 
 
 def parts(subject: Subject, ring: Ring, token: Tensor, tokens: int) -> list[float]:

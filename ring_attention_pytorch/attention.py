@@ -23,7 +23,7 @@ Words:
     terms      what a score is: scale, clamp, slopes, dropout
     result     out and lse of the keys so far, in wide numbers, rounded once
 
-Read on in this order: geometry/layouts.py, geometry/tiles.py, comm/carry_out.py, comm/send_recv.py,
+Read on in this order: geometry/layouts.py, geometry/tiles.py, comm/scheduled_transport.py, comm/send_recv.py,
 kernels/eager.py, runtime/accumulate.py. The rest are variants of these, and what makes the plan
 (plan/ring_plan.py).
 """
@@ -36,8 +36,8 @@ from torch import Tensor
 from ring_attention_pytorch.plan.placement import check_began_here, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
+from ring_attention_pytorch.runtime.deferred import Deferred
 from ring_attention_pytorch.runtime.interfaces import Grads, Residuals, grad_of_sinks
-from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.streams import reset_side_streams
 from ring_attention_pytorch.runtime.torch_func import (
@@ -81,9 +81,9 @@ def backward(plan: RingPlan, *given: *Saved, into: Gradients | None = None) -> G
     q, k, v, sinks, out, lse, dout, dlse = given
     dq, dk, dv, dsinks = into or (None, None, None, None)
     reset_side_streams(q.device)
-    calls, later = plan.calls(back=True), Later()
+    calls, deferred = plan.calls(back=True), Deferred()
     own = Grads(
-        GradAccumulator(q, calls, place=dq, later=later),
+        GradAccumulator(q, calls, place=dq, deferred=deferred),
         *(
             GradAccumulator(t, calls if plan.alone else None, place=place)
             for t, place in ((k, dk), (v, dv))
@@ -91,12 +91,12 @@ def backward(plan: RingPlan, *given: *Saved, into: Gradients | None = None) -> G
     )
     with torch.autocast(q.device.type, enabled=False):
         saved = Residuals(q, out, lse, dout, dlse)
-        for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), own[1:], later):
+        for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), own[1:], deferred):
             for samples, tiles in plan.tiles(keys.segments):
                 rows, kv = saved.samples(samples), keys.samples(samples)
                 grads = Grads(own.dq, *of_keys).samples(samples)
                 plan.kernel.backward(rows, kv, tiles, plan.terms, grads)
-        later.do()
+        deferred.do()
         dsinks = None if sinks is None else grad_of_sinks(sinks, saved, dsinks)
     return *(total.finalize() for total in own), dsinks
 

@@ -23,7 +23,7 @@ from ring_attention_pytorch.inference.partial import merged
 from ring_attention_pytorch.inference.pushed_rows import pushed_rows
 from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.plan.plan_cache import PlanCache
-from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, ScoreMods
@@ -37,7 +37,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Given = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # q, k, v and key_mask
 
 
-@typed(told_by_group("tree_attn_decode"), apart=True)
+@typed(report_to_group("tree_attn_decode"), apart=True)
 @torch.no_grad()
 def tree_attn_decode(
     q: Tensor,

@@ -23,7 +23,7 @@ from ring_attention_pytorch.plan.option_types import (
 from ring_attention_pytorch.plan.options import DEFAULTS, Call, Options, not_default
 from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.agreement import told_by_group, typed
+from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, MaskMod
 from ring_attention_pytorch.runtime.resolved import resolved
@@ -59,7 +59,7 @@ def ring_attn(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
-@typed(told_by_group("ring attention", ring_of=attention_ring))
+@typed(report_to_group("ring attention", ring_of=attention_ring))
 def ring_attn(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,
@@ -355,7 +355,7 @@ def ulysses_attn(
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
-@typed(told_by_group("ring attention", ring_of=attention_ring))
+@typed(report_to_group("ring attention", ring_of=attention_ring))
 def ulysses_attn(
     q: Tensor, k: Tensor, v: Tensor, *, group: Group = None, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:

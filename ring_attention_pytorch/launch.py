@@ -282,7 +282,7 @@ def _serve(pipe: Connection, seat: _Seat, worker: Callable[..., Any], args: Sequ
 
 def _take(seat: _Seat, pipe: Connection, worker: Callable[..., Any], args: Sequence[Any]) -> None:
     """Join the group, run the worker's function, and send its result to the parent."""
-    store = _meet(seat)
+    store = _rendezvous(seat)
     if "nccl" in seat.backend:
         torch.cuda.set_device(seat.rank)
     with _group(seat.backend, seat.timeout, store, seat.rank, seat.size):
@@ -323,7 +323,7 @@ def _end_with_parent(folder: str) -> None:
     os._exit(1)
 
 
-def _meet(seat: _Seat) -> dist.Store:
+def _rendezvous(seat: _Seat) -> dist.Store:
     """Wait until all ranks have started, at most `_START` seconds, or timeout if that is longer."""
     store = dist.FileStore(f"{seat.folder}/store", seat.size)
     store.set(f"rank {seat.rank} has started", "yes")

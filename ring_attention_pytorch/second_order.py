@@ -45,7 +45,7 @@ class RingTangents(Function):
         tout = torch.zeros_like(out, dtype=accumulation_dtype(out.dtype))
         tlse = torch.zeros_like(lse)
         with plan.call("tangents"), torch.autocast(q.device.type, enabled=False):
-            pairs = plan.keys(*_beside((k, v), (tk, tv)))
+            pairs = plan.keys(*_with_tangents((k, v), (tk, tv)))
             for keys in plan.transport_of_pairs.stream(pairs):
                 for samples, tiles in plan.tiles(keys.segments):
                     rows = q[samples], tq[samples], lse[samples]
@@ -86,7 +86,7 @@ class RingGradientTangents(Function):
         tq, tk, tv, tsinks, tdout, tdlse, tout, tlse = given[8:]
         saved = Residuals(q, out, lse, dout, dlse)
         along = Residuals(tq, tout, tlse, tdout, tdlse)
-        both = _beside((q, k, v), (tq, tk, tv))
+        both = _with_tangents((q, k, v), (tq, tk, tv))
         own = Grads(*map(GradAccumulator, both))
         with plan.call("tangents of gradients"), torch.autocast(q.device.type, enabled=False):
             stream = plan.transport_of_pairs.stream_back(plan.keys(*both[1:]), own[1:])
@@ -157,7 +157,7 @@ def _filled(along: Some, given: Some) -> list[Tensor | Any]:
     return filled
 
 
-def _beside(given: Sequence[Tensor], along: Sequence[Tensor]) -> list[Tensor]:
+def _with_tangents(given: Sequence[Tensor], along: Sequence[Tensor]) -> list[Tensor]:
     """Join each tensor and its tangent along the head size: `[..., 2 * d]`."""
     return [torch.cat(pair, dim=-1) for pair in zip(given, along)]
 

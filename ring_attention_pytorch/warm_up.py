@@ -17,7 +17,7 @@ from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.plan.checks import Signature, check_qkv
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import agree, error_of
-from ring_attention_pytorch.runtime.launches import compile_together, held_back
+from ring_attention_pytorch.runtime.launches import compile_only, compile_together
 
 _CALLS = 4  # the first one, two that are recorded, one that repeats what they did
 
@@ -51,7 +51,7 @@ def _launches_ours(plan: RingPlan) -> bool:
 
 def _compile(plan: RingPlan, qkv: list[Tensor], sinks: Tensor | None) -> None:
     """Compile what calls need: by one rank of each host first; others find it on the disk."""
-    with held_back() as calls:
+    with compile_only() as calls:
         wrong = error_of(lambda: _dry_run(plan, qkv, sinks))
     host = crc32(socket.gethostname().encode())
     told = agree(plan.ring, "compiling kernels", {}, own={"host": host}, check=wrong)

@@ -59,5 +59,5 @@ class _Channel(MessageChannel):
 
 def still(plan: RingPlan) -> Attend:
     """Return the calls that a gather's plan makes of its kernel on this rank."""
-    gather = plan.chosen.overlapped or plan.transport
+    gather = plan.chosen.overlapping_transport or plan.transport
     return planned(plan.by(Gather(gather.schedule, Still(gather.fabric.ring))))

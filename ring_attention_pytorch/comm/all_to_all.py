@@ -9,8 +9,8 @@ from functools import cached_property
 
 from torch import Tensor
 
+from ring_attention_pytorch.comm.fused_copies import Move
 from ring_attention_pytorch.comm.messages import Form, Part
-from ring_attention_pytorch.comm.visits import Move
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class CopyPlan:
     moves: tuple[tuple[Move, ...], ...]  # to each place
 
     @cached_property
-    def kind(self) -> Hashable:
+    def key(self) -> Hashable:
         """All numbers of the plan, which say what is the same for another one."""
         moves = (
             tuple((move.place, *((s.start, s.stop, s.step) for s in move[1:])) for move in to_place)
@@ -34,7 +34,7 @@ class CopyPlan:
         """Return the shape and dtype of what that place gives, for tensors like this one."""
         return Part((t.shape[0], *self.given[place], *t.shape[3:]), t.dtype)
 
-    def room(self, t: Tensor, place: int) -> Tensor:
+    def alloc(self, t: Tensor, place: int) -> Tensor:
         """Return empty memory for what that place gets."""
         return t.new_empty((t.shape[0], *self.got[place], *t.shape[3:]))
 

@@ -36,7 +36,7 @@ class Channel(Protocol):
         """Return the keys that come, k, v and a mask if there is one; let what follows wait."""
         ...
 
-    def room(self, keys: KVBlock) -> KVGrads:
+    def grad_accumulators(self, keys: KVBlock) -> KVGrads:
         """Make the accumulators (dk, dv) of others' keys, in memory from which they go home."""
         ...
 
@@ -61,7 +61,7 @@ class Fabric(Protocol):
         ...
 
     @property
-    def way_home(self) -> str:
+    def return_path(self) -> str:
         """How gradients go home, as words that follow "go home"."""
         ...
 
@@ -78,7 +78,7 @@ class Fabric(Protocol):
         ...
 
     def swap(
-        self, tensors: Sequence[Tensor], ways: Sequence[CopyPlan], rooms: Sequence[Tensor]
+        self, tensors: Sequence[Tensor], ways: Sequence[CopyPlan], outs: Sequence[Tensor]
     ) -> None:
         """Exchange tensors by their plans; write to rooms what arrives at this rank."""
         ...

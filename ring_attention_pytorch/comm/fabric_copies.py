@@ -36,11 +36,11 @@ from ring_attention_pytorch.schedule.steps import Program, Transfer
 class CopyEngines(SharedMemory):
     """A fabric in which copies run beside kernels; it is `idle` if there never are any.
 
-    Gradients come home `aside`, by copy engine, if there is time for it; else all multiprocessors
+    Gradients come home `by_copy_engine`, by copy engine, if there is time for it; else all multiprocessors
     read them where they are.
     """
 
-    aside: bool = False
+    by_copy_engine: bool = False
     idle: bool = False
 
     @property
@@ -48,8 +48,8 @@ class CopyEngines(SharedMemory):
         return super().replay._replace(tape=self.idle)
 
     @property
-    def way_home(self) -> str:
-        return " by copy engine" if self.aside else ", added where they lie"
+    def return_path(self) -> str:
+        return " by copy engine" if self.by_copy_engine else ", added where they lie"
 
     def channel(
         self, program: Program, own: KVBlock, totals: KVGrads | None = None
@@ -93,21 +93,21 @@ class CopyChannel(SharedChannel):
     def _begin(self, turns: int) -> None:
         super()._begin(turns)
         if self.totals is None:
-            self.space.keys.meet()
+            self.space.keys.wait_for_readers()
 
     def put(self, transfer: Transfer) -> None:
         if transfer.stage != 0:
             return
-        shelf, written = self.space.keys, self._written()
-        self.rooms = [room_for(t, tokens(self._chunks(transfer.block))) for t in written]
+        buffer, written = self.space.keys, self._written()
+        self.received = [alloc_for(t, tokens(self._chunks(transfer.block))) for t in written]
         # before the kernel that runs beside the copies: else the barrier might wait for room there
-        shelf.publish()
-        shelf.follow()
+        buffer.publish()
+        buffer.side_stream_follows()
 
     def _written(self) -> list[Tensor]:
         """Write own keys where the others will read them; return that memory."""
         own = self.own
-        places = self.space.keys.own(self.fabric.form(own, own.k.shape[1], masks=True))
+        places = self.space.keys.write_view(self.fabric.form(own, own.k.shape[1], masks=True))
         torch.cat((own.k, own.v), dim=-1, out=places[0])
         if own.key_mask is not None:
             places[1].copy_(own.key_mask)
@@ -118,47 +118,47 @@ class CopyChannel(SharedChannel):
         if transfer.stage == 0:
             self._launch_copies(transfer.block)
         self.space.keys.join(self.ends[transfer.stage])
-        self.space.board.spoil(self.rooms[0])
-        return [*apart(self.rooms[0], self.own), *self.rooms[1:]]
+        self.space.board.fill_nan(self.received[0])
+        return [*apart(self.received[0], self.own), *self.received[1:]]
 
     def _launch_copies(self, block: int) -> None:
         """Launch the copies of all stages: only now, after the kernel that runs beside them."""
-        shelf, self.ends = self.space.keys, []
-        with shelf.beside():
+        buffer, self.ends = self.space.keys, []
+        with buffer.on_side_stream():
             for sources in self.fabric.sources_of_keys(self.program, block):
                 for rank, length, moves in sources:  # each rank begins with another owner
                     form = self.fabric.form(self.own, length, masks=True)
-                    for place, t in zip(self.rooms, shelf.of(rank, form)):
+                    for place, t in zip(self.received, buffer.peer_view(rank, form)):
                         for there, here in moves:
                             _copy(place[:, here], t[:, there])
-                self.ends.append(shelf.mark())
+                self.ends.append(buffer.mark())
 
     def give(self, transfer: Transfer, grads: KVGrads) -> None:
         """Publish gradients, and launch the sums of those that others publish."""
-        shelf, coming = self.space.grads, []
-        for here, parts in self.shares(transfer):
-            coming.append((here, room_for(parts[0], wide=len(parts) > 1), parts))
-        overtaken = self.program.parts[0].gives_way
-        with side_stream_after_others(self.own.k.device) if overtaken else nullcontext():
+        buffer, arriving = self.space.grads, []
+        for here, parts in self.peer_gradients(transfer):
+            arriving.append((here, alloc_for(parts[0], wide=len(parts) > 1), parts))
+        own_low_priority = self.program.parts[0].low_priority
+        with side_stream_after_others(self.own.k.device) if own_low_priority else nullcontext():
             for total in grads if self._chunks(transfer.source) else ():
                 total.finalize()
-            shelf.publish()  # every rank takes the turn, even with nothing to write
-            shelf.follow()
-        with shelf.beside():
-            for _, room, parts in coming:
-                _sum(room, parts, self.fabric.aside)
-                self.space.board.spoil(room)
-            self.home[transfer] = [(here, room) for here, room, _ in coming], shelf.mark()
+            buffer.publish()  # every rank takes the turn, even with nothing to write
+            buffer.side_stream_follows()
+        with buffer.on_side_stream():
+            for _, out, parts in arriving:
+                _sum(out, parts, self.fabric.by_copy_engine)
+                self.space.board.fill_nan(out)
+            self.home[transfer] = [(here, out) for here, out, _ in arriving], buffer.mark()
 
     def reduce(self, transfer: Transfer) -> None:
-        shelf, (coming, end) = self.space.grads, self.home.pop(transfer)
+        buffer, (arriving, end) = self.space.grads, self.home.pop(transfer)
         one_round = len(self.program.blocks) == 2
         if not one_round:
-            shelf.join(end)
-        sums = [(here, apart(room, self.own)) for here, room in coming]
+            buffer.join(end)
+        sums = [(here, apart(out, self.own)) for here, out in arriving]
         for i, total in enumerate(self.totals):
             if one_round:  # dq need not wait for it
-                total.after(partial(shelf.join, end))
+                total.after(partial(buffer.join, end))
             total.add_all((here, both[i]) for here, both in sums)
 
     def _chunks(self, block: int) -> Chunks:
@@ -188,7 +188,7 @@ def _in_rounds(sources: list[Source]) -> list[Source]:
     return list(chain.from_iterable(by_round))
 
 
-def room_for(like: Tensor, tokens: int | None = None, wide: bool = False) -> Tensor:
+def alloc_for(like: Tensor, tokens: int | None = None, wide: bool = False) -> Tensor:
     """Return empty memory for so many tokens; if `wide`, for a sum in the accumulator's dtype."""
     b, n, *token = like.shape
     dtype = accumulation_dtype(like.dtype) if wide else like.dtype
@@ -202,14 +202,14 @@ def _copy(place: Tensor, t: Tensor) -> None:
         sample.copy_(given)
 
 
-def _sum(place: Tensor, parts: list[Tensor], aside: bool) -> None:
-    """Sum parts in others' memory; copy engines bring them if `aside`, or a single one."""
+def _sum(place: Tensor, parts: list[Tensor], by_copy_engine: bool) -> None:
+    """Sum parts in others' memory; copy engines bring them if `by_copy_engine`, or a single one."""
     if len(parts) == 1:
         _copy(place, parts[0])
         return
-    if aside:
+    if by_copy_engine:
         here = [torch.empty_like(part) for part in parts]
-        for room, part in zip(here, parts):
-            _copy(room, part)
+        for out, part in zip(here, parts):
+            _copy(out, part)
         parts = here
     add_(place, *parts, fresh=True)

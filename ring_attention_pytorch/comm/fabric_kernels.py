@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm import visits
+from ring_attention_pytorch.comm import fused_copies
 from ring_attention_pytorch.comm.fabric import KVGrads
 from ring_attention_pytorch.comm.fabric_shared import SharedChannel, SharedMemory, apart
 from ring_attention_pytorch.comm.messages import Form
@@ -31,14 +31,14 @@ from ring_attention_pytorch.schedule.steps import Program, Transfer
 class OneStream(SharedMemory):
     """A fabric of one round, on one stream; of none, for Ulysses alone.
 
-    Keys are `arranged` in the memory of each rank. Gradients come home `beside` what the kernel
+    Keys are `arranged` in the memory of each rank. Gradients come home `overlap` what the kernel
     leaves for later, if it makes those of keys first.
     """
 
     arranged: tuple[Arrangement, ...] = ()
-    beside: bool = False
+    overlap: bool = False
 
-    way_home = ", added where they lie"
+    return_path = ", added where they lie"
 
     @property
     def replay(self) -> Replay:
@@ -61,37 +61,39 @@ class OneStream(SharedMemory):
 class KernelChannel(SharedChannel):
     """One call, all of it on the current stream.
 
-    Its meetings and what follows them are one launch each (`visits`), but where a CUDA graph is
+    Its meetings and what follows them are one launch each (`fused_copies`), but where a CUDA graph is
     captured before there are tables.
     """
 
     fabric: OneStream
     mine: Arrangement
-    beside: bool
+    overlap: bool
 
     def __init__(
         self, fabric: OneStream, program: Program, own: KVBlock, totals: KVGrads | None
     ) -> None:
         super().__init__(fabric, program, own, totals)
         self.mine = fabric.arranged[fabric.ring.rank]
-        self.beside = fabric.beside and not are_timed()  # else each is to be timed alone
+        self.overlap = fabric.overlap and not are_timed()  # else each is to be timed alone
 
     def put(self, transfer: Transfer) -> None:
-        self.rooms = self._written()
+        self.received = self._written()
 
     def _written(self) -> list[Tensor]:
         """Write own keys where others read them, and this rank computes on them if not apart."""
-        shelf, own, lies = self.space.keys, self.own, self.mine
-        table = visits.table_of_writes(shelf, own.k, own.v, lies.tokens, lies.own)
+        buffer, own, lies = self.space.keys, self.own, self.mine
+        table = fused_copies.table_of_writes(buffer, own.k, own.v, lies.tokens, lies.own)
         forward = self.totals is None
         if forward and table is None:
-            shelf.meet()
-        both, *masks = shelf.own(self._form(lies))
+            buffer.wait_for_readers()
+        both, *masks = buffer.write_view(self._form(lies))
         if table is None:
             for mine, at in lies.own:
                 torch.cat((own.k[:, mine], own.v[:, mine]), dim=-1, out=both[:, at])
         else:
-            visits.write(visits.Writing(shelf.to_write(), table, forward), own.k, own.v, both)
+            fused_copies.write(
+                fused_copies.FusedWrite(buffer.write_barrier(), table, forward), own.k, own.v, both
+            )
         if own.key_mask is not None:
             for mine, at in lies.own:
                 masks[0][:, at].copy_(own.key_mask[:, mine])
@@ -99,23 +101,23 @@ class KernelChannel(SharedChannel):
 
     def take(self, transfer: Transfer) -> list[Tensor]:
         """Pull others' keys to where they belong among own ones."""
-        shelf, (both, *masks) = self.space.keys, self.rooms
+        buffer, (both, *masks) = self.space.keys, self.received
         there, here = [], []
         for owner, at, to in self.fabric.moves(self.program):
             theirs = self._form(self.fabric.arranged[owner])
-            there.append([t[:, at] for t in shelf.of(self.fabric.ranks[owner], theirs)])
+            there.append([t[:, at] for t in buffer.peer_view(self.fabric.ranks[owner], theirs)])
             here.append(to)
-        parts, *parts_of_masks = [*zip(*there)] or [()] * len(self.rooms)
-        table = visits.table_of_copies(shelf, both, parts, here)
+        parts, *parts_of_masks = [*zip(*there)] or [()] * len(self.received)
+        table = fused_copies.table_of_copies(buffer, both, parts, here)
         if table is None:
-            shelf.publish()  # after the call for own keys, which needs nobody
+            buffer.publish()  # after the call for own keys, which needs nobody
             _copy_all(both, here, parts)
         else:
-            visits.pull(visits.Visit(shelf.to_read(), table), both)
+            fused_copies.pull(fused_copies.FusedCopy(buffer.read_barrier(), table), both)
         for mask, some in zip(masks, parts_of_masks):
             _copy_all(mask, here, some)
         if table is None or masks:  # what a visit brings it has looked after
-            self.space.board.spoil(both)
+            self.space.board.fill_nan(both)
         return [t[:, : self.mine.held] for t in (*apart(both, self.own), *masks)]
 
     def _form(self, lies: Arrangement) -> Form:
@@ -124,42 +126,42 @@ class KernelChannel(SharedChannel):
     def give(self, transfer: Transfer, grads: KVGrads) -> None:
         for total in grads:
             total.finalize()
-        if self.beside:
+        if self.overlap:
             self._add(transfer)
 
     def reduce(self, transfer: Transfer) -> None:
-        if not self.beside:  # what follows on this stream waits by itself
+        if not self.overlap:  # what follows on this stream waits by itself
             self._add(transfer)
 
     def _add(self, transfer: Transfer) -> None:
-        shares = [visits.Share(*at) for at in self.shares(transfer)]
-        if not self._add_up(shares):
-            self._add_plainly(shares)
+        peer_gradients = [fused_copies.PeerGradients(*at) for at in self.peer_gradients(transfer)]
+        if not self._add_up(peer_gradients):
+            self._add_plainly(peer_gradients)
 
-    def _add_up(self, shares: list[visits.Share]) -> bool:
+    def _add_up(self, peer_gradients: list[fused_copies.PeerGradients]) -> bool:
         """Publish, and add what others have of own gradients, in one launch; tell if it can be."""
-        k, shelf = self.own.k, self.space.grads
+        k, buffer = self.own.k, self.space.grads
         fresh, tokens = all(total.is_empty for total in self.totals), slice(0, k.shape[1])
         wholes = [total.whole() for total in self.totals]  # what they wait for has come then
         dk, dv = [total.alloc(tokens) for total in self.totals] if fresh else wholes
         if dk is None or dv is None or not k.numel():
             return False
-        table = visits.table_of_sums(shelf, k, shares)
+        table = fused_copies.table_of_sums(buffer, k, peer_gradients)
         if table is None:
             return False
-        how = visits.Adding(shelf.to_read(), table, fresh, self.beside)
-        visits.add_up(how, dk, dv, wire_dtype(k.dtype))
+        how = fused_copies.FusedSum(buffer.read_barrier(), table, fresh, self.overlap)
+        fused_copies.add_up(how, dk, dv, wire_dtype(k.dtype))
         for total, t in zip(self.totals, (dk, dv)) if fresh else ():
             total.add(tokens, t)
         return True
 
-    def _add_plainly(self, shares: list[visits.Share]) -> None:
+    def _add_plainly(self, peer_gradients: list[fused_copies.PeerGradients]) -> None:
         self.space.grads.publish()
-        for here, parts in shares:
+        for here, parts in peer_gradients:
             for both in parts:
                 for total, part in zip(self.totals, apart(both, self.own)):
-                    total.add_lent(here, part)
-        self.space.board.spoil(*[total.settle() for total in self.totals])
+                    total.add_borrowed(here, part)
+        self.space.board.fill_nan(*[total.flush() for total in self.totals])
 
 
 def _copy_all(place: Tensor, here: Sequence[slice], parts: Sequence[Tensor]) -> None:

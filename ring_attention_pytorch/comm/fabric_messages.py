@@ -82,7 +82,7 @@ class Messages:
     idle: bool = False
     known: dict[Transfer, Traffic] = field(default_factory=dict, compare=False, repr=False)
 
-    name = way_home = ""
+    name = return_path = ""
 
     @property
     def replay(self) -> Replay:
@@ -97,7 +97,7 @@ class Messages:
         return MessageChannel(self, program, own, totals)
 
     def swap(
-        self, tensors: Sequence[Tensor], ways: Sequence[CopyPlan], rooms: Sequence[Tensor]
+        self, tensors: Sequence[Tensor], ways: Sequence[CopyPlan], outs: Sequence[Tensor]
     ) -> None:
         device, me = tensors[0].device, self.ring.rank
         sends, receives, forms = [], [], {}
@@ -112,7 +112,7 @@ class Messages:
         for message, (rank, form) in zip(messages, forms.items()):
             parts[rank] = form.open(message)
         for rank, theirs in parts.items():
-            for place, part in zip(taken(rooms, ways, rank, me), theirs):
+            for place, part in zip(taken(outs, ways, rank, me), theirs):
                 place.copy_(part)
 
 
@@ -140,7 +140,7 @@ class MessageChannel:
         in_order = [[t[:, at] for t in tensors[number]] for number, at, _ in pieces]
         return [torch.cat(parts, dim=1) for parts in zip(*in_order)]
 
-    def room(self, keys: KVBlock) -> KVGrads:
+    def grad_accumulators(self, keys: KVBlock) -> KVGrads:
         dk, dv = (GradAccumulator(t, calls=1, dtype=wire_dtype(t.dtype)) for t in keys[:2])
         return dk, dv
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm import visits
+from ring_attention_pytorch.comm import fused_copies
 from ring_attention_pytorch.comm.all_to_all import CopyPlan
 from ring_attention_pytorch.comm.fabric import KVGrads
 from ring_attention_pytorch.comm.messages import Form
@@ -77,28 +77,28 @@ class SharedMemory:
         self.space.wait_copies()
 
     def swap(
-        self, tensors: Sequence[Tensor], ways: Sequence[CopyPlan], rooms: Sequence[Tensor]
+        self, tensors: Sequence[Tensor], ways: Sequence[CopyPlan], outs: Sequence[Tensor]
     ) -> None:
         """Write all that this rank has; then read what is for it, by kernels: nothing computes."""
-        shelf, me = self.space.swaps, self.ring.rank
+        buffer, me = self.space.swaps, self.ring.rank
         forms = [
             Form.of_parts(tuple(way.part(t, place) for t, way in zip(tensors, ways)))
             for place in range(len(self.ranks))
         ]
-        shelf.meet()
-        torch._foreach_copy_(shelf.mine(forms[me]), [*tensors])
-        theirs = [shelf.of(rank, form) for rank, form in zip(self.ranks, forms)]
+        buffer.wait_for_readers()
+        torch._foreach_copy_(buffer.local_view(forms[me]), [*tensors])
+        theirs = [buffer.peer_view(rank, form) for rank, form in zip(self.ranks, forms)]
         sources, moves = [*zip(*theirs)], [way.moves[me] for way in ways]
-        kind = me, self.ranks, tuple(way.kind for way in ways), forms[me]
-        table = visits.table_of_pieces(shelf, kind, rooms, sources, moves)
+        key = me, self.ranks, tuple(way.key for way in ways), forms[me]
+        table = fused_copies.table_of_pieces(buffer, key, outs, sources, moves)
         if table is not None:
-            visits.take(visits.Visit(shelf.to_read(), table), *rooms)
+            fused_copies.take(fused_copies.FusedCopy(buffer.read_barrier(), table), *outs)
             return
-        shelf.publish()
-        for room, parts, some in zip(rooms, sources, moves):
+        buffer.publish()
+        for out, parts, some in zip(outs, sources, moves):
             for m in some:
-                room[:, m.to_rows, m.to_heads] = parts[m.place][:, m.rows, m.heads]
-        self.space.board.spoil(*rooms)
+                out[:, m.to_rows, m.to_heads] = parts[m.place][:, m.rows, m.heads]
+        self.space.board.fill_nan(*outs)
 
     def form(self, keys: KVBlock, length: int, masks: bool = False) -> Form:
         """Return the form of `length` keys with `masks`, or else of their gradients.
@@ -141,7 +141,7 @@ class SharedChannel:
     program: Program
     own: KVBlock
     space: SymmetricWorkspace
-    rooms: list[Tensor]  # where the keys of a round come to
+    received: list[Tensor]  # where the keys of a round come to
     totals: KVGrads | Any  # None is forward
 
     def __init__(
@@ -149,16 +149,16 @@ class SharedChannel:
     ) -> None:
         self.fabric, self.program, self.own, self.totals = fabric, program, own, totals
         self.space = fabric.space
-        self.rooms = []
+        self.received = []
         if len(program.blocks) > 1:
             self._begin(len(program.blocks) - 1)
 
     def _begin(self, turns: int) -> None:
         self.space.begin(turns, self.totals is not None)
 
-    def room(self, keys: KVBlock) -> KVGrads:
+    def grad_accumulators(self, keys: KVBlock) -> KVGrads:
         """Make (dk, dv) accumulators where owners read them; kernels that can write there."""
-        (place,) = self.space.grads.own(self.fabric.form(keys, keys.k.shape[1]))
+        (place,) = self.space.grads.write_view(self.fabric.form(keys, keys.k.shape[1]))
         dk, dv = apart(place, keys)
         wide = wire_dtype(keys.k.dtype)
         return (
@@ -166,12 +166,12 @@ class SharedChannel:
             GradAccumulator(keys.v, calls=1, place=dv, dtype=wide),
         )
 
-    def shares(self, transfer: Transfer) -> Iterator[tuple[slice, list[Tensor]]]:
+    def peer_gradients(self, transfer: Transfer) -> Iterator[tuple[slice, list[Tensor]]]:
         """Yield stretches of own tokens, and their gradients in other ranks' memory."""
         for here, users in self.fabric.users_of_own(self.program, transfer):
             parts = []
             for rank, length, there in users:
-                (both,) = self.space.grads.of(rank, self.fabric.form(self.own, length))
+                (both,) = self.space.grads.peer_view(rank, self.fabric.form(self.own, length))
                 parts.append(both[:, there])
             yield here, parts
 

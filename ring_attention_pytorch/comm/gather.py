@@ -9,9 +9,9 @@ the accumulator's dtype, always in the same order. A fabric carries them.
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ring_attention_pytorch.comm.carry_out import Carrier
 from ring_attention_pytorch.comm.fabric import Channel, KVGrads
 from ring_attention_pytorch.comm.fabric_messages import Messages
+from ring_attention_pytorch.comm.scheduled_transport import ScheduledTransport
 from ring_attention_pytorch.geometry.segments import Segments
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
@@ -21,14 +21,14 @@ from ring_attention_pytorch.schedule.pieces import Workload, schedule
 from ring_attention_pytorch.schedule.steps import KEYS, Block, Part, Program
 
 
-class Held(NamedTuple):
+class LocalChunks(NamedTuple):
     """What a program has on a rank: the positions of each block's keys, and those of each part."""
 
     blocks: list[Segments]
     parts: dict[Part, tuple[slice, Segments]]  # tokens of the block, and their positions
 
     @classmethod
-    def of(cls, program: Program, rank: int) -> "Held":
+    def of(cls, program: Program, rank: int) -> "LocalChunks":
         parts = {}
         for part in program.parts:
             span = program.spans(part.block, rank)[part.stage]
@@ -37,14 +37,16 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gather(Carrier):
+class Gather(ScheduledTransport):
     """A transport of one round of owners at a time; the next round comes while one computes.
 
     Forward a round comes in stages, backward at once. Its gradients go home while the next block
     computes. Where nothing overlaps, own keys may be among the others' in one block.
     """
 
-    known: dict[bool, Held] = field(default_factory=dict, compare=False, repr=False)  # if back
+    known: dict[bool, LocalChunks] = field(
+        default_factory=dict, compare=False, repr=False
+    )  # if back
 
     @classmethod
     def make(cls, ring: Ring, blocks: Workload, at_once: int) -> "Gather":
@@ -63,7 +65,7 @@ class Gather(Carrier):
     def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> "GatherCall":
         back = totals is not None
         if back not in self.known:
-            self.known[back] = Held.of(program, self.fabric.ring.rank)
+            self.known[back] = LocalChunks.of(program, self.fabric.ring.rank)
         return GatherCall(self, program, own, totals)
 
 
@@ -73,7 +75,7 @@ class GatherCall:
     program: Program
     blocks: dict[int, KVBlock]
     totals: KVGrads | Any  # None is forward
-    held: Held
+    held: LocalChunks
     channel: Channel
 
     def __init__(
@@ -111,7 +113,7 @@ class GatherCall:
         if part.block == 0:
             self.sums[0] = GradAccumulator(keys.k), GradAccumulator(keys.v)
         else:
-            self.sums[part.block] = self.channel.room(keys)
+            self.sums[part.block] = self.channel.grad_accumulators(keys)
         return self.sums[part.block]
 
     def computed(self, part: Part) -> None:

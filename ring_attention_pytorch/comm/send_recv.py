@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.carry_out import Carrier
 from ring_attention_pytorch.comm.fabric import KVGrads
 from ring_attention_pytorch.comm.fabric_messages import Messages
 from ring_attention_pytorch.comm.messages import Form
+from ring_attention_pytorch.comm.scheduled_transport import ScheduledTransport
 from ring_attention_pytorch.geometry.segments import Segments, count
 from ring_attention_pytorch.ranks.ring import Ring, Transfer
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
@@ -44,7 +44,7 @@ class Blocks(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SendRecv(Carrier):
+class SendRecv(ScheduledTransport):
     """A transport of one neighbour's keys at a time; the next hop is under way while one computes.
 
     There are no barriers. All that belongs to an owner is one message, passed on as it came. A

@@ -13,16 +13,16 @@ from torch.distributed import ProcessGroup
 
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.ranks.failures import timeout_of
-from ring_attention_pytorch.ranks.guard import Board, Meeting
+from ring_attention_pytorch.ranks.guard import Barrier, Board
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.ranks.steps import Steps
-from ring_attention_pytorch.runtime.lasting import lasting
+from ring_attention_pytorch.runtime.graph_pool import outside_graph_pool
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.streams import captures_for_good, capturing, current_stream
 from ring_attention_pytorch.runtime.tape import opaque, prepared
 
-_KEPT = 1024  # views of a buffer, and tables of it
-_HALVES = {"keys": 2, "grads": 2, "swaps": 1}
+_MOST_CACHED = 1024  # views of a buffer, and tables of it
+_SLOTS = {"keys": 2, "grads": 2, "swaps": 1}
 Mark = torch.cuda.Event | torch.Event
 
 
@@ -37,10 +37,10 @@ _Table = TypeVar("_Table", bound=_HasTable)
 class SymmetricBuffer:
     """A double buffer of one rank that all others read.
 
-    A turn is three steps: `own` begins it and is written, `publish` is a barrier, `of` reads a
+    A turn is three steps: `write_view` begins it and is written, `publish` is a barrier, `peer_view` reads a
     peer's. All ranks take the same turns, and begin one when they have read the last one's. So
     behind a turn's barrier all have written this half, and nobody reads the other. `start` says
-    which half the next turn is of. A buffer without halves is written by `mine` after `meet`, a
+    which half the next turn is of. A buffer without halves is written by `local_view` after `wait_for_readers`, a
     barrier behind which all have read what it had.
 
     Memory is viewed as tensors of a form. Views are cached, because host time counts with few
@@ -48,13 +48,13 @@ class SymmetricBuffer:
     """
 
     nbytes: int
-    turn: int
+    slot: int
     device: torch.device
     captured: bool
-    meeting: Callable[[str], Meeting]
+    barrier: Callable[[str], Barrier]
     rank: int
     memory: Tensor
-    halves: list[Tensor]
+    slots: list[Tensor]
     handle: object
 
     def __init__(
@@ -62,14 +62,12 @@ class SymmetricBuffer:
         group: ProcessGroup,
         device: torch.device,
         nbytes: int,
-        meeting: Callable[[str], Meeting],
-        halves: int = 2,
+        barrier: Callable[[str], Barrier],
+        slots: int = 2,
     ) -> None:
-        self.nbytes, self.turn, self.device, self.captured = nbytes, 0, device, False
-        self.meeting, self.rank = meeting, group.rank()
-        self.memory, self.halves, self.handle = allocate(
-            group, device, (halves, nbytes), torch.uint8
-        )
+        self.nbytes, self.slot, self.device, self.captured = nbytes, 0, device, False
+        self.barrier, self.rank = barrier, group.rank()
+        self.memory, self.slots, self.handle = allocate(group, device, (slots, nbytes), torch.uint8)
         self.views: dict[tuple[int, int, Form], list[Tensor]] = {}
         self.tables: dict[Hashable, Any] = {}
         self.read_by_graphs: set[Tensor] = set()  # beside the memory; kept as long as it is
@@ -79,37 +77,37 @@ class SymmetricBuffer:
         """The side stream of copies beside kernels. It goes first where both could."""
         return torch.cuda.Stream(self.device, priority=-1)
 
-    def own(self, form: Form) -> list[Tensor]:
+    def write_view(self, form: Form) -> list[Tensor]:
         """Begin a turn; return tensors in the half that is to be written next."""
-        self.turn = 1 - self.turn
-        return self.mine(form)
+        self.slot = 1 - self.slot
+        return self.local_view(form)
 
-    def mine(self, form: Form) -> list[Tensor]:
+    def local_view(self, form: Form) -> list[Tensor]:
         """Return tensors in the half of this turn, to write."""
         self.captured = self.captured or captures_for_good(self.device)
-        return self.of(self.rank, form)
+        return self.peer_view(self.rank, form)
 
     @opaque
     def publish(self) -> None:
         """Let the current stream wait until all ranks have published this turn."""
         with torch.cuda.device(self.device):
-            self.to_read()()
+            self.read_barrier()()
 
-    def to_read(self) -> Meeting:
+    def read_barrier(self) -> Barrier:
         """Return the meeting of all ranks that have published this turn."""
-        return self.meeting("read what is written")
+        return self.barrier("read what is written")
 
-    def of(self, rank: int, form: Form) -> list[Tensor]:
+    def peer_view(self, rank: int, form: Form) -> list[Tensor]:
         """Return the tensors that a rank has written this turn."""
-        asked = self.turn, rank, form
+        asked = self.slot, rank, form
         if asked not in self.views:
-            if len(self.views) >= _KEPT:
+            if len(self.views) >= _MOST_CACHED:
                 self.views.clear()
             with torch.inference_mode(False):
-                self.views[asked] = form.open(self.halves[rank][self.turn])
+                self.views[asked] = form.open(self.slots[rank][self.slot])
         return self.views[asked]
 
-    def table(self, kind: Hashable, make: Callable[[], _Table]) -> _Table | None:
+    def table(self, key: Hashable, make: Callable[[], _Table]) -> _Table | None:
         """Return a table of this buffer's memory, which stays while anything reads it.
 
         It is made when first asked for; None if a CUDA graph is captured before that. Of many the
@@ -117,25 +115,25 @@ class SymmetricBuffer:
         """
         with torch._C.DisableTorchFunction():  # a tape has what is read, not how it was made
             captured = capturing(self.device)
-            found = self.tables.pop(kind, None)
+            found = self.tables.pop(key, None)
             if found is None:
                 if captured:
                     return None
-                if len(self.tables) >= _KEPT:
+                if len(self.tables) >= _MOST_CACHED:
                     del self.tables[next(iter(self.tables))]
-                found = lasting(make, self.device)
-            self.tables[kind] = found  # the last one now
+                found = outside_graph_pool(make, self.device)
+            self.tables[key] = found  # the last one now
             if captured:
                 self.read_by_graphs.add(found.table)
             elif found.table.is_cuda:
                 found.table.record_stream(current_stream(self.device))
             return found
 
-    def follow(self) -> None:
+    def side_stream_follows(self) -> None:
         """Let the side stream wait for what the current one was told so far."""
         self.stream.wait_stream(current_stream(self.device))
 
-    def beside(self) -> AbstractContextManager[None]:
+    def on_side_stream(self) -> AbstractContextManager[None]:
         """Return a block whose calls go to the side stream."""
         return torch.cuda.stream(self.stream)
 
@@ -147,29 +145,29 @@ class SymmetricBuffer:
         """Let the current stream wait until the side stream has come to `end`."""
         current_stream(self.device).wait_event(end)
 
-    def start(self, half: int) -> None:
+    def start(self, slot: int) -> None:
         """Choose the half of the next turn."""
-        self.turn = 1 - half
+        self.slot = 1 - slot
 
     @opaque
-    def meet(self) -> None:
+    def wait_for_readers(self) -> None:
         """Let the current stream wait until all ranks have read what they were brought."""
         with torch.cuda.device(self.device):
-            self.to_write()()
+            self.write_barrier()()
 
-    def to_write(self) -> Meeting:
+    def write_barrier(self) -> Barrier:
         """Return the meeting of all ranks that have read what they were brought."""
-        return self.meeting("write what was read")
+        return self.barrier("write what was read")
 
 
 @prepared(SymmetricBuffer.publish)
-def _(buffer: SymmetricBuffer) -> Meeting:
-    return buffer.to_read()
+def _(buffer: SymmetricBuffer) -> Barrier:
+    return buffer.read_barrier()
 
 
-@prepared(SymmetricBuffer.meet)
-def _(buffer: SymmetricBuffer) -> Meeting:
-    return buffer.to_write()
+@prepared(SymmetricBuffer.wait_for_readers)
+def _(buffer: SymmetricBuffer) -> Barrier:
+    return buffer.write_barrier()
 
 
 def allocate(
@@ -209,14 +207,14 @@ class SymmetricWorkspace:
         self.device, self.steps = device, Ring(group).steps
         self.memory, boards, self.handle = allocate(group, device, (2, group.size()), torch.int64)
         self.board = Board(device, group.rank(), boards, timeout_of(group).total_seconds())
-        for name in _HALVES:
+        for name in _SLOTS:
             setattr(self, name, self._buffer(group, name, 1 << 10))
         self.outgrown: list[SymmetricBuffer] = []  # still used by graphs that were captured
         self.stream: torch.cuda.Stream | None = None  # of the last call
 
     def _buffer(self, group: ProcessGroup, name: str, nbytes: int) -> SymmetricBuffer:
-        meeting = partial(_meeting, self.board, self.steps, name)
-        return SymmetricBuffer(group, self.device, nbytes, meeting, _HALVES[name])
+        barrier = partial(_barrier, self.board, self.steps, name)
+        return SymmetricBuffer(group, self.device, nbytes, barrier, _SLOTS[name])
 
     def begin(self, turns: int, back: bool) -> None:
         """Begin a call with so many turns of keys; who calls for a forward meets before it writes.
@@ -228,8 +226,8 @@ class SymmetricWorkspace:
         published, and only then are others written.
         """
         self.follow_stream()
-        self.keys.start(half=0 if back else turns % 2)
-        self.grads.start(half=0)
+        self.keys.start(slot=0 if back else turns % 2)
+        self.grads.start(slot=0)
 
     def follow_stream(self) -> None:
         """Wait for the call before, if it was on another stream."""
@@ -241,10 +239,10 @@ class SymmetricWorkspace:
 
     def wait_copies(self) -> None:
         """Let the current stream wait for all that side streams copy."""
-        for shelf in (self.keys, self.grads):
-            shelf.join(shelf.mark())
+        for buffer in (self.keys, self.grads):
+            buffer.join(buffer.mark())
 
-    def make_room(self, group: ProcessGroup, **wanted: int) -> None:
+    def reserve(self, group: ProcessGroup, **wanted: int) -> None:
         """Grow the named buffers to at least so many bytes. All ranks call this together."""
         for name, nbytes in wanted.items():
             if (old := getattr(self, name)).nbytes < rounded(nbytes):
@@ -256,10 +254,10 @@ class SymmetricWorkspace:
                 setattr(self, name, larger)
 
 
-def _meeting(board: Board, steps: Steps, name: str, why: str) -> Meeting:
+def _barrier(board: Board, steps: Steps, name: str, why: str) -> Barrier:
     """Return the meeting at which all ranks are where the steps are, with this buffer."""
     plan, operation = steps.about
-    return board.meeting(f"{operation}, to {why}: {name}", plan)
+    return board.barrier(f"{operation}, to {why}: {name}", plan)
 
 
 class PeerGroup(NamedTuple):
@@ -299,7 +297,7 @@ def space_of(group: ProcessGroup, device: torch.device) -> SymmetricWorkspace | 
                 space = None
         if space is not None:
             ring.steps.watch(space.board)
-            space.board.meet("the first meeting")  # which compiles what graphs will hold
+            space.board.wait_for_all("the first meeting")  # which compiles what graphs will hold
         _spaces[group] = space
     return _spaces[group]
 

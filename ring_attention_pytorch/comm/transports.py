@@ -1,6 +1,6 @@
 """The table of transports, and the choice among them and the fabrics that carry them.
 
-A transport is a `Carrier`, made by `make(ring, blocks, at_once)`, and one line in `TRANSPORTS`. It
+A transport is a `ScheduledTransport`, made by `make(ring, blocks, at_once)`, and one line in `TRANSPORTS`. It
 knows which keys are needed where, and nothing of how attention is computed. Which fabric carries it
 is decided here alone, by what ranks share and by how much there is to do.
 """
@@ -28,10 +28,10 @@ from ring_attention_pytorch.schedule.pieces import (
     tokens,
 )
 from ring_attention_pytorch.schedule.policy import (
-    come_home_aside,
     is_few,
-    keys_come_late,
+    keys_arrive_late,
     own_keys_apart,
+    reduce_by_copy_engine,
 )
 from ring_attention_pytorch.schedule.steps import Block
 
@@ -51,7 +51,7 @@ def check_transport(name: str | None, memory: int | None) -> None:
         )
 
 
-def owners_at_once(memory: int | None, blocks: Workload, job: KVShape) -> int:
+def owners_at_once(memory: int | None, blocks: Workload, kv_shape: KVShape) -> int:
     """Return how many owners' keys may be here at once within `memory` bytes, at least one.
 
     Of each owner there are at once, in backward: the block that was computed on last and the
@@ -62,15 +62,15 @@ def owners_at_once(memory: int | None, blocks: Workload, job: KVShape) -> int:
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> from ring_attention_pytorch.geometry.tiles import Mask
     >>> eight = all_segments("zigzag", 8, 80)
-    >>> blocks, job = Workload(eight, eight, Mask()), KVShape(1, 2, 1, 2, 3, itemsize=2)
-    >>> [owners_at_once(memory, blocks, job) for memory in (None, 0, 600 + 3 * 900)]
+    >>> blocks, kv_shape = Workload(eight, eight, Mask()), KVShape(1, 2, 1, 2, 3, itemsize=2)
+    >>> [owners_at_once(memory, blocks, kv_shape) for memory in (None, 0, 600 + 3 * 900)]
     [7, 1, 3]
     """
     longest, most = max(map(count, blocks.keys)), max(1, len(blocks.keys) - 1)
-    if memory is None or most == 1 or longest * job.token_bytes == 0:
+    if memory is None or most == 1 or longest * kv_shape.token_bytes == 0:
         return most
-    of_each = 3 * job.token_bytes + 2 * job.grad_bytes + 2 * job.wide_bytes
-    fit = (memory // longest - 4 * job.token_bytes - job.wide_bytes) // of_each
+    of_each = 3 * kv_shape.token_bytes + 2 * kv_shape.grad_bytes + 2 * kv_shape.wide_bytes
+    fit = (memory // longest - 4 * kv_shape.token_bytes - kv_shape.wide_bytes) // of_each
     return min(most, max(1, fit))
 
 
@@ -79,25 +79,27 @@ def make_transport(
     ring: Ring,
     blocks: Workload,
     at_once: int,
-    job: KVShape,
+    kv_shape: KVShape,
     device: torch.device,
     machine: Hardware = H200,
-    overtaken: bool = False,
+    own_low_priority: bool = False,
 ) -> Transport:
     """Make the transport of that name; all ranks of the ring call this together.
 
-    Calls for own keys that are `overtaken` by the others' run on while gradients travel.
+    Calls for own keys that are `own_low_priority` by the others' run on while gradients travel.
     """
     if name == "gather" and (shared := shared_by(ring, device)) is not None:
-        late = keys_come_late(blocks, at_once, job, machine)
-        return by_copy_engines(ring, blocks, at_once, job, shared, machine, overtaken, late)
+        late = keys_arrive_late(blocks, at_once, kv_shape, machine)
+        return by_copy_engines(
+            ring, blocks, at_once, kv_shape, shared, machine, own_low_priority, late
+        )
     return TRANSPORTS[name].make(ring, blocks, at_once)
 
 
-def make_together(
+def make_one_stream(
     gather: Transport,
     blocks: Workload,
-    job: KVShape,
+    kv_shape: KVShape,
     device: torch.device,
     machine: Hardware = H200,
     square: bool = False,
@@ -110,45 +112,47 @@ def make_together(
     the ring call this together.
     """
     shares = gather.fabric.name != ""
-    if not (shares and gather.keeps and is_few(blocks, job, machine)):
+    if not (shares and gather.keeps and is_few(blocks, kv_shape, machine)):
         return None
     shared = shared_by(gather.fabric.ring, device)
     if shared is None:
         return None
     apart = own_keys_apart(blocks, square)
-    return on_one_stream(gather.fabric.ring, blocks, job, shared, apart, keys_first)
+    return on_one_stream(gather.fabric.ring, blocks, kv_shape, shared, apart, keys_first)
 
 
 def by_copy_engines(
     ring: Ring,
     blocks: Workload,
     at_once: int,
-    job: KVShape,
+    kv_shape: KVShape,
     shared: PeerGroup,
     machine: Hardware = H200,
-    overtaken: bool = False,
+    own_low_priority: bool = False,
     late: bool = False,
 ) -> Gather:
-    """Make a gather by copy engines, with room for the keys of `job` and their gradients.
+    """Make a gather by copy engines, with room for the keys of `kv_shape` and their gradients.
 
-    Keys that come `late` come in two stages. If the call for own keys is `overtaken` by those
+    Keys that come `late` come in two stages. If the call for own keys is `own_low_priority` by those
     for others' keys, it runs on while gradients come home.
     """
     rounds = (in_two_stages(blocks),) if late else schedule(blocks, at_once)
     longest = max(map(count, blocks.keys))
     widest = max((tokens(chunks) for each in rounds for chunks in each.pieces), default=0)
-    _make_room(shared, job, keys=longest, grads=widest)
-    overtaken = overtaken and len(rounds) == 1  # of several rounds, calls wait for one another
-    aside = come_home_aside(blocks, rounds, job, machine, overtaken)
-    plan = steps.gather(blocks, [*map(Block.of, rounds)], gives_way=overtaken)
+    _reserve(shared, kv_shape, keys=longest, grads=widest)
+    own_low_priority = (
+        own_low_priority and len(rounds) == 1
+    )  # of several rounds, calls wait for one another
+    by_copy_engine = reduce_by_copy_engine(blocks, rounds, kv_shape, machine, own_low_priority)
+    plan = steps.gather(blocks, [*map(Block.of, rounds)], low_priority=own_low_priority)
     idle = not plan.forward.transfers
-    return Gather(plan, CopyEngines(ring, shared.space, shared.ranks, aside, idle))
+    return Gather(plan, CopyEngines(ring, shared.space, shared.ranks, by_copy_engine, idle))
 
 
 def on_one_stream(
     ring: Ring,
     blocks: Workload,
-    job: KVShape,
+    kv_shape: KVShape,
     shared: PeerGroup,
     own_apart: bool = False,
     keys_first: bool = False,
@@ -164,14 +168,14 @@ def on_one_stream(
         plan = steps.gather_first(blocks)
     arranged = arrangements(plan.forward)
     most, held = max(each.tokens for each in arranged), max(each.held for each in arranged)
-    _make_room(shared, job, keys=most, grads=held)
-    return Gather(plan, OneStream(ring, shared.space, shared.ranks, arranged, beside=keys_first))
+    _reserve(shared, kv_shape, keys=most, grads=held)
+    return Gather(plan, OneStream(ring, shared.space, shared.ranks, arranged, overlap=keys_first))
 
 
-def _make_room(shared: PeerGroup, job: KVShape, keys: int, grads: int) -> None:
+def _reserve(shared: PeerGroup, kv_shape: KVShape, keys: int, grads: int) -> None:
     """Make room in shared memory for so many keys, with a mask, and for gradients of so many."""
-    token_bytes = job.token_bytes + job.batch
-    shared.space.make_room(shared.group, keys=keys * token_bytes, grads=grads * job.grad_bytes)
+    token_bytes = kv_shape.token_bytes + kv_shape.batch
+    shared.space.reserve(shared.group, keys=keys * token_bytes, grads=grads * kv_shape.grad_bytes)
 
 
 def fabric_among(neighbours: Ring, most: int, device: torch.device) -> Fabric:
@@ -182,5 +186,5 @@ def fabric_among(neighbours: Ring, most: int, device: torch.device) -> Fabric:
     shared = shared_by(neighbours, device)
     if shared is None:
         return Messages(neighbours)
-    shared.space.make_room(shared.group, swaps=most)
+    shared.space.reserve(shared.group, swaps=most)
     return OneStream(neighbours, shared.space, shared.ranks)

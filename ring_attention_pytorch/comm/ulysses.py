@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.all_to_all import CopyPlan
 from ring_attention_pytorch.comm.fabric import Fabric
+from ring_attention_pytorch.comm.fused_copies import Move
 from ring_attention_pytorch.comm.messages import Form, Part
 from ring_attention_pytorch.comm.transports import fabric_among
-from ring_attention_pytorch.comm.visits import Move
 from ring_attention_pytorch.geometry.segments import Segment, Segments, count
 from ring_attention_pytorch.ranks.ring import Ring, SubRing
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
@@ -304,7 +304,7 @@ class AllToAll:
         summed = [self.to == "sequence" and s.repeats for s in spreads]
         places = into or (None,) * len(tensors)
         rooms = [
-            way.room(t, me) if place is None or sums else place
+            way.alloc(t, me) if place is None or sums else place
             for t, way, place, sums in zip(tensors, ways, places, summed)
         ]
         ranks.by.swap(tensors, ways, rooms)
@@ -380,7 +380,7 @@ def _summed(t: Tensor, heads: Heads, into: Tensor | None) -> Tensor:
     return total.to(t.dtype) if into is None else into.copy_(total)
 
 
-def job_of(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> KVShape:
+def kv_shape_of(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> KVShape:
     """Return the shapes that a transport works for, after the all-to-all if there is one."""
     (b, _, heads, d), key_heads = q.shape, k.shape[2]
     if swap is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ring_attention_pytorch.arguments import checked, checks_of
 from ring_attention_pytorch.comm import exchange
-from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Ring
 
 
@@ -60,7 +60,7 @@ def has_only_one_value(t: Tensor) -> bool:
     return bool((t == t.flatten()[:1]).all())
 
 
-@typed(told_by_group("gather_sizes"))
+@typed(report_to_group("gather_sizes"))
 def gather_sizes(t: Tensor, *, dim: int) -> Tensor:
     """Gather every rank's length of t along dim, int64 `[ranks]`; t itself is not sent."""
     error = error_of(partial(_check_dim, t, dim))
@@ -69,13 +69,13 @@ def gather_sizes(t: Tensor, *, dim: int) -> Tensor:
     return torch.tensor([note["length"] for note in notes], device=t.device)
 
 
-@typed(told_by_group("all_gather"))
+@typed(report_to_group("all_gather"))
 def all_gather_same_dim(t: Tensor) -> list[Tensor]:
     """Gather every rank's t as `all_gather` does, as a list by rank; all are of one shape."""
     return list(all_gather(t.unsqueeze(0))[0])
 
 
-@typed(told_by_group("all_gather"))
+@typed(report_to_group("all_gather"))
 def all_gather_variable_dim(
     t: Tensor, dim: int = 0, sizes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ class AllGather(nn.Module):
         super().__init__()
         self.dim = dim
 
-    @typed(told_by_group("all_gather"))
+    @typed(report_to_group("all_gather"))
     def forward(self, x: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return all_gather(x, self.dim, sizes)
 

@@ -26,7 +26,7 @@ from ring_attention_pytorch.ranks.agreement import (
     agree,
     error_of,
     raise_together,
-    told_by_group,
+    report_to_group,
     typed,
 )
 from ring_attention_pytorch.ranks.ring import Ring
@@ -86,7 +86,7 @@ def circular_rank_left(rank: int | None = None, ring_size: int | None = None, nu
     return circular_rank_right(rank, ring_size, -num)
 
 
-@typed(told_by_group("send_and_receive_"))
+@typed(report_to_group("send_and_receive_"))
 def send_and_receive_(
     x: Tensor, receive_buffer: Tensor, send_to_rank: int, receive_from_rank: int
 ) -> None:
@@ -109,7 +109,7 @@ def send_and_receive_(
     _exchange(ring, caller, x.detach(), receive_buffer, send_to_rank, receive_from_rank)
 
 
-@typed(told_by_group("ring_pass"))
+@typed(report_to_group("ring_pass"))
 def ring_pass(
     num_ring_passes: int,
     x: Tensor,
@@ -157,7 +157,7 @@ def null_ring_pass(
     return iter([(RingInfo(0, (True, True)), (tensors, _for_each(receive_buffers, tensors)))])
 
 
-@typed(told_by_group("ring_pass"))
+@typed(report_to_group("ring_pass"))
 def all_ring_pass(
     *tensors: Tensor | None,
     max_iters: int | None = None,

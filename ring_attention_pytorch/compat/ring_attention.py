@@ -19,7 +19,7 @@ from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.nn.transformer import RingTransformer
-from ring_attention_pytorch.ranks.agreement import told_by_group, typed
+from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.ring_flash_attention import softclamp
 
@@ -114,7 +114,7 @@ def maybe_pad_seq_and_mask(
     return x, pad_to_multiple(mask, seq_size, False)[0]
 
 
-@typed(told_by_group("all_gather"))
+@typed(report_to_group("all_gather"))
 def sharded_batch_to_sharded_seq(
     x: Tensor, mask: Tensor | None, seq_size: int
 ) -> tuple[tuple[Tensor, Tensor | None], Tensor, int]:
@@ -150,7 +150,7 @@ def sharded_batch_to_sharded_seq(
     return (whole[samples, here], mask), sizes, rings
 
 
-@typed(told_by_group("all_gather"))
+@typed(report_to_group("all_gather"))
 def sharded_seq_to_sharded_batch(
     logits: Tensor, sizes: Tensor, num_sharded_batches: int = 1
 ) -> Tensor:

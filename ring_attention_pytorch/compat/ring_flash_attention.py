@@ -8,7 +8,7 @@ from torch import Tensor
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption
-from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 
 
@@ -20,7 +20,7 @@ def softclamp(t: Tensor, value: float | int) -> Tensor:
     return (t / value).tanh() * value
 
 
-@typed(told_by_group("ring attention", agreed=("ring_reduce_col", True)))
+@typed(report_to_group("ring attention", agreed=("ring_reduce_col", True)))
 def ring_flash_attn(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,

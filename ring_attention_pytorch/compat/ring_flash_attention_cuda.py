@@ -6,13 +6,13 @@ from torch import Tensor
 
 from ring_attention_pytorch.kernels import refusal
 from ring_attention_pytorch.plan.checks import like_autocast
-from ring_attention_pytorch.ranks.agreement import told_by_group, typed
+from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 
 
-@typed(told_by_group("ring attention", agreed=("ring_reduce_col", True)))
+@typed(report_to_group("ring attention", agreed=("ring_reduce_col", True)))
 def ring_flash_attn_cuda(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,

@@ -16,7 +16,7 @@ from ring_attention_pytorch.distributed import (
 )
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
-from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.dropout import check_dropout
 
@@ -41,7 +41,7 @@ def zig_zag_pad_seq(t: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     return padded, lambda out: out[..., :n, :]
 
 
-@typed(told_by_group("all_gather", agreed=("all_gather_batch", True)))
+@typed(report_to_group("all_gather", agreed=("all_gather_batch", True)))
 def zig_zag_shard(
     t: Tensor, all_gather_batch: bool = False
 ) -> tuple[ShardOutput, Callable[[Tensor], Tensor]]:
@@ -86,7 +86,7 @@ def zig_zag_shard(
     return ShardOutput(local, by_rank[ring.rank], torch.cat(by_rank)), inverse
 
 
-@typed(told_by_group("zig_zag_attn"))
+@typed(report_to_group("zig_zag_attn"))
 def zig_zag_attn(
     q: Tensor,
     k: Tensor,

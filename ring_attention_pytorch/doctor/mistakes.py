@@ -26,7 +26,7 @@ from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.training.labels import documents_of_positions
 
 
-class Told(NamedTuple):
+class RankNumbers(NamedTuple):
     """Numbers of a rank that all ranks know: its loss, and sum and count of its entropies."""
 
     loss: float
@@ -48,7 +48,7 @@ class Case:
     ring: Ring
     here: Evidence
     whole: Evidence
-    ranks: list[Told]
+    ranks: list[RankNumbers]
     want: float
     size: float
     close: float

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ring_attention_pytorch.doctor.evidence import Evidence, watched
-from ring_attention_pytorch.doctor.mistakes import KNOWN, Case, Told
+from ring_attention_pytorch.doctor.mistakes import KNOWN, Case, RankNumbers
 from ring_attention_pytorch.doctor.shards import whole_tokens
-from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.alone import one_process
 from ring_attention_pytorch.ranks.failures import ranks_of
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
@@ -117,7 +117,7 @@ class _Run(NamedTuple):
     seen: Evidence
 
 
-@typed(told_by_group(_CALLER), apart=True)
+@typed(report_to_group(_CALLER), apart=True)
 def check_parity(
     model: nn.Module, batch: Mapping[str, Any], *, group: Group = None
 ) -> ParityReport:
@@ -176,7 +176,7 @@ def _compared(
         "loss": here.loss, "entropy": here.seen.entropy, "counted": here.seen.counted
     }  # fmt: skip
     told = [json.loads(note.rstrip(b"\0")) for note in ring.gather_notes(_CALLER, _json(mine))]
-    ranks = [Told(**each) for each in told]
+    ranks = [RankNumbers(**each) for each in told]
     errors, size = _gradients(here.gradients, alone.gradients, ring)
     allowed = _ALLOWED.get(next(iter(alone.gradients.values())).dtype, 1e-3)
     case = Case(

@@ -50,7 +50,7 @@ class Mask(NamedTuple):
     prefix: int | None = None  # this many first tokens see one another whatever causal says
 
     @property
-    def lasting(self) -> bool:
+    def cacheable(self) -> bool:
         """Tell whether the mask will come again: documents and prefixes change with their batch."""
         return self.documents is None and self.prefix is None
 
@@ -65,7 +65,7 @@ def tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
     >>> tiles(mine, mine, Mask(causal=True))
     (Tile(rows=slice(0, 4, None), cols=slice(0, 4, None), left=None, right=0),)
     """
-    if mask.lasting:
+    if mask.cacheable:
         return _cached_tiles(queries, keys, mask)
     return _tiles(queries, keys, mask)  # a caller that needs them again keeps them
 

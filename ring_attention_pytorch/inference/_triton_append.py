@@ -79,7 +79,7 @@ def append_kernel(
     value_scales,
     tables,
     lengths,
-    rooms,
+    capacities,
     n: tl.int32,
     width: tl.int32,
     PAGE: tl.constexpr,
@@ -100,7 +100,9 @@ def append_kernel(
     length = tl.load(lengths + sample)
     new = block * ROWS + tl.arange(0, ROWS)
     token = length + new
-    held = (new < n) & (token // PAGE % RANKS == RANK) & (length + n <= tl.load(rooms + sample))
+    held = (
+        (new < n) & (token // PAGE % RANKS == RANK) & (length + n <= tl.load(capacities + sample))
+    )
     row = (sample * n + new) * KV + kv
     table = tables + sample * width
     col, col_v = tl.arange(0, WIDTH), tl.arange(0, WIDTH_V)
@@ -125,12 +127,14 @@ def append_kernel(
 
 
 @triton.jit(do_not_specialize=["n", "count"])
-def advance_kernel(lengths, rooms, overflown, n: tl.int32, count: tl.int32, LANES: tl.constexpr):
+def advance_kernel(
+    lengths, capacities, overflown, n: tl.int32, count: tl.int32, LANES: tl.constexpr
+):
     """Count the tokens of sequences that have room for them; mark those that have not."""
     at = tl.program_id(0) * LANES + tl.arange(0, LANES)
     held = at < count
     length = tl.load(lengths + at, mask=held, other=0) + n
-    fits = length <= tl.load(rooms + at, mask=held, other=0)
+    fits = length <= tl.load(capacities + at, mask=held, other=0)
     tl.store(lengths + at, length, mask=held & fits)
     tl.store(overflown + at, 1, mask=held & (fits == 0))
 
@@ -147,7 +151,7 @@ def append(new: tuple[Tensor, Tensor], pools: Pools, layer: int) -> None:
             *pools.of(layer),
             pools.tables,
             lengths,
-            pools.rooms,
+            pools.capacities,
             n,
             pools.tables.shape[1],
             PAGE=pools.pages.page,
@@ -162,4 +166,4 @@ def append(new: tuple[Tensor, Tensor], pools: Pools, layer: int) -> None:
             SCALED=pools.key_scales[layer].numel() > 0,
         )
         grid = (triton.cdiv(b, _LANES),)
-        advance_kernel[grid](lengths, pools.rooms, pools.overflown, n, b, LANES=_LANES)
+        advance_kernel[grid](lengths, pools.capacities, pools.overflown, n, b, LANES=_LANES)

@@ -118,7 +118,7 @@ def attend_kernel(
     given: tl.int64,
     # the same in all calls of a plan
     starts,
-    rooms,
+    capacities,
     acc_of,
     lse_of,
     next_lengths,
@@ -173,7 +173,7 @@ def attend_kernel(
     kv, sample = of % KV, of // KV
     length = tl.load(lengths + sample) if CAUSAL else given.to(tl.int32)
     # without new tokens a sequence has those of the queries, or none
-    fits = length + N <= tl.load(rooms + sample) if NEW else (length >= N) | (length == 0)
+    fits = length + N <= tl.load(capacities + sample) if NEW else (length >= N) | (length == 0)
     if not CAUSAL:
         fits = length >= 0
     if (split == 0) & (block == 0) & (kv == 0):

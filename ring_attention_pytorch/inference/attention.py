@@ -30,7 +30,7 @@ from ring_attention_pytorch.inference.programs import Tuning
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.plan_cache import settings
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.agreement import agree, told_by_group, typed
+from ring_attention_pytorch.ranks.agreement import agree, report_to_group, typed
 from ring_attention_pytorch.runtime.resolved import resolved
 
 _CALLER = "attention to a cache"
@@ -70,13 +70,13 @@ class StepOptions(NamedTuple):
         )
 
 
-def _tell(given: dict[str, Any], error: ValueError) -> None:
+def _report(given: dict[str, Any], error: ValueError) -> None:
     cache = given.get("cache")
     if isinstance(cache, RingCache):
-        told_by_group(_CALLER)({"group": cache.ring}, error)
+        report_to_group(_CALLER)({"group": cache.ring}, error)
 
 
-@typed(_tell)
+@typed(_report)
 def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor | None,
@@ -156,7 +156,11 @@ def _decode_step(
     (q, k, v, sinks, slopes), layer = given, options.layer
     plan = _plan_for(given, cache, options)
     if plan.checks:
-        same = {"values of q, k and v": digest(q, k, v), "layer": layer, _STATE: cache.told(layer)}
+        same = {
+            "values of q, k and v": digest(q, k, v),
+            "layer": layer,
+            _STATE: cache.state_note(layer),
+        }
         agree(cache.ring, _CALLER, same)
     n, eager = q.shape[1], plan.asked.kernel == "eager"
     try:
@@ -165,7 +169,7 @@ def _decode_step(
         elif n > 1 or eager or not plan.capturable:  # the host must know lengths
             cache.check_last(n, layer)
     except ValueError as error:  # which all have alike, or the others wait
-        cache.ring.say(f"raised ValueError: {error}")
+        cache.ring.report_failure(f"raised ValueError: {error}")
         raise
     number = layer if plan.capturable else cache.lineage.mark(layer) + layer  # of messages
     terms = sinks, slopes
@@ -205,7 +209,7 @@ def _in_pieces(
         ValueError: this call can't be; nor can any such while a CUDA graph is captured.
     """
     (q, k, v, *terms), layer = given, options.layer
-    same = {"tokens": q.shape[1], "layer": layer, _STATE: cache.told(layer)}
+    same = {"tokens": q.shape[1], "layer": layer, _STATE: cache.state_note(layer)}
     agree(cache.ring, _CALLER, same, check=partial(check_call, given, cache, layer))
     assert k is not None
     assert v is not None
@@ -275,7 +279,7 @@ def _checked(
         try:
             check_call(given, cache, layer)
         except ValueError as error:
-            cache.ring.say(f"raised ValueError: {error}")
+            cache.ring.report_failure(f"raised ValueError: {error}")
             raise ValueError(f"{_CALLER}: {error}") from None
     return cache.plans.keep(kind, plan)
 
@@ -302,7 +306,7 @@ def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) 
         "check": options.check,
         "given": [t is not None for t in given],
         "padded on the left": cache.has_starts,
-        _STATE: cache.told(layer),
+        _STATE: cache.state_note(layer),
     }
     agree(cache.ring, _CALLER, same, check=check)
     asked = Asked(
@@ -331,7 +335,7 @@ def _agreed_chunk(
         "scores": list(scores),
         "given": [t is not None for t in given],
         "kernel": options.kernel,
-        _STATE: cache.told(layer),
+        _STATE: cache.state_note(layer),
     }
     kind, plan = cache.plans.get(_CHUNK) or (None, None)
     if kind != _kind_of_chunk(given, layout, scores):

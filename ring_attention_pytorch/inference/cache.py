@@ -19,7 +19,7 @@ from ring_attention_pytorch.inference.rolling import Windows
 from ring_attention_pytorch.inference.scaled import SCALED, WIDE, as_integers, restored, stored
 from ring_attention_pytorch.inference.states import check_states, longest_of
 from ring_attention_pytorch.inference.storage import PagedStorage
-from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, as_ring
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import has_triton
@@ -71,7 +71,7 @@ class RingCache(PagedStorage):
     [2]
     """
 
-    @typed(told_by_group("RingCache"))
+    @typed(report_to_group("RingCache"))
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
         sequences: int,
@@ -138,7 +138,7 @@ class RingCache(PagedStorage):
         Raises:
             ValueError: it is negative, or beyond the capacity.
         """
-        self._check_room("owner takes a token", token + 1, least=1)
+        self._check_capacity("owner takes a token", token + 1, least=1)
         return self.pages.owner(token)
 
     @checked
@@ -270,10 +270,10 @@ class RingCache(PagedStorage):
         Raises:
             ValueError: it is negative, or beyond the capacity.
         """
-        self._check_room("reserve takes a number of tokens", tokens)
+        self._check_capacity("reserve takes a number of tokens", tokens)
         self._reserve([tokens] * self.sequences)
 
-    def _check_room(self, what: str, tokens: int, least: int = 0) -> None:
+    def _check_capacity(self, what: str, tokens: int, least: int = 0) -> None:
         """Raise ValueError if no sequence can have so many tokens."""
         most = self.capacity
         if tokens < least or (most is not None and tokens > most):
@@ -295,7 +295,7 @@ class RingCache(PagedStorage):
             held.append([])
             window = self._rolling.get(layer)
             for sequence, length in enumerate(lengths):
-                first = 0 if window is None else window.gone[sequence]
+                first = 0 if window is None else window.dropped[sequence]
                 kept, tokens = self.memory(layer).held(sequence, layer, length, first)
                 mine = tokens // self.pages.page % self.pages.ranks == self.ring.rank
                 k, v, *scales = (t[mine] for t in kept)
@@ -329,8 +329,8 @@ class RingCache(PagedStorage):
         self.has_starts = self.has_starts or any(starts)
         for circle in self.circles:
             of_layers = [longest_of(states, layer) for layer in circle.layers]
-            gone = [oldest[layer] for layer in circle.layers]
-            circle.take([*map(max, *of_layers, lengths)], [max(each) for each in zip(*gone)])
+            dropped = [oldest[layer] for layer in circle.layers]
+            circle.take([*map(max, *of_layers, lengths)], [max(each) for each in zip(*dropped)])
 
     def _take(self, states: Sequence[dict[str, Any]], layer: int) -> list[int]:
         """Write a layer's tokens of all states; return the first of each sequence that is held."""

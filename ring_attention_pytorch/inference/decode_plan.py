@@ -233,7 +233,7 @@ class DecodePlan:
         pools, asked, cut, (b, n, h, d) = self.pools, self.asked, self.cut, self.asked.shape
         key_heads = pools.sizes.key_heads
         fixed = (
-            pools.starts, pools.rooms, *self.memory[:2], self.next_lengths, self.state,
+            pools.starts, pools.capacities, *self.memory[:2], self.next_lengths, self.state,
             *self.factors, asked.scores.window or 0,
         )  # fmt: skip
         return Launch(

@@ -93,7 +93,7 @@ class PageTable:
         self.of: list[list[int]] = [[] for _ in range(sequences)]
         self._free = list(range(size))
 
-    def room(self, sequence: int) -> int:
+    def capacity(self, sequence: int) -> int:
         """Return how many tokens of a sequence have pages, on all ranks."""
         return len(self.of[sequence]) * self.pages.page * self.pages.ranks
 

@@ -50,7 +50,7 @@ class Pools:
     tables: Tensor  # int32 [sequences, pages]
     layer_lengths: list[Tensor]  # int32 [sequences]
     starts: Tensor  # int32 [sequences]: tokens before are never seen
-    rooms: Tensor  # int32 [sequences]: tokens that have pages
+    capacities: Tensor  # int32 [sequences]: tokens that have pages
     overflown: Tensor  # int32 [sequences]: whether a CUDA graph had no room
     lineage: Tensor  # [order, a weight for each sequence]: kernels make a call's number of it
     step: int = 1  # between tokens, in rows

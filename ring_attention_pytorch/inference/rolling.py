@@ -61,7 +61,7 @@ class RollingTokens:
         self.laid = 0  # of these so many have memory, for each sequence
         # how long each sequence was since it was empty, when last looked at
         self.longest = [0] * whole.sizes.sequences
-        self.gone = [0] * whole.sizes.sequences  # tokens that were overwritten
+        self.dropped = [0] * whole.sizes.sequences  # tokens that were overwritten
         self.extend(whole)
 
     def extend(self, whole: Pools) -> None:
@@ -69,7 +69,7 @@ class RollingTokens:
         width, device = whole.tables.shape[1] * whole.pages.ranks, whole.device
         with torch.inference_mode(False):
             circle = torch.arange(width, dtype=torch.int32, device=device) % max(1, self.laid)
-            first = torch.arange(len(self.gone), dtype=torch.int32, device=device) * self.laid
+            first = torch.arange(len(self.dropped), dtype=torch.int32, device=device) * self.laid
             self.pools.tables = first.unsqueeze(1) + circle
 
     def lacks(self, tokens: int) -> bool:
@@ -81,7 +81,7 @@ class RollingTokens:
 
         The table knows of them when it was made anew, by `extend`.
         """
-        wanted, sequences = self.pools.pages.turns(tokens), len(self.gone)
+        wanted, sequences = self.pools.pages.turns(tokens), len(self.dropped)
         laid, self.laid = self.laid, min(self.turns, wanted + wanted // HEADROOM)
         for pools in self.pools.all:
             for layer in self.layers:
@@ -97,18 +97,20 @@ class RollingTokens:
         for layer in self.layers:
             self.longest = [*map(max, self.longest, lengths[layer])]
         kept = self.turns * self.pools.pages.page
-        self.gone = [max(gone, most - kept) for gone, most in zip(self.gone, self.longest)]
+        self.dropped = [
+            max(dropped, most - kept) for dropped, most in zip(self.dropped, self.longest)
+        ]
 
     def take(self, longest: Sequence[int], oldest: Sequence[int]) -> None:
         """Take note of sequences that were written anew: how long they were, and what is held."""
-        self.longest, self.gone = [*longest], [*oldest]
+        self.longest, self.dropped = [*longest], [*oldest]
 
     def check_rollback(self, lengths: Sequence[int]) -> None:
         """Raise ValueError if sequences can't be so short: what they would see is overwritten."""
         window, spare = self.pools.window, self.pools.spare
-        for i, (length, longest, gone) in enumerate(zip(lengths, self.longest, self.gone)):
-            too_far = longest - length > spare or self.pools.begin(length) < gone
-            if length and gone and too_far:
+        for i, (length, longest, dropped) in enumerate(zip(lengths, self.longest, self.dropped)):
+            too_far = longest - length > spare or self.pools.begin(length) < dropped
+            if length and dropped and too_far:
                 raise ValueError(
                     f"RingCache: layers with a window of {window} tokens keep {spare} more, and "
                     f"sequence {i}, of which there were {longest}, would have {length}: roll back "
@@ -118,12 +120,12 @@ class RollingTokens:
     def shorten(self, lengths: Sequence[int]) -> None:
         """Take note of a rollback to these lengths."""
         self.longest = [longest if n else 0 for n, longest in zip(lengths, self.longest)]
-        self.gone = [gone if n else 0 for n, gone in zip(lengths, self.gone)]
+        self.dropped = [dropped if n else 0 for n, dropped in zip(lengths, self.dropped)]
 
     def reorder(self, beams: Sequence[int]) -> None:
         """Let sequence i go on from sequence `beams[i]`."""
         self.longest = [self.longest[i] for i in beams]
-        self.gone = [self.gone[i] for i in beams]
+        self.dropped = [self.dropped[i] for i in beams]
         for layer in self.layers:
             for pool in self.pools.of(layer):
                 each = pool.unflatten(0, (len(beams), self.laid))

@@ -15,7 +15,7 @@ from ring_attention_pytorch.inference.scaled import SCALED
 from ring_attention_pytorch.inference.storage import PagedStorage
 
 _NAMES = ("lengths", "starts", "held")
-_KEPT = ("keys", "values", "tokens", "scales of keys", "scales of values")
+_PARTS = ("keys", "values", "tokens", "scales of keys", "scales of values")
 
 
 def check_states(cache: PagedStorage, states: Sequence[dict[str, Any]]) -> None:
@@ -74,9 +74,9 @@ def _check_kind(cache: PagedStorage, held: Sequence[Tensor]) -> None:
     ]
     if len(held) != len(wanted):
         raise ValueError(
-            f"the states must have {', '.join(_KEPT)} of a sequence, got {len(held)} of them"
+            f"the states must have {', '.join(_PARTS)} of a sequence, got {len(held)} of them"
         )
-    for name, t, (shape, of) in zip(_KEPT, held, wanted):
+    for name, t, (shape, of) in zip(_PARTS, held, wanted):
         if (tuple(t.shape), t.dtype) != (shape, of):
             raise ValueError(
                 f"{name} of the states must be {[*shape]} in {of} for a cache of {cache.dtype}, "

@@ -81,7 +81,7 @@ class PagedStorage:
             RollingTokens(self.pools, windows, window) for window in each
         ]
         self._rolling = {layer: circle for circle in self.circles for layer in circle.layers}
-        self._tell_device()
+        self._copy_to_device()
         if capacity is not None:
             self._reserve([capacity] * self.sequences)
 
@@ -99,7 +99,7 @@ class PagedStorage:
             key_scales=each(self.scales, torch.float32),
             value_scales=each(self.scales, torch.float32),
             tables=self._ints(n, turns), layer_lengths=[*self.lengths_of.unbind()],
-            starts=self._ints(n), rooms=self._ints(n), overflown=self._ints(n),
+            starts=self._ints(n), capacities=self._ints(n), overflown=self._ints(n),
             lineage=self._ints(1 + n),
         )  # fmt: skip
 
@@ -177,7 +177,7 @@ class PagedStorage:
             )
         return lengths
 
-    def told(self, layer: int) -> str:
+    def state_note(self, layer: int) -> str:
         """Say what a layer holds, for people: its lengths and its mark; "" of no such layer."""
         if not 0 <= layer < self.layers:
             return ""
@@ -239,10 +239,12 @@ class PagedStorage:
             ValueError: CUDA graphs use memory that must grow. Nothing is forgotten then, nor where
                 there is no memory.
         """
-        rooms = [self._table.room(i) for i in range(self.sequences)]
-        if self.captured and any(length > room for length, room in zip(lengths, rooms)):
+        capacities = [self._table.capacity(i) for i in range(self.sequences)]
+        if self.captured and any(
+            length > capacity for length, capacity in zip(lengths, capacities)
+        ):
             raise ValueError(_USED)
-        tokens, before = [*map(max, lengths, rooms)], self._table.of
+        tokens, before = [*map(max, lengths, capacities)], self._table.of
         self._table.of = [[] for _ in before]
         self._table.recount()
         try:
@@ -293,18 +295,18 @@ class PagedStorage:
         """Take over the padding of each sequence."""
         self.pools.starts.copy_(torch.tensor(list(starts), dtype=torch.int32))
         self.lineage.pad(starts)
-        self._tell_device()
+        self._copy_to_device()
 
-    def _tell_device(self) -> None:
+    def _copy_to_device(self) -> None:
         """Write what kernels make a call's number of: `[order, a weight for each sequence]`."""
-        told = [self.lineage.order, *self.lineage.weights]
-        self.pools.lineage.copy_(torch.tensor(told, dtype=torch.int32))
+        state_note = [self.lineage.order, *self.lineage.weights]
+        self.pools.lineage.copy_(torch.tensor(state_note, dtype=torch.int32))
 
     def _upload(self) -> None:
         """Write tables and rooms where kernels read them: in place, as long as they fit."""
         width = max(map(len, self._table.of), default=0)
-        rooms = [self._table.room(i) for i in range(self.sequences)]
-        short = [circle for circle in self.circles if circle.lacks(max(rooms))]
+        capacities = [self._table.capacity(i) for i in range(self.sequences)]
+        short = [circle for circle in self.circles if circle.lacks(max(capacities))]
         wider = width > self.tables.shape[1]
         if wider or short:
             if self.captured:
@@ -312,13 +314,13 @@ class PagedStorage:
             if wider:
                 self.pools.tables = self._ints(self.sequences, width + width // HEADROOM)
             for circle in short:
-                circle.grow(max(rooms))
+                circle.grow(max(capacities))
             for circle in self.circles:
                 circle.extend(self.pools)
         rows = [held + [0] * (self.tables.shape[1] - len(held)) for held in self._table.of]
         self.tables.copy_(torch.tensor(rows, dtype=torch.int32).view_as(self.tables))
-        self._reserved = min(rooms)
-        self.pools.rooms.copy_(torch.tensor(rooms, dtype=torch.int32))
+        self._reserved = min(capacities)
+        self.pools.capacities.copy_(torch.tensor(capacities, dtype=torch.int32))
 
     def _pool(self, pages: int, dim: int, dtype: torch.dtype) -> Tensor:
         shape = pages, self.key_heads, self.pages.page, dim

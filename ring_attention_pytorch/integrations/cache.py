@@ -339,10 +339,10 @@ class RingHFCache(Cache):
             'register(), and give it attn_implementation="ring"'
         )
 
-    def _ensure(self, check: Check, told: str = "{}") -> None:
-        """Raise on all ranks what a check raises here, as it is `told`; else nothing is sent."""
+    def _ensure(self, check: Check, note: str = "{}") -> None:
+        """Raise on all ranks what a check raises here, as it is `note`; else nothing is sent."""
         if (error := error_of(check)) is not None:
-            self._fail(told.format(error))
+            self._fail(note.format(error))
 
     def _fail(self, problem: str) -> NoReturn:
         self._new.clear()

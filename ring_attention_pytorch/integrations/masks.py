@@ -39,7 +39,7 @@ class RingMask:
 
     def __init__(self, forward: Any, visible: Visible | None, error: ValueError | None):
         self.forward, self.visible, self.error = forward, visible or _ALL, error
-        self.told = False  # ranks have compared it
+        self.compared = False  # ranks have compared it
 
     def __getattr__(self, name: str) -> Any:
         raise _looked_into(name)

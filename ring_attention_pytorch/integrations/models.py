@@ -45,7 +45,7 @@ from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, typed
 from ring_attention_pytorch.ranks.ring import Group, as_ring
 from ring_attention_pytorch.runtime.dropout import check_seed
-from ring_attention_pytorch.training.batches import ShardedBatch, told_by_batch
+from ring_attention_pytorch.training.batches import ShardedBatch, report_to_ring_of_batch
 
 _CALLER = "a model of transformers"
 _NO_POSITIONS = (
@@ -98,7 +98,7 @@ def _refuse_own_attention() -> None:
     models.get_correct_attn_implementation = asked
 
 
-@typed(told_by_batch("ring_forward"))
+@typed(report_to_ring_of_batch("ring_forward"))
 def ring_forward(  # noqa: PLR0913 - a public entry point
     batch: ShardedBatch,
     *,
@@ -229,14 +229,14 @@ class RingForward:
             ring.total(items)  # each ring counts its batch on all its ranks
         return items / self.batch.ring_size / ring.size
 
-    def told(self, check: Check | None, **same: Any) -> None:
+    def agree_in_block(self, check: Check | None, **same: Any) -> None:
         """Raise ValueError on all ranks of the ring if a check of any raises it, or they differ."""
         agree(self.batch.ring, _CALLER, same, check=check)
 
     def ensure(self, check: Check) -> None:
         """Raise on all ranks of the ring what a check raises here; else nothing is sent."""
         if (error := error_of(check)) is not None:
-            self.told(error)
+            self.agree_in_block(error)
 
     def visible(self, mask_function: Any, config: Any, given: Tensor | None, **at: Any) -> RingMask:
         """Return what a model's mask lets tokens see; layers are told what is wrong with it.
@@ -290,9 +290,9 @@ class RingForward:
         error = mask.error or error_of(partial(check_call, mask.visible, given))
         if error is None and self.check_positions and not self.call.are_placed(layer, positions):
             error = ValueError(_NO_POSITIONS)
-        if error is not None or not mask.told:
-            mask.told = True
-            self.told(error, mask=[*mask.visible])
+        if error is not None or not mask.compared:
+            mask.compared = True
+            self.agree_in_block(error, mask=[*mask.visible])
 
     def _check_whole(
         self, given: Tensor | None, q_length: int, kv_length: int, offsets: tuple[Any, Any]
@@ -385,7 +385,7 @@ def _attention(
             f"a layer got a mask of type {type(attention_mask).__name__}, not that of ring "
             "attention; the model makes a mask of its own, which can't be spread"
         )
-        blocks.needed().told(error)
+        blocks.needed().agree_in_block(error)
     forward, visible = attention_mask.forward, attention_mask.visible
     forward.check(module, attention_mask, given, positions)
     q, k, v = (rearrange(t, "b h n d -> b n h d") for t in (query, key, value))

@@ -282,7 +282,7 @@ class RingTrainerMixin(_Trainer):
             )
         if given.get("cu_seqlens") is None and "position_ids" not in given:
             given |= _documents(whole)
-        shift = not _labels_stay(self.model)
+        shift = not _keeps_labels(self.model)
         return shard_batch(given, layout=self.ring_layout, group=self._ring, shift_labels=shift)
 
     def _check_trainer(self) -> None:
@@ -359,7 +359,7 @@ def _base_of(model: Any) -> Any:
     return getattr(model, "get_base_model", lambda: model)()
 
 
-def _labels_stay(model: Any) -> bool:
+def _keeps_labels(model: Any) -> bool:
     """Tell whether a model predicts the tokens that are masked, and not the next ones."""
     return getattr(_base_of(model), "loss_type", None) in ("ForMaskedLM", "ForTokenClassification")
 

@@ -58,7 +58,7 @@ class Block(Protocol):
     wholes: list[str]  # what was made of whole sequences
     same: list[Tensor | None]  # positions found to be right
 
-    def told(self, check: Check | None, **same: Any) -> None:
+    def agree_in_block(self, check: Check | None, **same: Any) -> None:
         """Raise ValueError on all ranks of the ring if a check of any raises it, or they differ."""
 
     def ensure(self, check: Check) -> None:
@@ -178,7 +178,7 @@ class Watched:
 
     def _compare(self, name: str, positions: Tensor | None) -> None:
         mine = self.block.inputs["position_ids"]
-        self.block.told(partial(check_positions, name, positions, mine))
+        self.block.agree_in_block(partial(check_positions, name, positions, mine))
         self.block.same.append(positions)
 
     # ---- what is of whole sequences
@@ -223,7 +223,7 @@ class Watched:
         if not isinstance(gate_logits, tuple):
             return 0
         if self.block.num_items is not None:
-            self.block.told(ValueError(_ROUTERS_OF_SEVERAL))
+            self.block.agree_in_block(ValueError(_ROUTERS_OF_SEVERAL))
         self.losses += 1
         return balance(gate_logits, top_k, mask, self.block.batch.ring)
 

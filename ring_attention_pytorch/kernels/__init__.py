@@ -106,7 +106,7 @@ def _fastest(case: KernelRequest) -> str:
     return name
 
 
-def lightest(case: KernelRequest) -> SelectedKernel | None:
+def fewest_launches(case: KernelRequest) -> SelectedKernel | None:
     """Return the fastest kernel that takes one call for all keys, if one can do the case.
 
     None before Hopper, where that takes longer to compute than kernels made for those GPUs.
@@ -123,7 +123,7 @@ def for_short_documents(case: KernelRequest) -> SelectedKernel | None:
     None but on Hopper: nothing else was measured.
     """
     hopper = case.capability is not None and case.capability[0] == _HOPPER
-    return lightest(case) if case.packed and hopper else None
+    return fewest_launches(case) if case.packed and hopper else None
 
 
 def explain(case: KernelRequest, name: str | None = None) -> str:

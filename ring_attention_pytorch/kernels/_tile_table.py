@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import Tile
+from ring_attention_pytorch.runtime.graph_pool import outside_graph_pool
 from ring_attention_pytorch.runtime.interfaces import Tiles
-from ring_attention_pytorch.runtime.lasting import lasting
 
 
 class TileTable(NamedTuple):
@@ -57,7 +57,7 @@ def _make_table(
         # from pageable memory: the copy ends before this returns, so any stream may read the table
         return [t.to(device, torch.int32) for t in _tables(tiles, side, block, every)]
 
-    of_tiles, of_blocks = lasting(upload, device)
+    of_tiles, of_blocks = outside_graph_pool(upload, device)
     return TileTable(of_tiles, of_blocks, len(of_blocks))
 
 

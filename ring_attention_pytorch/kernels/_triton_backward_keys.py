@@ -156,7 +156,7 @@ def keys_kernel(
     tiles,
     blocks,
     count,
-    beside,
+    at_once,
     # sizes and factors
     m,
     key_heads,
@@ -204,7 +204,7 @@ def keys_kernel(
 ):
     """Compute dk and dv of a block of keys, from every query head that uses it."""
     let_next_begin(EARLY)
-    block, of, looks = block_of(blocks, count, beside)
+    block, of, looks = block_of(blocks, count, at_once)
     first_tile, last_tile = tl.load(looks), tl.load(looks + 1)
     start = block * COLS
     batch, key_head = of // key_heads, of % key_heads

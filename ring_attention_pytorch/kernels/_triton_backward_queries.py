@@ -114,7 +114,7 @@ def queries_kernel(
     tiles,
     blocks,
     count,
-    beside,
+    at_once,
     # sizes and factors
     n,
     m,
@@ -161,7 +161,7 @@ def queries_kernel(
 ):
     """Compute dq of a block of queries."""
     TOKENS: tl.constexpr = ROWS // PACK
-    block, pack, looks = block_of(blocks, count, beside)
+    block, pack, looks = block_of(blocks, count, at_once)
     first_tile, last_tile = tl.load(looks), tl.load(looks + 1)
     start = block * TOKENS
     batch, head = pack * PACK // heads, pack * PACK % heads

@@ -186,7 +186,7 @@ def forward_kernel(
     tiles,
     blocks,
     count,
-    beside,
+    at_once,
     # sizes and factors
     n,
     m,
@@ -231,7 +231,7 @@ def forward_kernel(
     MOVES: out is other memory than what was before; lse is in place.
     """
     TOKENS: tl.constexpr = ROWS // PACK
-    block, pack, looks = block_of(blocks, count, beside)
+    block, pack, looks = block_of(blocks, count, at_once)
     first_tile, last_tile = tl.load(looks), tl.load(looks + 1)
     start = block * TOKENS
     batch, head = pack * PACK // heads, pack * PACK % heads

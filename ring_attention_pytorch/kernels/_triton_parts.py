@@ -24,20 +24,20 @@ VARYING = [
 
 
 @triton.jit
-def block_of(blocks, count, beside):
+def block_of(blocks, count, at_once):
     """Return this program's block and pack, and where the table says which tiles it looks at.
 
     Its first one and the one after its last stand there.
 
     A pack is a key head, or query heads of one key head that share a block: each has `count`
-    blocks. Packs take turns `beside` at a time, and of those the same block is next to each other:
+    blocks. Packs take turns `at_once` at a time, and of those the same block is next to each other:
     programs that run at once read the same keys, out of the cache.
     """
-    turn, place = tl.program_id(0) // (beside * count), tl.program_id(0) % (beside * count)
-    pack = turn * beside
-    beside = tl.minimum(tl.num_programs(0) // count - pack, beside)
-    at = blocks + 3 * (place // beside)
-    return tl.load(at), pack + place % beside, at + 1
+    turn, place = tl.program_id(0) // (at_once * count), tl.program_id(0) % (at_once * count)
+    pack = turn * at_once
+    at_once = tl.minimum(tl.num_programs(0) // count - pack, at_once)
+    at = blocks + 3 * (place // at_once)
+    return tl.load(at), pack + place % at_once, at + 1
 
 
 @triton.jit

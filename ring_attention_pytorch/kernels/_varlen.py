@@ -26,8 +26,8 @@ from torch import Tensor
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.kernels._flash import aligned, from_bottom_right
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
+from ring_attention_pytorch.runtime.graph_pool import outside_graph_pool
 from ring_attention_pytorch.runtime.interfaces import Tiles
-from ring_attention_pytorch.runtime.lasting import lasting
 
 _MOST = 256  # sequences of a call: beyond that flash-attn 4 looks them up in another way
 _FEW = 2  # tiles that are calls of their own: with lengths the kernel is a twentieth slower
@@ -102,7 +102,9 @@ def packs(tiles: Sequence[Tile], like: Tensor, disjoint_keys: bool) -> list[Varl
 
     def make() -> list[VarlenCall]:
         runs = in_runs(tiles, disjoint_keys, max(1, _MOST // batch))
-        return lasting(lambda: [_pack(run, disjoint_keys, batch, device) for run in runs], device)
+        return outside_graph_pool(
+            lambda: [_pack(run, disjoint_keys, batch, device) for run in runs], device
+        )
 
     if isinstance(tiles, Tiles):
         return tiles.once(("packs", disjoint_keys, batch, device), make)

@@ -110,7 +110,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, score_mod: Any, scale: f
 def _block(q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods) -> Block:
     """Return the masks of a block, one for each stretch, and what is done to its scores."""
     (b, n, h, _), m = q.shape, keys.k.shape[1]
-    sizes = b, h, _room(n), _room(m)
+    sizes = b, h, _padded(n), _padded(m)
     visible = keys.key_mask
     mask_mod = terms.mask_mod
     rows_at = cols_at = None
@@ -230,16 +230,16 @@ def _heads_first(t: Tensor) -> Tensor:
     """Return [b, h, tokens, head size], zeros beyond what there is; always laid out in one way."""
     n, d = t.shape[1], t.shape[3]
     width = max(_NARROWEST, 1 << (d - 1).bit_length())
-    more = 0, width - d, 0, 0, 0, _room(n) - n
+    more = 0, width - d, 0, 0, 0, _padded(n) - n
     if any(more):
         t = F.pad(t, more)
     return rearrange(t.contiguous(), "b n h d -> b h n d")
 
 
-def _room(length: int) -> int:
+def _padded(length: int) -> int:
     """Round up a number of tokens; eight results lie between two powers of two.
 
-    >>> [_room(length) for length in (1, 129, 5000, 8192)]
+    >>> [_padded(length) for length in (1, 129, 5000, 8192)]
     [128, 256, 5120, 8192]
     """
     step = max(_CELL, 1 << max(0, (length - 1).bit_length() - 4))

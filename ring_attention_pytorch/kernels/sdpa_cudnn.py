@@ -82,7 +82,7 @@ def _backward(
                 found = _one_key_backward(*operands, lse, terms)
             else:
                 q, k, v, out, dout = _heads_first(*operands)
-                out, dout = _as_told_by(q, out), _as_told_by(q, dout)
+                out, dout = _with_strides_of(q, out), _with_strides_of(q, dout)
                 unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's numbers
                 found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
                     dout,
@@ -155,7 +155,7 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [t.transpose(1, 2) for t in aligned(*laid)]
 
 
-def _as_told_by(q: Tensor, t: Tensor) -> Tensor:
+def _with_strides_of(q: Tensor, t: Tensor) -> Tensor:
     """Return out or dout `[b, h, n, d]` with strides that follow from those of q.
 
     The op keeps what it has compiled by the shapes and strides of q, k and v. It runs that for any

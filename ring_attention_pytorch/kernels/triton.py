@@ -19,6 +19,7 @@ from ring_attention_pytorch.kernels._descriptors import in_blocks, operands, pad
 from ring_attention_pytorch.kernels._job import Job, Rows, opened
 from ring_attention_pytorch.kernels._tile_table import tile_table
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
+from ring_attention_pytorch.runtime.deferred import Deferred
 from ring_attention_pytorch.runtime.interfaces import (
     FEATURES,
     Capabilities,
@@ -30,7 +31,6 @@ from ring_attention_pytorch.runtime.interfaces import (
     Tiles,
     Traits,
 )
-from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.launches import (
     KernelCall,
     can_begin_early,
@@ -59,7 +59,7 @@ def forward(
     q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods, result: OutputAccumulator
 ) -> None:
     if tiles:
-        _forward(Job(tiles, terms), q, keys.k, keys.v, _mask(keys), *result.room())
+        _forward(Job(tiles, terms), q, keys.k, keys.v, _mask(keys), *result.update_memory())
 
 
 @compiled_ahead
@@ -90,7 +90,7 @@ def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> KernelCall:
         lse,
         # the table of tiles
         *table,
-        _beside(table.count, b * h_kv, h // h_kv // config.pack),
+        _packs_at_once(table.count, b * h_kv, h // h_kv // config.pack),
         # sizes and factors
         n,
         m,
@@ -115,22 +115,25 @@ def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, gr
     if not tiles:
         return
     job, given = Job(tiles, terms), (*Rows.of(saved), keys.k, keys.v, _mask(keys))
-    of_keys, of_queries = (*grads.dk.room(), *grads.dv.room()), grads.dq.room()
+    of_keys, of_queries = (
+        (*grads.dk.update_memory(), *grads.dv.update_memory()),
+        grads.dq.update_memory(),
+    )
 
     def make_dq() -> None:
         _backward_of_queries(job, *given, *of_queries)
 
-    def run(later: Later | None = None) -> None:
+    def run(deferred: Deferred | None = None) -> None:
         _backward_of_keys(job, *given, *of_keys)
-        if later is None:
+        if deferred is None:
             make_dq()
         else:
-            later.append(make_dq)
+            deferred.append(make_dq)
 
     kind = saved.q.device, saved.q.dtype, saved.q.shape[2:], keys.v.shape[2:]
     if saved.q.is_cuda and kind not in _compiled and compile_ahead(run):
         _compiled.add(kind)
-    run(grads.dq.later)
+    run(grads.dq.deferred)
 
 
 @compiled_ahead
@@ -169,7 +172,7 @@ def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> KernelCall:
         dv,
         # the table of tiles
         *table,
-        _beside(table.count, b * h_kv),
+        _packs_at_once(table.count, b * h_kv),
         # sizes and factors
         m,
         h_kv,
@@ -219,7 +222,7 @@ def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> KernelCall:
         dq,
         # the table of tiles
         *table,
-        _beside(table.count, b * h_kv, h // h_kv // config.pack),
+        _packs_at_once(table.count, b * h_kv, h // h_kv // config.pack),
         # sizes and factors
         n,
         m,
@@ -290,7 +293,7 @@ def _options(
     )
 
 
-def _beside(blocks: int, key_heads: int, packs: int = 1) -> int:
+def _packs_at_once(blocks: int, key_heads: int, packs: int = 1) -> int:
     """Return how many packs run side by side: few, so that what they read stays in the cache.
 
     But they are as many as fill a large GPU twice, for the longest blocks come first among them
@@ -303,9 +306,9 @@ def _beside(blocks: int, key_heads: int, packs: int = 1) -> int:
         key_heads: of all samples.
         packs: of each key head, which read the same keys; they are side by side.
 
-    >>> _beside(blocks=48, key_heads=8), _beside(blocks=96, key_heads=8)
+    >>> _packs_at_once(blocks=48, key_heads=8), _packs_at_once(blocks=96, key_heads=8)
     (8, 4)
-    >>> _beside(blocks=64, key_heads=11), _beside(blocks=64, key_heads=8, packs=4)
+    >>> _packs_at_once(blocks=64, key_heads=11), _packs_at_once(blocks=64, key_heads=8, packs=4)
     (6, 4)
     """
     key_heads = max(1, key_heads)

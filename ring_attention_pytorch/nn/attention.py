@@ -35,7 +35,12 @@ from ring_attention_pytorch.nn.checks import (
 from ring_attention_pytorch.nn.projections import HeadProjections
 from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.rotary import THETA, RingRotaryEmbedding, apply_rotary_pos_emb
-from ring_attention_pytorch.nn.sharding import ShardConfig, check_mask, check_packed, told_by_module
+from ring_attention_pytorch.nn.sharding import (
+    ShardConfig,
+    check_mask,
+    check_packed,
+    report_to_group_of_module,
+)
 from ring_attention_pytorch.plan.checks import check_in_graphs, check_over_ring
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption, TransportName
 from ring_attention_pytorch.plan.packing import local_packing
@@ -180,7 +185,7 @@ class RingAttention(HeadProjections):
         if self.summaries is not None and rotary is not None:
             self.summaries.rotate_by(rotary.forward, restart)
 
-    @typed(told_by_module("ring attention"))
+    @typed(report_to_group_of_module("ring attention"))
     def forward(  # noqa: PLR0913 - a public entry point
         self,
         x: Tensor,
@@ -322,7 +327,7 @@ class RingAttention(HeadProjections):
         )  # fmt: skip
         check_plan(plan, wanted)
 
-    @typed(told_by_module("ring attention"), apart=True)
+    @typed(report_to_group_of_module("ring attention"), apart=True)
     def plan(
         self,
         x: Tensor,

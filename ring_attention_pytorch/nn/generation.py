@@ -132,7 +132,7 @@ class CachedTransformer:
         return tokens
 
 
-def _tell(given: dict[str, Any], error: ValueError) -> None:
+def _report(given: dict[str, Any], error: ValueError) -> None:
     model, size = given.get("self"), given.get("ring_size")
     if isinstance(model, Generation):  # else the method of the class was called without a model
         ring = model._ring(size if type(size) is int else None)
@@ -146,7 +146,7 @@ def _caller(model: object) -> str:
 class Generation:
     """What makes a transformer generate; its `_decoder` makes a `Decoder`."""
 
-    @typed(_tell)
+    @typed(_report)
     @torch.no_grad()
     def generate(  # noqa: PLR0913 - a public entry point
         self: Any,
@@ -257,7 +257,7 @@ class Generation:
             token = ids.new_empty((len(ids), 1))
             if ring.rank == 0:
                 token.copy_(how.choose(self.to_logits(hidden), draw).unsqueeze(1))
-            told_by_first(ring, token)
+            report_to_ring_of_first(ring, token)
             if ends:
                 token = token.masked_fill(ended & (token != _BROKEN), ends[0])
                 ended = ended | torch.isin(token, of_ends)
@@ -322,7 +322,7 @@ def _check_summaries(
         )
 
 
-def told_by_first(ring: Ring, ids: Tensor) -> None:
+def report_to_ring_of_first(ring: Ring, ids: Tensor) -> None:
     """Make ids those of the ring's first rank, in place."""
     if ring.size == 1:
         return

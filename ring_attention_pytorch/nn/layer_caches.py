@@ -23,17 +23,19 @@ class Reading(NamedTuple):
 
     ring: Ring
     samples: int
-    room: int  # the most tokens of a sample
+    capacity: int  # the most tokens of a sample
     dtype: torch.dtype  # of queries, keys and values
     device: torch.device
     kernel: str | None = None  # of attention to cached tokens
     starts: Sequence[int] | None = None  # of each sample: tokens before this one are padding
     cache_dtype: torch.dtype | None = None  # of keys and values that are kept; None is `dtype`
 
-    def cache(self, windows: Sequence[int | None], heads: int, dim: int, room: int) -> RingCache:
+    def cache(
+        self, windows: Sequence[int | None], heads: int, dim: int, capacity: int
+    ) -> RingCache:
         """Make a cache for layers with these windows, and for so many tokens of each sample."""
         return model_cache(
-            windows, self.samples, heads, dim, capacity=room, group=self.ring, device=self.device,
+            windows, self.samples, heads, dim, capacity=capacity, group=self.ring, device=self.device,
             dtype=self.cache_dtype or self.dtype,
         )  # fmt: skip
 
@@ -75,7 +77,7 @@ def token_caches(layers: Sequence[RingAttention], reading: Reading) -> list["Tok
     if not layers:
         return []
     heads, dim = layers[0].heads_here()[1], layers[0].dim_head
-    cache = reading.cache([attn.window for attn in layers], heads, dim, reading.room)
+    cache = reading.cache([attn.window for attn in layers], heads, dim, reading.capacity)
     if reading.starts is not None:
         cache.hide_before(reading.starts)
     return [TokenCache(attn, cache, i, reading.kernel) for i, attn in enumerate(layers)]

@@ -26,7 +26,7 @@ from ring_attention_pytorch.geometry.layouts import (
 )
 from ring_attention_pytorch.plan.packing import gather_packings
 from ring_attention_pytorch.plan.placement import attention_ring, current, note_whole
-from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.tensor_kinds import check_plain
 
@@ -59,7 +59,7 @@ def shard_sequence(
     return x.index_select(dim, segment_positions(segments, x.device))
 
 
-@typed(told_by_group("unshard_sequence"), apart=True)
+@typed(report_to_group("unshard_sequence"), apart=True)
 def unshard_sequence(
     x: Tensor, *, length: int, dim: int = 1, layout: Layout = "contiguous", group: Group = None
 ) -> Tensor:
@@ -302,13 +302,13 @@ class ShardConfig:
         return replace(shards, layout=layout)
 
 
-def told_by_module(caller: str) -> Callable[[dict[str, Any], ValueError], None]:
-    """Make the `tell` of `typed` for methods of modules with a `ShardConfig`.
+def report_to_group_of_module(caller: str) -> Callable[[dict[str, Any], ValueError], None]:
+    """Make the `report` of `typed` for methods of modules with a `ShardConfig`.
 
     `caller` is the name under which these methods agree with other ranks.
     """
 
-    def tell(given: dict[str, Any], error: ValueError) -> None:
+    def report(given: dict[str, Any], error: ValueError) -> None:
         if given.get("plan") is not None:
             return
         module: Any = given.get("self")
@@ -321,7 +321,7 @@ def told_by_module(caller: str) -> Callable[[dict[str, Any], ValueError], None]:
             size = None
         module.spread.check(error, on, size, caller)
 
-    return tell
+    return report
 
 
 def check_packed(

@@ -36,7 +36,7 @@ from ring_attention_pytorch.nn.sharding import (
     AutoShard,
     ShardConfig,
     check_packed,
-    told_by_module,
+    report_to_group_of_module,
 )
 from ring_attention_pytorch.operators import Ranks, TracedRing
 from ring_attention_pytorch.plan.checks import check_shards
@@ -167,7 +167,7 @@ class RingTransformer(Generation, nn.Module):
             self.layers.append(nn.ModuleList([attn, feed_forward(dim, ff_mult)]))
         self.to_logits = nn.Sequential(RMSNorm(dim), nn.Linear(dim, num_tokens, bias=False))
 
-    @typed(told_by_module("RingTransformer"))
+    @typed(report_to_group_of_module("RingTransformer"))
     def forward(  # noqa: PLR0913 - a public entry point
         self,
         x: Tensor,
@@ -253,7 +253,7 @@ class RingTransformer(Generation, nn.Module):
             return logits
         return mean_cross_entropy(logits, labels, self.ignore_index, everyone)
 
-    @typed(told_by_module("RingTransformer"), apart=True)
+    @typed(report_to_group_of_module("RingTransformer"), apart=True)
     def plans(
         self,
         x: Tensor,

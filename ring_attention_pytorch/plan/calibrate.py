@@ -157,12 +157,12 @@ def _pulls(ring: Ring, into: Tensor) -> Seconds:
         return {}
     space, group, ranks = shared
     parts = into.chunk(ring.size - 1)
-    space.make_room(group, keys=len(parts[0]))
+    space.reserve(group, keys=len(parts[0]))
     others = [ranks[(ring.rank + step) % ring.size] for step in range(1, ring.size)]
 
     def pull() -> None:
         for rank, part in zip(others, parts):
-            part.copy_(space.keys.of(rank, Form.of([part.unsqueeze(0)], len(part)))[0][0])
+            part.copy_(space.keys.peer_view(rank, Form.of([part.unsqueeze(0)], len(part)))[0][0])
 
     return {"pull": _seconds(pull, into.device, ring)}
 

@@ -191,8 +191,8 @@ def _of_gather(plan: RingPlan) -> list[str]:
 
 def _home(plan: RingPlan) -> str:
     """Describe how gradients go home, and what is computed meanwhile."""
-    words = f"go home{plan.transport.fabric.way_home}"
-    if plan.schedule.overtaken:
+    words = f"go home{plan.transport.fabric.return_path}"
+    if plan.schedule.own_low_priority:
         words += ", while own keys are computed on"
     else:
         words += _meanwhile(plan)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ring_attention_pytorch.geometry.documents import BatchDocuments
 from ring_attention_pytorch.geometry.segments import Segment, Segments, count, segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask, unseen
-from ring_attention_pytorch.plan.packing import tell
+from ring_attention_pytorch.plan.packing import exchange_json
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import MaskMod
 from ring_attention_pytorch.schedule.pieces import Workload
@@ -90,7 +90,7 @@ def positions_seen(segments: Segments, mask: Mask) -> Tensor:
 
 def gather_positions(ring: Ring, own: Sequence[Tensor | Any]) -> list[tuple[Segments, ...]]:
     """Exchange positions `[n]` of queries and of keys; return both as every rank's segments."""
-    notes = tell(ring, "positions", [_runs(t.cpu().long()) for t in own])
+    notes = exchange_json(ring, "positions", [_runs(t.cpu().long()) for t in own])
     by_sequence = []
     for runs_of_ranks in zip(*notes):
         by_sequence.append(tuple(_segments(runs) for runs in runs_of_ranks))

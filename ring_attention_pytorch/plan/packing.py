@@ -31,7 +31,7 @@ def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> Batch
     for row in ids.cpu():
         values, counts = torch.unique_consecutive(row, return_counts=True)
         runs.append([values.tolist(), counts.tolist()])
-    notes = tell(ring, "ids of documents", runs)
+    notes = exchange_json(ring, "ids of documents", runs)
     whole = torch.empty((len(ids), sum(map(count, segments))), dtype=torch.long)
     for held, note in zip(segments, notes):
         positions = segment_positions(held)
@@ -44,14 +44,14 @@ def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> Batch
 
 def gather_packings(ring: Ring, packing: BatchDocuments) -> BatchDocuments:
     """Gather documents of every rank's samples, where each rank brings samples of its own."""
-    notes = tell(ring, "documents", [documents.runs for documents in packing])
+    notes = exchange_json(ring, "documents", [documents.runs for documents in packing])
     samples = []
     for runs in chain.from_iterable(notes):
         samples.append(Documents(tuple(Run(*run) for run in runs)))
     return tuple(samples)
 
 
-def tell(ring: Ring, subject: str, note: Any) -> list[Any]:
+def exchange_json(ring: Ring, subject: str, note: Any) -> list[Any]:
     """Exchange notes; return those of the ring's ranks. All ranks of the group take part."""
     notes = ring.gather_notes(subject, json.dumps(note).encode())
     return [json.loads(text) for text in notes[ring.first : ring.first + ring.size]]

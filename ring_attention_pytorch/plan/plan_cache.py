@@ -27,8 +27,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ring_attention_pytorch.plan.options import Call
 from ring_attention_pytorch.plan.placement import placed
-from ring_attention_pytorch.plan.proposal import Proposal, room_left
-from ring_attention_pytorch.ranks.agreement import as_told
+from ring_attention_pytorch.plan.proposal import Proposal, memory_left
+from ring_attention_pytorch.ranks.agreement import with_type_name
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.graphs import graphs_refusal
 
@@ -44,19 +44,19 @@ class PlanCache(OrderedDict[Hashable, _Plan]):
     """Plans by kind, in the order in which they were last kept or asked for by `of`.
 
     >>> cache = PlanCache()
-    >>> [cache.of(kind, kind.upper, most=2) for kind in ("a", "b", "a", "c")], [*cache]
+    >>> [cache.of(key, key.upper, most=2) for key in ("a", "b", "a", "c")], [*cache]
     (['A', 'B', 'A', 'C'], ['a', 'c'])
     """
 
-    def of(self, kind: Hashable, make: Callable[[], _Plan], most: int | None = None) -> _Plan:
+    def of(self, key: Hashable, make: Callable[[], _Plan], most: int | None = None) -> _Plan:
         """Return the plan of this kind, made when first asked for, and keep it as `keep` does."""
-        plan = self.get(kind)
-        return self.keep(kind, make() if plan is None else plan, most)
+        plan = self.get(key)
+        return self.keep(key, make() if plan is None else plan, most)
 
-    def keep(self, kind: Hashable, plan: _Plan, most: int | None = None) -> _Plan:
+    def keep(self, key: Hashable, plan: _Plan, most: int | None = None) -> _Plan:
         """Keep a plan, and of `most` in all those that were asked for last; return it."""
-        self[kind] = plan
-        self.move_to_end(kind)
+        self[key] = plan
+        self.move_to_end(key)
         if most is not None and len(self) > most:
             self.popitem(last=False)
         return plan
@@ -83,15 +83,15 @@ class GraphCache(PlanCache[Any]):
         if ring.group is not None and self._where != (where := (ring.group, plan.device)):
             self.clear()  # perhaps nobody else needs the old memory
             self._where = where
-        kind = (
+        key = (
             plan.signature, plan.blocks, swapped, plan.terms, plan.kernel.name,
             plan.chosen.name, plan.chosen.at_once, plan.device, ring.group, ring.first, ring.size,
             torch.is_inference_mode_enabled(),
         )  # fmt: skip
-        if kind not in self:
-            self.keep(kind, None, _WITH_GRAPHS)  # nothing yet: it may come but once
+        if key not in self:
+            self.keep(key, None, _WITH_GRAPHS)  # nothing yet: it may come but once
             return plan
-        return self.of(kind, plan.in_graphs)
+        return self.of(key, plan.in_graphs)
 
     def __reduce__(self) -> tuple[type["GraphCache"], tuple[()]]:
         """Pickle as an empty cache: a copy, or what is loaded, makes its own."""
@@ -99,20 +99,20 @@ class GraphCache(PlanCache[Any]):
 
 
 # what was proposed, without tensors, and the plan of it
-_kept: PlanCache[tuple[Proposal, Any]] = PlanCache()
-atexit.register(_kept.clear)  # before process groups go
+_plans: PlanCache[tuple[Proposal, Any]] = PlanCache()
+atexit.register(_plans.clear)  # before process groups go
 
 
-def kind_of(
+def cache_key(
     ring: Ring, given: tuple[Tensor, ...], options: Mapping[str, Any], also: Mapping[str, Any]
 ) -> Hashable:
     """Return all that a plan depends on; None if it may depend on more, as on tensors' values.
 
     >>> q = torch.empty(1, 6, 2, 4)
-    >>> alike = [kind_of(Ring(), (q, q, q), dict(causal=on), {}) for on in (True, True, False)]
+    >>> alike = [cache_key(Ring(), (q, q, q), dict(causal=on), {}) for on in (True, True, False)]
     >>> alike[0] == alike[1], alike[0] == alike[2]
     (True, False)
-    >>> kind_of(Ring(), (q, q, q), dict(dropout=0.5), {}) is None
+    >>> cache_key(Ring(), (q, q, q), dict(dropout=0.5), {}) is None
     True
     """
     values, sinks = tuple(options.values()), options.get("sinks")
@@ -125,17 +125,17 @@ def kind_of(
     drawn = options.get("dropout") or options.get("mask_mod") is not None
     if type(ring) is not Ring or ring.several or drawn:
         return None
-    kind = (
+    key = (
         (ring.group, ring.first, ring.size, ring.rank),
         tuple([(t.shape, t.dtype, t.device, t.layout, t.requires_grad) for t in given]),
         tuple(options), values, types, tuple(also.items()),
-        room_left(given[0], ring.size) if chooses else 0, *settings(given[0].device.type),
+        memory_left(given[0], ring.size) if chooses else 0, *settings(given[0].device.type),
     )  # fmt: skip
     try:
-        hash(kind)
+        hash(key)
     except TypeError:  # a list of borders, say
         return None
-    return kind
+    return key
 
 
 # what a rank brings to the agreement on a plan: the kind, a proposal, and the plan of it that is
@@ -152,27 +152,27 @@ def find(
     """Find what to propose for such a call, or what was, with the plan of it that is kept."""
     try:
         options = placed(ring, qkv[0], options)
-        kind = kind_of(ring, qkv, options, also)
-        kept = None if kind is None else _kept.get(kind)
-        if kept is None:
-            return kind, Proposal.of(Call(*qkv, ring.size), options, also), None, None
-        _kept.move_to_end(kind)
-        return kind, *kept, None
+        key = cache_key(ring, qkv, options, also)
+        found = None if key is None else _plans.get(key)
+        if found is None:
+            return key, Proposal.of(Call(*qkv, ring.size), options, also), None, None
+        _plans.move_to_end(key)
+        return key, *found, None
     except Exception as error:  # whatever it is: all ranks are told
-        return None, Proposal(), None, as_told(error)
+        return None, Proposal(), None, with_type_name(error)
 
 
-def keep(kind: Hashable, proposal: Proposal, plan: Any) -> None:
+def keep(key: Hashable, proposal: Proposal, plan: Any) -> None:
     """Keep a plan of this kind, instead of those whose group is gone and of the oldest one."""
-    for old, (_, known) in list(_kept.items()):
+    for old, (_, known) in list(_plans.items()):
         if not known.ring.exists:
-            del _kept[old]
-    _kept.keep(kind, (proposal._replace(shaped=()), plan), _KINDS)
+            del _plans[old]
+    _plans.keep(key, (proposal._replace(shaped=()), plan), _KINDS)
 
 
 def forget() -> None:
     """Forget all plans: for those who change what plans depend on, as with `kernels.forget`."""
-    _kept.clear()
+    _plans.clear()
 
 
 def _seen(sinks: Tensor) -> Hashable:

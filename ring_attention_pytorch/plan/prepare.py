@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.transports import make_together, make_transport, owners_at_once
-from ring_attention_pytorch.comm.ulysses import Ulysses, job_of
+from ring_attention_pytorch.comm.transports import make_one_stream, make_transport, owners_at_once
+from ring_attention_pytorch.comm.ulysses import Ulysses, kv_shape_of
 from ring_attention_pytorch.geometry.documents import check_end
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.segments import Segments
@@ -29,7 +29,7 @@ from ring_attention_pytorch.schedule.hardware import (
     H200,
     Hardware,
     hardware,
-    share_a_host,
+    share_one_host,
     with_another,
 )
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
@@ -114,21 +114,21 @@ class TransportChoice(NamedTuple):
     memory: int | None
     at_once: int  # owners whose keys a gather brings together
     shape: KVShape
-    overlapped: Transport | None  # the transport that overlaps, if it is another
+    overlapping_transport: Transport | None  # the transport that overlaps, if it is another
     concurrent: bool  # so little to compute that calls go side by side
 
 
 def settle_transport(
-    ring: Ring, mine: Proposal, heads: Heads, lengths: list[dict[str, int]], alike: bool
+    ring: Ring, mine: Proposal, heads: Heads, lengths: list[dict[str, int]], same_mask: bool
 ) -> tuple[SelectedKernel, Transport, TransportChoice]:
-    """Choose the kernel, choose and make the transport; `alike` tells whether samples see alike.
+    """Choose the kernel, choose and make the transport; `same_mask` tells whether samples see alike.
 
     Where no kernel is named, short documents may get another, and few tokens the one that is
     launched least.
     """
     options, kernel, blocks, ulysses = mine.options, mine.kernel, heads.blocks, heads.ulysses
     q, k, v = mine.shaped
-    shape = job_of(q, k, v, ulysses)
+    shape = kv_shape_of(q, k, v, ulysses)
     memory, named = options.memory, options.transport
     if named is None and memory is None:
         memory = min(rank["room"] for rank in lengths)
@@ -140,7 +140,7 @@ def settle_transport(
         machine = calibrated(machine, ring, degree, kernel, shape, q, hosts)
     near = machine.every(degree)
     name = named or choose_transport(blocks, shape, at_once, near if q.is_cuda else None)
-    light, short = mine.lightest, mine.for_short
+    light, short = mine.fewest_launches, mine.for_short
     if short is not None and documents_are_short(blocks, shape):
         kernel, light = short, None
         machine = _with_calls_of(kernel, machine)
@@ -148,18 +148,20 @@ def settle_transport(
     if ulysses is not None:
         ring = ulysses.ring
     small = is_small(blocks, shape, near)
-    gives_way = alike and kernel.traits.preemptible
-    overtaken = gives_way and is_small(blocks, shape, near, undivided=True)
-    overlapping = make_transport(name, ring, blocks, at_once, shape, q.device, near, overtaken)
+    low_priority = same_mask and kernel.traits.preemptible
+    own_low_priority = low_priority and is_small(blocks, shape, near, undivided=True)
+    overlapping = make_transport(
+        name, ring, blocks, at_once, shape, q.device, near, own_low_priority
+    )
     if light is not None and not launches_decide(blocks, shape, near):
         light = None
     few = (light or kernel).traits
     traits = few.square, few.keys_first
-    together = make_together(overlapping, blocks, shape, q.device, near, *traits)
+    together = make_one_stream(overlapping, blocks, shape, q.device, near, *traits)
     if light is not None and together is not None:
         machine = with_another(_with_calls_of(light, machine), kernel.name, light.name)
         kernel = light
-    concurrent = alike and (overlapping.schedule.overtaken or small)
+    concurrent = same_mask and (overlapping.schedule.own_low_priority or small)
     other = together and overlapping
     chosen = TransportChoice(name, machine, memory, at_once, shape, other, concurrent)
     return kernel, together or overlapping, chosen
@@ -169,7 +171,7 @@ def _machine_of(kernel: SelectedKernel, ranks: list[dict[str, int]], like: Tenso
     """Return the machine of ranks by what they have told: the slowest of their devices."""
     if not like.is_cuda:
         return H200
-    domain = share_a_host([rank["host"] for rank in ranks])
+    domain = share_one_host([rank["host"] for rank in ranks])
     machine = hardware(kernel.name, min(rank["device"] for rank in ranks), domain)
     return _with_calls_of(kernel, machine)
 

@@ -12,14 +12,19 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.kernels import SelectedKernel, choose, for_short_documents, lightest
+from ring_attention_pytorch.kernels import (
+    SelectedKernel,
+    choose,
+    fewest_launches,
+    for_short_documents,
+)
 from ring_attention_pytorch.plan.checks import (
     agreed_shapes,
     check_qkv,
     like_autocast,
 )
 from ring_attention_pytorch.plan.options import Call, Options
-from ring_attention_pytorch.ranks.agreement import Claim
+from ring_attention_pytorch.ranks.agreement import MustMatch
 from ring_attention_pytorch.runtime.dropout import own_seed
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.scores import (
@@ -28,22 +33,22 @@ from ring_attention_pytorch.runtime.scores import (
 )
 from ring_attention_pytorch.schedule.hardware import number_of
 
-ROOM = 8 << 30  # bytes at most for others' keys where neither transport nor memory is given
+MOST_MEMORY = 8 << 30  # bytes at most for others' keys where neither transport nor memory is given
 
 
 class Proposal(NamedTuple):
     """A rank's proposal for a plan; an empty one of a rank that has none.
 
-    `claim` is what ranks compare, and `own` is this rank's. `shaped` are q, k and v as kernels will
+    `must_match` is what ranks compare, and `own` is this rank's. `shaped` are q, k and v as kernels will
     get them, maybe without memory.
     """
 
-    claim: Claim = Claim()
+    must_match: MustMatch = MustMatch()
     own: Mapping[str, int] = {}  # never changed
     options: Options = Options()
     scale: float = 1.0
     kernel: SelectedKernel | Any = None  # None of an empty one
-    lightest: SelectedKernel | None = None  # for few tokens, where none is named
+    fewest_launches: SelectedKernel | None = None  # for few tokens, where none is named
     for_short: SelectedKernel | None = None  # for short documents, likewise
     shaped: tuple[Tensor, ...] = ()
 
@@ -73,7 +78,7 @@ class Proposal(NamedTuple):
             q, k = widened(q, more), widened(k, more)
         request = KernelRequest.of(q, v, **options.features(), packed=options.packed)
         kernel = choose(options.kernel, request)
-        light = lightest(request) if options.kernel is None and size > 1 else None
+        light = fewest_launches(request) if options.kernel is None and size > 1 else None
         short = for_short_documents(request) if options.kernel is None else None
         chooses = options.transport is None
         same = {
@@ -90,18 +95,18 @@ class Proposal(NamedTuple):
             "query_positions and key_positions": "given" if options.placed else None,
         }
         return cls(
-            claim=Claim(same, everywhere),
+            must_match=MustMatch(same, everywhere),
             own={
                 "n": q.shape[1],
                 "m": k.shape[1],
                 "seed": own_seed(options.dropout, options.dropout_seed),
-                "room": room_left(q, size) if chooses and options.memory is None else 0,
+                "room": memory_left(q, size) if chooses and options.memory is None else 0,
                 **_facts(q),
             },
             options=options,
             scale=scale,
             kernel=kernel,
-            lightest=light,
+            fewest_launches=light,
             for_short=short,
             shaped=(q, k, v),
         )
@@ -115,7 +120,7 @@ def _facts(like: Tensor) -> dict[str, int]:
     return {"host": crc32(socket.gethostname().encode()), "device": device}
 
 
-def room_left(like: Tensor, ring_size: int) -> int:
+def memory_left(like: Tensor, ring_size: int) -> int:
     """Return the bytes others' keys may take here: on a GPU at most half of those that are free.
 
     They are rounded down to a power of two, because they decide in which groups owners come, and so
@@ -123,13 +128,13 @@ def room_left(like: Tensor, ring_size: int) -> int:
     keys come in any case. To ask takes 25 to 50 us.
     """
     if ring_size <= 2 or not like.is_cuda or torch.are_deterministic_algorithms_enabled():
-        return ROOM
+        return MOST_MEMORY
     free = torch.cuda.mem_get_info(like.device)[0]
-    if free >= 2 * ROOM:
-        return ROOM
+    if free >= 2 * MOST_MEMORY:
+        return MOST_MEMORY
     stats = torch.cuda.memory_stats_as_nested_dict(like.device)  # flat they take ten times longer
     reserved, allocated = (
         stats[f"{of}_bytes"]["all"]["current"] for of in ("reserved", "allocated")
     )
     half = (free + reserved - allocated) // 2
-    return min(ROOM, 1 << half.bit_length() >> 1)
+    return min(MOST_MEMORY, 1 << half.bit_length() >> 1)

@@ -37,7 +37,7 @@ from ring_attention_pytorch.plan.prepare import (
     swap_heads,
 )
 from ring_attention_pytorch.plan.proposal import Proposal
-from ring_attention_pytorch.ranks.agreement import agree, in_the_same_call, told_by_group, typed
+from ring_attention_pytorch.ranks.agreement import agree, in_the_same_call, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.graphs import graphs_refusal, has_graphs, with_graphs
@@ -116,7 +116,7 @@ class RingPlan:
         object.__setattr__(self, "recordings", recordings)
 
     @classmethod
-    @typed(told_by_group("ring attention", ring_of=attention_ring), apart=True)
+    @typed(report_to_group("ring attention", ring_of=attention_ring), apart=True)
     def make(
         cls,
         q: Tensor,
@@ -150,17 +150,17 @@ class RingPlan:
         # within a transform of torch.func new tensors are wrapped, and have no memory to send
         with torch._C._DisableFuncTorch(), spanned("ring attention, plan", q.device):
             ring = attention_ring(group)
-            kind, mine, kept, wrong = find(ring, (q, k, v), options, also or {})
+            key, mine, kept, wrong = find(ring, (q, k, v), options, also or {})
             own = {**mine.own, "plan": kept.number if kept else 0}
-            lengths = agree(ring, "ring attention", mine.claim, own, wrong)
+            lengths = agree(ring, "ring attention", mine.must_match, own, wrong)
             if kept is not None and all(rank["plan"] == kept.number for rank in lengths):
                 return kept
             if kept is not None:  # by another rank it was not found
                 mine = mine._replace(shaped=tuple(map(like_autocast, (q, k, v))))
             with ring.call("making a plan"):
                 plan = cls._agreed(ring, mine, lengths)
-            if kind is not None:
-                keep(kind, mine, plan)
+            if key is not None:
+                keep(key, mine, plan)
             return plan
 
     @classmethod
@@ -398,24 +398,26 @@ class RingPlan:
         block, passed = block_of(q), self._shared.passed
         if block is not None and block in self._shared.placements:
             block = None
-        kind = (
+        key = (
             q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout,
             v.shape, v.dtype, v.device, v.layout,
             None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.layout),
         )  # fmt: skip
-        if block is None and kind in passed:
+        if block is None and key in passed:
             return
         try:
             if block is not None:
                 block.check_plan(self)
-            if kind not in passed:
+            if key not in passed:
                 check_tensors(self.signature, self.sinks, (q, k, v), sinks)
         except ValueError as error:
-            self.ring.say(f"raised ValueError: {error}")  # to those who will wait for this rank
+            self.ring.report_failure(
+                f"raised ValueError: {error}"
+            )  # to those who will wait for this rank
             raise ValueError(f"ring attention: {error}") from None
         if block is not None:
             self._shared.placements.add(block)
-        passed.add(kind)
+        passed.add(key)
 
 
 class _TracedLayer(RingPlan):

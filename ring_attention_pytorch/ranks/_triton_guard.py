@@ -51,8 +51,10 @@ def _give_up(boards, peer, rank, RANKS: tl.constexpr):
 
 
 @triton.jit
-def meet(state, number, purpose, rank, patience, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """Wait until all ranks have come for the time of this `number`, as `meet_kernel`.
+def wait_at_barrier(
+    state, number, purpose, rank, patience, RANKS: tl.constexpr, LANES: tl.constexpr
+):
+    """Wait until all ranks have come for the time of this `number`, as `barrier_kernel`.
 
     Every program of a kernel waits; the first one tells the others that this rank has come. Return
     whether it has given up.
@@ -90,7 +92,7 @@ def meet(state, number, purpose, rank, patience, RANKS: tl.constexpr, LANES: tl.
 
 
 @triton.jit(do_not_specialize=["purpose", "rank", "patience"])
-def meet_kernel(
+def barrier_kernel(
     state,
     purpose: tl.int32,
     rank: tl.int32,
@@ -101,7 +103,7 @@ def meet_kernel(
     """Wait until all ranks have come for this `purpose`, for at most `patience` nanoseconds."""
     number = tl.load(state + MET) + 1
     tl.store(state + MET, number)
-    meet(state, number, purpose, rank, patience, RANKS, LANES)
+    wait_at_barrier(state, number, purpose, rank, patience, RANKS, LANES)
 
 
 @triton.jit
@@ -154,7 +156,7 @@ def _fill(address, nbytes, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rank", "address", "nbytes"])
-def spoil_kernel(
+def fill_nan_kernel(
     state,
     rank: tl.int32,
     address: tl.int64,

@@ -31,7 +31,7 @@ Check: TypeAlias = Callable[[], object] | ValueError
 
 
 @dataclass(frozen=True)
-class Claim:
+class MustMatch:
     """What must be the `same` in a rank's ring, and `everywhere` in its group, by name."""
 
     same: Mapping[str, Any] = field(default_factory=dict)
@@ -44,53 +44,53 @@ class Claim:
         return json.dumps([same, dict(self.everywhere)]).encode()
 
 
-class Told(NamedTuple):
+class Note(NamedTuple):
     """What a rank has told."""
 
     step: int  # how often it has compared notes
     ring_size: int
     problem: str | None
-    claim: bytes
+    must_match: bytes
     own: dict[str, int]
 
 
 def note(
-    step: int, ring_size: int, problem: str | None, claim: bytes, own: Mapping[str, int]
+    step: int, ring_size: int, problem: str | None, must_match: bytes, own: Mapping[str, int]
 ) -> bytes:
     """Write a note.
 
-    >>> note(3, 2, None, Claim({"causal": True}).text, {"n": 4})
+    >>> note(3, 2, None, MustMatch({"causal": True}).text, {"n": 4})
     b'3 2 null\\n[{"causal": true}, {}]\\n{"n": 4}'
     """
     problem = json.dumps(problem) if problem else "null"
     numbers = _written(*own.items())
-    return b"%d %d %s\n%s\n%s" % (step, ring_size, problem.encode(), claim, numbers)
+    return b"%d %d %s\n%s\n%s" % (step, ring_size, problem.encode(), must_match, numbers)
 
 
-def read(caller: str, rank: int, told: bytes) -> Told:
+def read(caller: str, rank: int, told: bytes) -> Note:
     """Read a rank's note, which another version of this library may have made, or no version.
 
     Raises:
         Disagreement: it can't be read.
     """
     try:
-        head, claim, own = told.split(b"\n")
+        head, must_match, own = told.split(b"\n")
         step, ring_size, problem = head.split(b" ", 2)
         numbers = {name: int(number) for name, number in _parsed(own).items()}
-        return Told(int(step), int(ring_size), _parsed(problem), claim, numbers)
+        return Note(int(step), int(ring_size), _parsed(problem), must_match, numbers)
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise unreadable(caller, rank, error) from None
 
 
-def claimed(caller: str, rank: int, told: Told) -> Claim:
+def read_must_match(caller: str, rank: int, told: Note) -> MustMatch:
     """Read a rank's claim.
 
     Raises:
         Disagreement: it can't be read.
     """
     try:
-        same, everywhere = json.loads(told.claim)
-        return Claim({**same}, {"ring size": told.ring_size, **everywhere})
+        same, everywhere = json.loads(told.must_match)
+        return MustMatch({**same}, {"ring size": told.ring_size, **everywhere})
     except (ValueError, TypeError, RecursionError) as error:
         raise unreadable(caller, rank, error) from None
 
@@ -127,7 +127,7 @@ def _plain(value: Any) -> Any:
 def agree(
     ring: Ring,
     caller: str,
-    same: Mapping[str, Any] | Claim,
+    same: Mapping[str, Any] | MustMatch,
     own: Mapping[str, int] | None = None,
     check: Check | None = None,
     everywhere: Mapping[str, Any] | None = None,
@@ -136,7 +136,7 @@ def agree(
 
     `check` raises what this rank finds wrong by itself. That is raised on every rank of the group,
     so that no rank is left waiting. Messages number ranks by the group. `everywhere` must be the
-    same in all rings of the group, because it decides what they exchange next. A `Claim`, which has
+    same in all rings of the group, because it decides what they exchange next. A `MustMatch`, which has
     both, may be told again.
 
     Raises:
@@ -150,16 +150,16 @@ def agree(
         ring.steps.broken = None
         _check_problems(caller, [problem])
         return [own]
-    claim = same if isinstance(same, Claim) else Claim(same, everywhere or {})
-    mine = note(ring.steps.notes, ring.size, problem, claim.text, own)
+    must_match = same if isinstance(same, MustMatch) else MustMatch(same, everywhere or {})
+    mine = note(ring.steps.notes, ring.size, problem, must_match.text, own)
     notes = ring.gather_notes(caller, mine)
     if problem is None and notes.count(mine) == len(notes):  # there is nothing to read
         return [own] * ring.size
     told = [read(caller, *each) for each in enumerate(notes)]
     _check_problems(caller, [each.problem for each in told])
     _check_in_step(ring, caller, [each.step for each in told])
-    if len({(each.ring_size, each.claim) for each in told}) > 1:
-        _check_claims(ring, caller, told)
+    if len({(each.ring_size, each.must_match) for each in told}) > 1:
+        _check_must_match(ring, caller, told)
     _check_numbers(caller, [each.own for each in told])
     return [each.own for each in told[ring.first : ring.first + ring.size]]
 
@@ -178,29 +178,29 @@ def error_of(check: Check | None) -> ValueError | None:
     try:
         check()
     except Exception as error:
-        return as_told(error)
+        return with_type_name(error)
     return None
 
 
-def as_told(error: Exception) -> ValueError:
+def with_type_name(error: Exception) -> ValueError:
     """Return an error as ranks are told it: with its kind, if it is no plain ValueError."""
     kind = "" if type(error) is ValueError and str(error) else f"{type(error).__name__}: "
     return ValueError(f"{kind}{error}")
 
 
-def told_by_group(
+def report_to_group(
     caller: str,
     agreed: tuple[str, Any] = ("plan", None),
     ring_of: Callable[[Group, int | None], Ring] = as_ring,
 ) -> Callable[[dict[str, Any], ValueError], None]:
-    """Make the `tell` of `typed`, for functions with a `group` that agree under the name `caller`.
+    """Make the `report` of `typed`, for functions with a `group` that agree under the name `caller`.
 
     They agree only if the argument `agreed[0]` is `agreed[1]`: by default, only without a plan.
     Else nobody waits in an agreement, and word is left for those who will wait.
     `ring_of` makes the ring of a group, and of a ring size.
     """
 
-    def tell(given: dict[str, Any], error: ValueError) -> None:
+    def report(given: dict[str, Any], error: ValueError) -> None:
         if isinstance(options := given.get("options"), dict):
             given = {**given, **options}
         name, value = agreed
@@ -210,11 +210,11 @@ def told_by_group(
             ring = ring_of(group, size if type(size) is int else None)
             agree(ring, caller, {}, check=error)
         elif isinstance(of_plan := getattr(given.get("plan"), "ring", None), Ring):
-            of_plan.say(f"raised ValueError: {error}")
+            of_plan.report_failure(f"raised ValueError: {error}")
         else:  # no plan: those who have one wait
-            ring_of(None, None).say(f"raised ValueError: {error}")
+            ring_of(None, None).report_failure(f"raised ValueError: {error}")
 
-    return tell
+    return report
 
 
 @contextmanager
@@ -246,11 +246,11 @@ def raise_together(ring: Ring, caller: str, check: Check | None) -> None:
 
 
 def typed(
-    tell: Callable[[dict[str, Any], ValueError], object], apart: bool = False
+    report: Callable[[dict[str, Any], ValueError], object], apart: bool = False
 ) -> Callable[[Function], Function]:
     """Decorate a function: arguments must be parameters of the annotated types, or all are told.
 
-    `tell` is given the arguments by name and the error about them, which an agreement takes as its
+    `report` is given the arguments by name and the error about them, which an agreement takes as its
     `check`. It raises that on all ranks that will wait for this one. Where there are none, it
     returns. torch.compile runs the function
     `apart`, between two graphs, or traces it; types are not checked while it does.
@@ -279,7 +279,7 @@ def typed(
             except (BeartypeCallHintParamViolation, TypeError) as error:
                 if (why := arguments.refusal(error, args, kwargs)) is None:
                     raise
-            tell(arguments.by_name(args, kwargs), ValueError(why))
+            report(arguments.by_name(args, kwargs), ValueError(why))
             raise WrongArgument(why)
 
         return call
@@ -319,12 +319,12 @@ def _check_numbers(caller: str, own: list[dict[str, int]]) -> None:
         )
 
 
-def _check_claims(ring: Ring, caller: str, told: list[Told]) -> None:
+def _check_must_match(ring: Ring, caller: str, told: list[Note]) -> None:
     """Raise if claims differ: of the group what must be the same everywhere, of each ring all."""
-    claims = [claimed(caller, *each) for each in enumerate(told)]
-    _check_same(caller, [each.everywhere for each in claims], first=0)
-    for first in range(0, len(claims), ring.size):  # all rings: every rank raises
-        of_ring = claims[first : first + ring.size]
+    must_matches = [read_must_match(caller, *each) for each in enumerate(told)]
+    _check_same(caller, [each.everywhere for each in must_matches], first=0)
+    for first in range(0, len(must_matches), ring.size):  # all rings: every rank raises
+        of_ring = must_matches[first : first + ring.size]
         _check_same(caller, [each.same for each in of_ring], first)
 
 

@@ -139,7 +139,7 @@ class RingError(RuntimeError):
         if (group := place[0]) is not None:
             closed.add(group)
         failure_reports.write(*place, f"waits in {step} {call_site()}")
-        tell_peers()
+        notify_peers()
         words = failure_reports.read(*place, ranks)
         told = [f"rank {rank} {text.rstrip('.')}" for rank, text in words.items()]
         if silent := [rank for rank in ranks if rank not in words]:
@@ -336,13 +336,13 @@ def _failing_together() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        tell_peers()
+        notify_peers()
         raise
     finally:
         _blocks -= 1
 
 
-def tell_peers() -> None:
+def notify_peers() -> None:
     """End what is under way in all groups, in a block of `fail_together`; elsewhere do nothing."""
     if not _blocks:
         return

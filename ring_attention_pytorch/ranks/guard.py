@@ -38,9 +38,9 @@ class Guard:
     def __init__(self, device: torch.device, *addresses: int) -> None:
         self.device = device
         with torch.inference_mode(False):  # else nobody could write them outside of that
-            self._told = torch.zeros(5, dtype=torch.int64, pin_memory=device.type == "cuda")
-            self._anything = self._told[0]  # read in 0.15 us
-            state = [0, 0, 0, self._told.data_ptr(), *addresses]
+            self._flags = torch.zeros(5, dtype=torch.int64, pin_memory=device.type == "cuda")
+            self._anything = self._flags[0]  # read in 0.15 us
+            state = [0, 0, 0, self._flags.data_ptr(), *addresses]
             self.state = torch.tensor(state, dtype=torch.int64, device=device)
         self.wait()
 
@@ -49,7 +49,7 @@ class Guard:
         if not self._anything.item():
             return None
         self.wait()
-        _, rank, expected, came, _ = self._told.tolist()
+        _, rank, expected, came, _ = self._flags.tolist()
         return self.explained(rank, expected, came)
 
     def explained(self, rank: int, expected: int, came: int) -> str:
@@ -65,7 +65,7 @@ class Guard:
         """Forget what was found. Nothing of this ring is under way on any rank's device."""
         self.state[:3] = 0
         self.wait()
-        self._told[:4] = 0
+        self._flags[:4] = 0
 
     def fail(self) -> None:
         """Let the others know at once that this rank has failed, if they can know it from here."""
@@ -95,38 +95,38 @@ class Board(Guard):
 
         lanes = max(32, 1 << (self.ranks - 1).bit_length())  # threads that wait, each for a rank
         self.among: dict[str, Any] = dict(RANKS=self.ranks, LANES=lanes)
-        self._meet = Launch(kernels.meet_kernel, 1, num_warps=1, **self.among)
+        self._wait = Launch(kernels.barrier_kernel, 1, num_warps=1, **self.among)
         self._fail = Launch(kernels.fail_kernel, 1, num_warps=1, **self.among)
-        self._spoil = Launch(kernels.spoil_kernel, _PROGRAMS, **self.among, BLOCK=_BLOCK)
+        self._fill_nan = Launch(kernels.fill_nan_kernel, _PROGRAMS, **self.among, BLOCK=_BLOCK)
 
-    def meet(self, kind: str, plan: int = 0) -> None:
+    def wait_for_all(self, kind: str, plan: int = 0) -> None:
         """Let the current stream wait until all ranks have come, and check that it is for this.
 
         There are few kinds, and any number of plans.
         """
         with torch.cuda.device_of(self.state):
-            self.meeting(kind, plan)()
+            self.barrier(kind, plan)()
 
-    def meeting(self, kind: str, plan: int = 0) -> "Meeting":
+    def barrier(self, kind: str, plan: int = 0) -> "Barrier":
         """Return such a meeting, to be called for over and over where this device is current."""
         number = crc32(kind.encode()) % _KINDS
         self._kinds[number] = kind
-        return Meeting(self, plan % _PLANS * _KINDS + number)
+        return Barrier(self, plan % _PLANS * _KINDS + number)
 
-    def come(self, purpose: int) -> None:
+    def arrive(self, purpose: int) -> None:
         """Come to the meeting of that purpose, on the current device."""
-        self._meet(self.state, purpose, self.rank, self.patience)
+        self._wait(self.state, purpose, self.rank, self.patience)
 
     @opaque
-    def spoil(self, *tensors: Tensor) -> None:
+    def fill_nan(self, *tensors: Tensor) -> None:
         """Fill dense tensors, read in others' memory, with NaN if a rank was out of step."""
         with torch.cuda.device_of(self.state):
-            self.spoil_here(*filter(Tensor.numel, tensors))
+            self.fill_nan_here(*filter(Tensor.numel, tensors))
 
-    def spoil_here(self, *tensors: Tensor) -> None:
+    def fill_nan_here(self, *tensors: Tensor) -> None:
         """Spoil tensors that are not empty, on the current device."""
         for t in tensors:
-            self._spoil(self.state, self.rank, t.data_ptr(), t.nbytes)
+            self._fill_nan(self.state, self.rank, t.data_ptr(), t.nbytes)
 
     def fail(self) -> None:
         if self.device.type != "cuda":
@@ -158,20 +158,20 @@ class Board(Guard):
         super().reset()
 
 
-@prepared(Board.spoil)
+@prepared(Board.fill_nan)
 def _(board: Board, *tensors: Tensor) -> Callable[..., None]:
-    return Board.spoil_here if all(map(Tensor.numel, tensors)) else Board.spoil
+    return Board.fill_nan_here if all(map(Tensor.numel, tensors)) else Board.fill_nan
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Barrier:
     """A meeting on a board, for a purpose."""
 
     board: Board
     purpose: int
 
     def __call__(self, *_: object, **__: object) -> None:
-        self.board.come(self.purpose)
+        self.board.arrive(self.purpose)
 
 
 class Stamps(Guard):
@@ -183,7 +183,7 @@ class Stamps(Guard):
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         super().__init__(device)
-        self._number, self._overdue = 0, Overdue(self._told[4].item, timeout)
+        self._number, self._overdue = 0, Overdue(self._flags[4].item, timeout)
         with torch.inference_mode(False):  # of which the stamps that are sent are views
             self._every = torch.arange(_STAMPS, dtype=torch.int32, device=device)
 

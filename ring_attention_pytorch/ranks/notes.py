@@ -203,7 +203,7 @@ _host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary(
 def link(group: ProcessGroup) -> None:
     """Make the links of a group, or none. All its ranks call this together, and decide alike."""
     over_gloo = partial(gather_over_gloo, group)
-    found = _meet(group.rank(), group.size(), over_gloo, timeout_of(group))
+    found = _rendezvous(group.rank(), group.size(), over_gloo, timeout_of(group))
     if found is not None:
         finalize(group, found.close).atexit = False
     links_of[group] = found
@@ -249,10 +249,10 @@ def _end(companion: "ref[ProcessGroup]") -> None:
         dist.destroy_process_group(group)
 
 
-def _meet(rank: int, size: int, gather: Gather, patience: timedelta) -> Links | None:
+def _rendezvous(rank: int, size: int, gather: Gather, patience: timedelta) -> Links | None:
     """Link this rank with all others; return None, on all ranks, if any can't reach another."""
     subject, links = "whether all ranks share a host", dict[int, socket.socket]()
-    with _open_door(size) as door:
+    with _listening_socket(size) as door:
         try:
             paths = exchange(
                 gather, subject, b"" if door is None else os.fsencode(door.getsockname())
@@ -263,7 +263,7 @@ def _meet(rank: int, size: int, gather: Gather, patience: timedelta) -> Links | 
             if b"" in exchange(gather, subject, b"able" if able else b""):
                 door = None
             if door is not None:
-                links |= _let_in(door, range(rank + 1, size))
+                links |= _accept(door, range(rank + 1, size))
         except BaseException:
             _close(links)
             raise
@@ -276,7 +276,7 @@ def _meet(rank: int, size: int, gather: Gather, patience: timedelta) -> Links | 
 
 
 @contextmanager
-def _open_door(size: int) -> Iterator[socket.socket | None]:
+def _listening_socket(size: int) -> Iterator[socket.socket | None]:
     """Open a socket to which only this user's processes can connect; None where there is no way."""
     with ExitStack() as stack:
         door = None
@@ -311,7 +311,7 @@ def _connected(rank: int, paths: Sequence[bytes]) -> dict[int, socket.socket]:
     return links
 
 
-def _let_in(door: socket.socket, ranks: Iterable[int]) -> dict[int, socket.socket]:
+def _accept(door: socket.socket, ranks: Iterable[int]) -> dict[int, socket.socket]:
     """Accept these ranks, which have connected before, and nobody else.
 
     Raises:

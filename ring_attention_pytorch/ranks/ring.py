@@ -42,7 +42,7 @@ from ring_attention_pytorch.ranks.steps import BROKEN, Steps
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
 Messages = Sequence[tuple[int, Tensor]]  # rank of a ring, and what is sent to it or received
-_NOTHING = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 # how often a group has compared notes, and the steps of each of its rings
 _steps: WeakKeyDictionary[ProcessGroup, tuple[list[int], dict[tuple[int, int], Steps]]] = (
@@ -236,9 +236,9 @@ class Ring:
         with self.call("reducing"), Awaiting(lambda: (self.steps.now, self.peers, self._place)):
             dist.all_reduce(t, group=self.group)
 
-    def say(self, words: str) -> None:
+    def report_failure(self, words: str) -> None:
         """Leave word for ranks that will wait for this one in vain, because it raises alone."""
-        self.steps.say(words)
+        self.steps.report_failure(words)
 
     @property
     def _place(self) -> Place:
@@ -256,7 +256,7 @@ class Ring:
             RingError: an earlier call has failed on this rank.
         """
         if self.size == 1:
-            return _NOTHING
+            return _NO_CONTEXT
         if inherited and self.group is not None:
             known(self.group)
         return self.steps.begin(operation, plan)
@@ -274,7 +274,7 @@ class Ring:
         if not all(ends):
             raise unreadable(subject, ends.index(b""), "it does not say how its devices are")
         if any(troubles):
-            self.steps.mend(partial(self.gather_bytes, b"", 1))
+            self.steps.clear_failure(partial(self.gather_bytes, b"", 1))
             for rank, told in enumerate(troubles):
                 if told not in (b"", BROKEN.encode()):
                     raise RingError(f"rank {rank}: {told.decode()}; the ring is whole again")

@@ -15,7 +15,7 @@ from ring_attention_pytorch.ranks.failures import (
     RingError,
     Step,
     guards,
-    tell_peers,
+    notify_peers,
 )
 from ring_attention_pytorch.ranks.guard import Guard
 
@@ -86,7 +86,7 @@ class Steps:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None and not isinstance(error, Disagreement):
             self._break(error)
-            tell_peers()
+            notify_peers()
 
     def tag(self) -> int:
         """Return the tag of the next messages, positive and of 31 bits."""
@@ -116,22 +116,22 @@ class Steps:
         self.guards.append(guard)
         guards.add(guard)
 
-    def say(self, words: str) -> None:
+    def report_failure(self, words: str) -> None:
         """Leave word for ranks that will wait for this one in vain."""
         group = None if self._group is None else self._group()
         failure_reports.write(group, self.notes, words)
 
-    def mend(self, meet: Callable[[], object]) -> None:
+    def clear_failure(self, barrier: Callable[[], object]) -> None:
         """Clear a failure that notes have reported: reset the GPUs' flags between two barriers.
 
-        All ranks call this together; `meet` is the barrier.
+        All ranks call this together; `barrier` is the barrier.
         """
         for guard in self.guards:
             guard.wait()
-        meet()
+        barrier()
         for guard in self.guards:
             guard.reset()
-        meet()
+        barrier()
         self.broken = None
 
     def _break(self, error: BaseException) -> None:
@@ -139,7 +139,7 @@ class Steps:
             return
         self.broken = f"{self.now}: {type(error).__name__}: {error}"
         if not isinstance(error, RingError):  # which has told itself
-            self.say(f"raised {type(error).__name__} in {self.now}: {error}")
+            self.report_failure(f"raised {type(error).__name__} in {self.now}: {error}")
         for guard in self.guards:
             with suppress(RuntimeError):  # perhaps it was the device that failed
                 guard.fail()

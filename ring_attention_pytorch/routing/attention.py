@@ -18,7 +18,7 @@ from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
-from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
+from ring_attention_pytorch.nn.sharding import ShardConfig, report_to_group_of_module
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutName
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import typed
@@ -281,7 +281,7 @@ class ConditionalRoutedAttention(nn.Module):
         )  # fmt: skip
         self.null_q_token = nn.Parameter(torch.randn(dim)) if use_null_q_tokens else None
 
-    @typed(told_by_module("ConditionalRoutedAttention"))
+    @typed(report_to_group_of_module("ConditionalRoutedAttention"))
     def forward(
         self,
         x: Tensor,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import check_least, checked
-from ring_attention_pytorch.nn.sharding import told_by_module
+from ring_attention_pytorch.nn.sharding import report_to_group_of_module
 from ring_attention_pytorch.ranks.agreement import typed
 from ring_attention_pytorch.routing.attention import ConditionalRoutedAttention
 from ring_attention_pytorch.routing.plan import RoutingPlan
@@ -102,7 +102,7 @@ class ConditionalRoutedAutoregressiveAttention(ConditionalRoutedAttention):
         check_least(1, heavy_window_size=self.window)
         refuse_blocks(self.q_router, "windows")
 
-    @typed(told_by_module("ConditionalRoutedAutoregressiveAttention"))
+    @typed(report_to_group_of_module("ConditionalRoutedAutoregressiveAttention"))
     def forward(
         self,
         x: Tensor,

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
+from ring_attention_pytorch.nn.sharding import ShardConfig, report_to_group_of_module
 from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.ranks.agreement import typed
 from ring_attention_pytorch.ranks.ring import Group
@@ -89,7 +89,7 @@ class ConditionalRoutedTransformerBlock(nn.Module):
             heavy_ff_mult=heavy_ff_mult, **both,
         )  # fmt: skip
 
-    @typed(told_by_module("ConditionalRoutedTransformerBlock"))
+    @typed(report_to_group_of_module("ConditionalRoutedTransformerBlock"))
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, plan: RoutingPlan | None = None
     ) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.comm.exchange import all_to_all
-from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
+from ring_attention_pytorch.nn.sharding import ShardConfig, report_to_group_of_module
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutName
 from ring_attention_pytorch.ranks.agreement import typed
 from ring_attention_pytorch.ranks.ring import Group
@@ -124,7 +124,7 @@ class ConditionalRoutedCrossAttention(nn.Module):
         if use_null_q_tokens and num_tokens_q is not None:
             self.null_q_token = nn.Parameter(torch.randn(dim))
 
-    @typed(told_by_module("ConditionalRoutedCrossAttention"))
+    @typed(report_to_group_of_module("ConditionalRoutedCrossAttention"))
     def forward(
         self,
         x: Tensor,

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ring_attention_pytorch.arguments import check_least, checked
 from ring_attention_pytorch.nn.feedforward import feed_forward
-from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
+from ring_attention_pytorch.nn.sharding import ShardConfig, report_to_group_of_module
 from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.ranks.agreement import typed
 from ring_attention_pytorch.ranks.ring import Group
@@ -83,7 +83,7 @@ class ConditionalRoutedFeedForward(nn.Module):
         self.light_ff = feed_forward(dim, light_ff_mult)
         self.heavy_ff = feed_forward(dim, heavy_ff_mult)
 
-    @typed(told_by_module("ConditionalRoutedFeedForward"))
+    @typed(report_to_group_of_module("ConditionalRoutedFeedForward"))
     def forward(
         self,
         x: Tensor,

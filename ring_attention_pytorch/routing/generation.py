@@ -87,7 +87,7 @@ class CachedRoutedTransformer:
     def __init__(self, model: Any, reading: Reading) -> None:
         self.model, self.kernel, self.length = model, reading.kernel, 0
         attentions = [block.conditional_attn for block in model.layers]
-        first, room = attentions[0], reading.room
+        first, room = attentions[0], reading.capacity
         self.window, heavy = first.window, first.heavy_attn
         chosen = max(1, room // self.window * slots(first.num_heavy_tokens_kv, self.window))
         self.heavy = reading.cache([None] * len(attentions), heavy.heads, heavy.dim_head, chosen)

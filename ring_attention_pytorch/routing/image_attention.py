@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.nn.attention import RingAttention
-from ring_attention_pytorch.nn.sharding import told_by_module
+from ring_attention_pytorch.nn.sharding import report_to_group_of_module
 from ring_attention_pytorch.ranks.agreement import typed
 from ring_attention_pytorch.routing.attention import ConditionalRoutedAttention
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
@@ -75,7 +75,7 @@ class ConditionalRoutedImageAttention(ConditionalRoutedAttention):
             dim, dim_head=light_dim_head, heads=light_heads, kernel=options.get("kernel")
         )
 
-    @typed(told_by_module("ConditionalRoutedImageAttention"))
+    @typed(report_to_group_of_module("ConditionalRoutedImageAttention"))
     def forward(
         self,
         x: Tensor,

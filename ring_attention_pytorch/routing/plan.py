@@ -25,7 +25,7 @@ from ring_attention_pytorch.ranks.agreement import (
     agree,
     error_of,
     raise_together,
-    told_by_group,
+    report_to_group,
     typed,
 )
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
@@ -51,7 +51,7 @@ class RoutingPlan:
     attention: PlanCache[RingPlan] = field(default_factory=PlanCache)
 
     @classmethod
-    @typed(told_by_group("RoutingPlan"))
+    @typed(report_to_group("RoutingPlan"))
     def make(
         cls,
         x: Tensor,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ring_attention_pytorch.arguments import check_least, checked
-from ring_attention_pytorch.nn.sharding import ShardConfig, told_by_module
+from ring_attention_pytorch.nn.sharding import ShardConfig, report_to_group_of_module
 from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.ranks.agreement import typed
 from ring_attention_pytorch.ranks.ring import Group
@@ -225,7 +225,7 @@ class CoordinateDescentRouter(nn.Module):
         if not learned_routing_tokens:
             self.routing_token = nn.Parameter(torch.randn(num_routing_tokens, dim))
 
-    @typed(told_by_module("CoordinateDescentRouter"))
+    @typed(report_to_group_of_module("CoordinateDescentRouter"))
     def forward(
         self,
         x: Tensor,

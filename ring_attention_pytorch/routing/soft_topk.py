@@ -23,7 +23,7 @@ from torch.autograd import Function
 
 from ring_attention_pytorch.arguments import check_least, checked, checks_of
 from ring_attention_pytorch.comm.exchange import all_gather, sum_over_ranks
-from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.routing.descent_triton import TRITON
 from ring_attention_pytorch.routing.passes import PLAIN, Partition, Slope, partition, slope
@@ -164,7 +164,7 @@ def gates(scores: Tensor, a: Tensor, eps: float) -> Tensor:
     return x.exp()
 
 
-@typed(told_by_group("soft_topk"))
+@typed(report_to_group("soft_topk"))
 def soft_topk(
     scores: Tensor,
     k: Count,

@@ -8,7 +8,7 @@ from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.nn.generation import Decoder
 from ring_attention_pytorch.nn.layer_caches import Reading
 from ring_attention_pytorch.nn.loss import mean_cross_entropy
-from ring_attention_pytorch.nn.sharding import told_by_module
+from ring_attention_pytorch.nn.sharding import report_to_group_of_module
 from ring_attention_pytorch.nn.transformer import RingTransformer
 from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.ranks.agreement import typed
@@ -81,7 +81,7 @@ class ConditionalRoutedTransformer(RingTransformer):
                 heavy_window_size=heavy_window_size, **self.spread.of_layers(), **options,
             ))  # fmt: skip
 
-    @typed(told_by_module("RingTransformer"))
+    @typed(report_to_group_of_module("RingTransformer"))
     def forward(  # type: ignore[override]  # it has no documents and no plans
         self,
         x: Tensor,

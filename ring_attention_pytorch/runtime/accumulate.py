@@ -1,7 +1,7 @@
 """Accumulators of out, lse and gradients: parts are merged or summed in wide dtypes, rounded once.
 
 A kernel that keeps a running result in memory calls `begin_update` and works in place there, or
-calls `room`, whose memory need not be filled with zeros first. A kernel that returns a part in a
+calls `update_memory`, whose memory need not be filled with zeros first. A kernel that returns a part in a
 tensor of its own hands it to `add`; the first part of all tokens is taken as it is. So where one
 call brings everything, nothing is copied, cast or filled. A kernel that can be told where to write
 a part asks `alloc` for memory: parts that fill the result's own memory side by side are the result,
@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.runtime.later import Later
+from ring_attention_pytorch.runtime.deferred import Deferred
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, merge_, merge_sinks_
 from ring_attention_pytorch.runtime.spans import deepest, disjoint_spans, is_free
 from ring_attention_pytorch.runtime.streams import record_use, wait_side_streams
@@ -53,7 +53,7 @@ class _Accumulator:
         self._taken: list[slice] = []  # tokens of the place that parts have taken
         self._wide: Tensors | None = None
         self._parts: list[Part] = []
-        self._first_is_lent = False  # the first part that waits is to be read only
+        self._first_is_borrowed = False  # the first part that waits is to be read only
 
     def _anew(self, at: slice, dtype: torch.dtype) -> Tensors:
         """Return new memory for these tokens."""
@@ -88,13 +88,13 @@ class _Accumulator:
         if self._place is None or apart or not is_free(at, self._taken):
             return self._anew(at, self._end)
         self._taken.append(at)
-        return _held(self._place, self._dims, self._whole, at)
+        return _narrowed(self._place, self._dims, self._whole, at)
 
     def _update(self) -> Tensors:
         """Return the running tensors, with all parts in them."""
         self._join()
         if self._wide is None:
-            if self._begins_whole and not self._first_is_lent:
+            if self._begins_whole and not self._first_is_borrowed:
                 self._wide = self._widened(self._parts.pop(0)[1])
             else:
                 self._wide = self._blank(self._dtype)
@@ -102,7 +102,7 @@ class _Accumulator:
         self._fold(self._wide)
         return self._wide
 
-    def _room(self) -> tuple[Tensors | None, Tensors]:
+    def _update_memory(self) -> tuple[Tensors | None, Tensors]:
         """Return what was before, if anything, and where the next call has to write."""
         dtype = self._end if self._calls == 1 else self._dtype
         if self._calls is not None:
@@ -136,11 +136,11 @@ class _Accumulator:
 
     def _fold(self, totals: Tensors) -> None:
         """Combine all parts into `totals`."""
-        parts, self._parts, self._first_is_lent = self._parts, [], False
+        parts, self._parts, self._first_is_borrowed = self._parts, [], False
         if not self._given:
             self._place, self._taken = None, []
         for at, found in overlaps(parts, self._dims):
-            self._combine(_held(totals, self._dims, self._whole, at), found)
+            self._combine(_narrowed(totals, self._dims, self._whole, at), found)
 
     def _fold_into_first(self) -> Tensors:
         """Combine all other parts into the first one, which has all tokens; return it."""
@@ -196,7 +196,7 @@ class OutputAccumulator(_Accumulator):
         """Return out and lse in `accumulation_dtype(dtype)`, to be merged into in place."""
         return self._update()
 
-    def room(self) -> tuple[Tensor | None, Tensor, Tensor]:
+    def update_memory(self) -> tuple[Tensor | None, Tensor, Tensor]:
         """Return (before, out, lse) for a call of a kernel that merges by itself.
 
         `before` is None if nothing was merged yet: then all of out and lse must be written.
@@ -204,7 +204,7 @@ class OutputAccumulator(_Accumulator):
         last call may out be other memory, like `before` but in q's dtype: then all of out must be
         written.
         """
-        before, (out, lse) = self._room()
+        before, (out, lse) = self._update_memory()
         return None if before is None else before[0], out, lse
 
     def samples(self, which: slice) -> "OutputAccumulator":
@@ -273,7 +273,7 @@ class GradAccumulator(_Accumulator):
     memory of the accumulator's dtype in which the sum has to be kept. Parts have the dtype of
     `like`; the sum is of `dtype` at the end, which is like's unless given. `place` is memory of
     that dtype, like `like`, in which the sum has to be at the end. What adds to it may be left for
-    `later`, if that is given; whoever gives it does what is left before the sum is read.
+    `deferred`, if that is given; whoever gives it does what is left before the sum is read.
     """
 
     _dims = (1,)
@@ -285,7 +285,7 @@ class GradAccumulator(_Accumulator):
         into: Tensor | None = None,
         place: Tensor | None = None,
         dtype: torch.dtype | None = None,
-        later: Later | None = None,
+        deferred: Deferred | None = None,
     ) -> None:
         super().__init__(
             like,
@@ -295,7 +295,7 @@ class GradAccumulator(_Accumulator):
             None if place is None else (place,),
         )
         self._waits: list[Callable[[], None]] = []
-        self.later = later
+        self.deferred = deferred
 
     def after(self, wait: Callable[[], None]) -> None:
         """Register `wait`, to be called before any part that is added next is read."""
@@ -322,23 +322,23 @@ class GradAccumulator(_Accumulator):
         if self._crowded and not self._waits:
             self._update()
 
-    def add_lent(self, at: slice, part: Tensor) -> None:
-        """Add a part that lies in a peer's memory. It is only read, and not after `settle`."""
-        self._first_is_lent |= self.is_empty
+    def add_borrowed(self, at: slice, part: Tensor) -> None:
+        """Add a part that lies in a peer's memory. It is only read, and not after `flush`."""
+        self._first_is_borrowed |= self.is_empty
         self._parts.append((at, (part,)))
 
     def whole(self) -> Tensor | None:
         """Return the only part there is, to be added to in place, if it is like the sum.
 
         >>> total = GradAccumulator(torch.zeros(1, 2, 1, 1))
-        >>> total.add_lent(slice(0, 2), torch.ones(1, 2, 1, 1))
+        >>> total.add_borrowed(slice(0, 2), torch.ones(1, 2, 1, 1))
         >>> total.whole() is None
         True
-        >>> total.settle().data_ptr() == total.whole().data_ptr()
+        >>> total.flush().data_ptr() == total.whole().data_ptr()
         True
         """
         self._join()
-        if self._first_is_lent:
+        if self._first_is_borrowed:
             return None
         found, others = self._wide, self._parts
         if found is None and self._begins_whole:
@@ -347,17 +347,17 @@ class GradAccumulator(_Accumulator):
             return None
         return found[0] if found[0].dtype == self._end and found[0].is_contiguous() else None
 
-    def settle(self) -> Tensor:
+    def flush(self) -> Tensor:
         """Sum what there is now, and return it: nothing lent is read any more.
 
-        >>> total, lent = GradAccumulator(torch.zeros(1, 2, 1, 1)), torch.ones(1, 2, 1, 1)
-        >>> total.add_lent(slice(0, 2), lent)
-        >>> total.add_lent(slice(1, 2), lent[:, 1:])
-        >>> total.settle().flatten().tolist(), lent.flatten().tolist()
+        >>> total, borrowed = GradAccumulator(torch.zeros(1, 2, 1, 1)), torch.ones(1, 2, 1, 1)
+        >>> total.add_borrowed(slice(0, 2), borrowed)
+        >>> total.add_borrowed(slice(1, 2), borrowed[:, 1:])
+        >>> total.flush().flatten().tolist(), borrowed.flatten().tolist()
         ([1.0, 2.0], [1.0, 1.0])
         """
         total = self.finalize()
-        self._wide, self._parts, self._first_is_lent = None, [(self._whole, (total,))], False
+        self._wide, self._parts, self._first_is_borrowed = None, [(self._whole, (total,))], False
         self._taken = [self._whole]
         return total
 
@@ -365,9 +365,9 @@ class GradAccumulator(_Accumulator):
         """Return the sum as `accumulation_dtype(dtype)`, to be added to in place."""
         return self._update()[0]
 
-    def room(self) -> tuple[Tensor | None, Tensor]:
-        """Return (before, sum) for a kernel that adds by itself, as `OutputAccumulator.room`."""
-        before, (total,) = self._room()
+    def update_memory(self) -> tuple[Tensor | None, Tensor]:
+        """Return (before, sum) for a kernel that adds by itself, as `OutputAccumulator.update_memory`."""
+        before, (total,) = self._update_memory()
         return None if before is None else before[0], total
 
     def move_to(self, whole: "GradAccumulator", first: int) -> None:
@@ -386,7 +386,7 @@ class GradAccumulator(_Accumulator):
         """Return an accumulator of some samples, in the same memory."""
         if which == slice(None):
             return self
-        part = GradAccumulator(self._like[which], later=self.later)
+        part = GradAccumulator(self._like[which], deferred=self.deferred)
         part._wide = (self.begin_update()[which],)
         return part
 
@@ -405,7 +405,7 @@ class GradAccumulator(_Accumulator):
         if self._place is not None:
             self._join_in_place(self._place)
             return self._written(self._place)
-        adopts = self._begins_whole and not self._first_is_lent
+        adopts = self._begins_whole and not self._first_is_borrowed
         if adopts and self._parts[0][1][0].dtype == self._end:
             return self._fold_into_first()[0]
         return self._written(self._blank(self._end))
@@ -418,7 +418,7 @@ class GradAccumulator(_Accumulator):
     def _written(self, totals: Tensors) -> Tensor:
         """Sum all parts in `totals` in one pass, except one that lies there already; return it."""
         for at, (_, *found) in overlaps([(self._whole, ()), *self._parts], self._dims):
-            (there,) = _held(totals, self._dims, self._whole, at)
+            (there,) = _narrowed(totals, self._dims, self._whole, at)
             parts = [part for (part,) in found]
             others = [part for part in parts if part.data_ptr() != there.data_ptr()]
             if others or not parts:
@@ -457,7 +457,7 @@ def _fill(place: Tensors, dims: Sequence[int], taken: list[slice], parts: Sequen
     return there == [(at, [t.data_ptr() for t in part]) for at, part in parts[: len(taken)]]
 
 
-def _held(tensors: Tensors, dims: Sequence[int], tokens: slice, at: slice) -> Tensors:
+def _narrowed(tensors: Tensors, dims: Sequence[int], tokens: slice, at: slice) -> Tensors:
     """Return what tensors of these tokens, along `dims`, hold for some of them."""
     if at == tokens:
         return tensors
@@ -474,5 +474,5 @@ def overlaps(parts: Sequence[Part], dims: Sequence[int]) -> Iterator[tuple[slice
         found = []
         for i in which:
             tokens, tensors = parts[i]
-            found.append(_held(tensors, dims, tokens, at))
+            found.append(_narrowed(tensors, dims, tokens, at))
         yield at, found

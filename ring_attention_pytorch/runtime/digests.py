@@ -41,12 +41,12 @@ def digest_of_function(function: Callable[..., Any]) -> str:
     >>> first == same, first == other
     (True, False)
     """
-    told = repr(_told(function, frozenset(), {}))
+    told = repr(_described(function, frozenset(), {}))
     name = getattr(function, "__name__", type(function).__name__)
     return f"{name} ({crc32(told.encode(errors='replace')):08x})"
 
 
-def _told(thing: Any, names: frozenset[str], seen: dict[int, int]) -> Any:
+def _described(thing: Any, names: frozenset[str], seen: dict[int, int]) -> Any:
     """Return what is told of a thing that code with these names reads, in plain values."""
     if isinstance(thing, _PLAIN):
         return repr(thing)
@@ -56,22 +56,22 @@ def _told(thing: Any, names: frozenset[str], seen: dict[int, int]) -> Any:
     if isinstance(thing, Tensor):
         return _of_tensor(thing)
     if isinstance(thing, CodeType):
-        constants = [_told(each, names, seen) for each in thing.co_consts]
+        constants = [_described(each, names, seen) for each in thing.co_consts]
         return thing.co_code, constants, thing.co_names
     if isinstance(thing, FunctionType):
         return _of_function(thing, seen)
     if isinstance(thing, MethodType):
         reads = frozenset({thing.__func__.__name__})
-        return thing.__func__.__name__, _told(thing.__self__, reads, seen)
+        return thing.__func__.__name__, _described(thing.__self__, reads, seen)
     if isinstance(thing, partial):
-        inner = _told(thing.func, names, seen)
-        return inner, _told(thing.args, names, seen), _told(thing.keywords, names, seen)
+        inner = _described(thing.func, names, seen)
+        return inner, _described(thing.args, names, seen), _described(thing.keywords, names, seen)
     if isinstance(thing, (list, tuple)):
-        return [_told(each, names, seen) for each in thing]
+        return [_described(each, names, seen) for each in thing]
     if isinstance(thing, Mapping):
-        return [(repr(name), _told(each, names, seen)) for name, each in thing.items()]
+        return [(repr(name), _described(each, names, seen)) for name, each in thing.items()]
     if isinstance(thing, (set, frozenset)):
-        return sorted(repr(_told(each, names, seen)) for each in thing)
+        return sorted(repr(_described(each, names, seen)) for each in thing)
     if isinstance(thing, (ModuleType, BuiltinFunctionType, type)):
         return getattr(thing, "__module__", ""), thing.__name__
     return _of_object(thing, names, seen)
@@ -83,21 +83,21 @@ def _of_function(function: FunctionType, seen: dict[int, int]) -> Any:
     cells = []
     for cell in function.__closure__ or ():
         try:
-            cells.append(_told(cell.cell_contents, names, seen))
+            cells.append(_described(cell.cell_contents, names, seen))
         except ValueError:  # it is empty yet
             cells.append("empty")
     if (function.__module__ or "").split(".")[0] == "torch":  # the same on all ranks
         return function.__module__, function.__qualname__, cells
     read = {name: function.__globals__[name] for name in sorted(names & {*function.__globals__})}
     defaults = function.__defaults__, function.__kwdefaults__
-    return [_told(each, names, seen) for each in (code, defaults, read)], cells
+    return [_described(each, names, seen) for each in (code, defaults, read)], cells
 
 
 def _of_object(thing: Any, names: frozenset[str], seen: dict[int, int]) -> Any:
     methods = _methods(type(thing), names | {"__call__"})
     reads = names.union(*(_names(method.__code__) for method in methods.values()))
     held = {name: each for name, each in getattr(thing, "__dict__", {}).items() if name in reads}
-    return type(thing).__qualname__, _told(methods, reads, seen), _told(held, reads, seen)
+    return type(thing).__qualname__, _described(methods, reads, seen), _described(held, reads, seen)
 
 
 def _methods(kind: type, names: frozenset[str]) -> dict[str, FunctionType]:

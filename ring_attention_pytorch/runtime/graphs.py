@@ -46,7 +46,7 @@ def with_graphs(plan: Any) -> Any:
     that merge by themselves lose by overlapping, so their transport stays.
     """
     merges = plan.kernel.traits.fuses_merge
-    transport = plan.transport if merges else plan.chosen.overlapped or plan.transport
+    transport = plan.transport if merges else plan.chosen.overlapping_transport or plan.transport
     swap = plan.ulysses
     if swap is not None and swap.by.replay.graph and not has_graphs(swap):
         swap = _recorded(replace(swap), swap.by.replay)
@@ -73,7 +73,7 @@ class Graph:
         self._results: Tensors = ()  # what they are like, of one element each
 
     @staticmethod
-    def kind(given: Tensors) -> tuple[Hashable, ...] | None:
+    def key(given: Tensors) -> tuple[Hashable, ...] | None:
         """Return which tensors are given, and of which dtypes; None while a graph is captured.
 
         That one holds what inner graphs would do, not them.

@@ -16,11 +16,11 @@ from weakref import WeakValueDictionary
 
 _STRIDE = 1 << 32  # between objects; in between are the numbers of their layers
 LAYERS = _STRIDE - 1  # that an object may have, or two of them would meet
-_HELD = 64  # objects that are kept though nobody else may hold them
+_MOST_KEPT = 64  # objects that are kept though nobody else may hold them
 
 _counter = count(_STRIDE, _STRIDE)
 _objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_held: OrderedDict[int, Any] = OrderedDict()
+_kept_alive: OrderedDict[int, Any] = OrderedDict()
 
 
 def check_layer(number: int) -> None:
@@ -68,8 +68,8 @@ def object_of(handle: int) -> tuple[Any, int | None]:
         raise RuntimeError(
             "ring attention: a compiled call's plan is gone; keep plans until backward has run"
         )
-    _held[handle] = thing
-    _held.move_to_end(handle)
-    if len(_held) > _HELD:
-        _held.popitem(last=False)
+    _kept_alive[handle] = thing
+    _kept_alive.move_to_end(handle)
+    if len(_kept_alive) > _MOST_KEPT:
+        _kept_alive.popitem(last=False)
     return thing, layer

@@ -20,8 +20,8 @@ from torch import Tensor
 from ring_attention_pytorch.geometry.segments import Segments
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
+from ring_attention_pytorch.runtime.deferred import Deferred
 from ring_attention_pytorch.runtime.dropout import Dropout
-from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.rowwise import sum_of_products
 from ring_attention_pytorch.schedule.steps import Schedule
 
@@ -122,7 +122,7 @@ class Residuals:
 class Grads(NamedTuple):
     """Accumulators of the gradients of this rank's queries, and of these keys and values.
 
-    A kernel that has dk and dv complete may leave dq for `dq.later`, if that is there: so dk and dv
+    A kernel that has dk and dv complete may leave dq for `dq.deferred`, if that is there: so dk and dv
     travel meanwhile, if nothing else has to come before that.
     """
 
@@ -259,7 +259,7 @@ class Traits(NamedTuple):
     square: bool = False  # of causal tiles it knows those whose diagonal begins at the top left
     # merges by itself: for few tokens one call of all keys is faster than several
     fuses_merge: bool = False
-    keys_first: bool = False  # backward makes dk and dv first, and leaves dq for `dq.later`
+    keys_first: bool = False  # backward makes dk and dv first, and leaves dq for `dq.deferred`
     # all that it does are PyTorch's operations and `opaque` functions, so a tape can hold its calls
     taped: bool = False
 
@@ -341,12 +341,12 @@ class Transport(Protocol):
         self,
         own_keys: KVBlock,
         own: tuple[GradAccumulator, GradAccumulator],
-        later: Later | None = None,
+        deferred: Deferred | None = None,
     ) -> Iterator[tuple[KVBlock, tuple[GradAccumulator, GradAccumulator]]]:
         """Yield the blocks of `stream`, each with accumulators (dk, dv) to add its gradients to.
 
         `own` are the accumulators of own keys. They get what every rank added, and are complete
-        when the stream has ended. What a kernel leaves for `later` is done before anything is
+        when the stream has ended. What a kernel leaves for `deferred` is done before anything is
         waited for; of the last block it may still be left then.
         """
         ...

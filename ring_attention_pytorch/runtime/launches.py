@@ -145,12 +145,12 @@ def _compile(calls: Sequence[KernelCall], mode: AbstractContextManager[Any] | No
         for call in calls:
             made = call.compile()
             if _is_under_way(made):
-                made.future.add_done_callback(partial(_say, call, begin))
+                made.future.add_done_callback(partial(_log, call, begin))
             else:
-                _say(call, begin)
+                _log(call, begin)
 
 
-def _say(call: KernelCall, begin: float, future: Future[Any] | None = None) -> None:
+def _log(call: KernelCall, begin: float, future: Future[Any] | None = None) -> None:
     if future is None or future.exception() is None:
         seconds = time.perf_counter() - begin
         logger.info("%s is compiled, %.1f s", call.kernel.fn.__name__, seconds)
@@ -179,7 +179,7 @@ _thread = _Thread()
 
 
 @contextmanager
-def held_back() -> Iterator[dict[Hashable, KernelCall]]:
+def compile_only() -> Iterator[dict[Hashable, KernelCall]]:
     """Collect what operations that are `compiled_ahead` would launch in this block and thread.
 
     Nothing is launched, so outputs are undefined. Of calls with the same constants only the first
@@ -199,7 +199,7 @@ def compile_ahead(run: Callable[[], None]) -> bool:
     """
     if _thread.held is not None or recording():
         return False
-    with held_back() as calls:
+    with compile_only() as calls:
         run()
     try:
         compile_together([*calls.values()])
@@ -231,7 +231,7 @@ def operation(
 
 
 def compiled_ahead(call: Callable[..., KernelCall]) -> Callable[..., None]:
-    """Decorate as `operation` does; what is launched may be `held_back`.
+    """Decorate as `operation` does; what is launched may be `compile_only`.
 
     Never a kernel in which ranks meet: those that hold back and those that do not would wait.
     """

@@ -2,7 +2,7 @@
 
     with observe():              plan.run ── watched ──► function(a plan whose kernel is ranged)
         loss.backward()              │ Record, of this thread
-    plan.statistics()            comm.carry_out ── recorded(call) ──► waits, starts, parts
+    plan.statistics()            comm.scheduled_transport ── recorded(call) ──► waits, starts, parts
 
 Off, a call looks at a switch, and a thread's record, once each. On, it runs without its tape, whose
 operations would be those of no hop. Nothing waits for a GPU before somebody asks for times.
@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.runtime.deferred import Deferred
 from ring_attention_pytorch.runtime.graphs import has_graphs
-from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.streams import capturing, wait_side_streams
 from ring_attention_pytorch.schedule.pieces import KVShape
 from ring_attention_pytorch.schedule.steps import KEYS, Part, Program, Transfer
 
 WAIT, COMPUTE, START = "wait", "compute", "start"
-_NOTHING = nullcontext()
+_NO_CONTEXT = nullcontext()
 _lock = threading.Lock()
 
 
@@ -80,7 +80,7 @@ def _observing() -> Iterator[None]:
 
 def spanned(name: str, device: torch.device) -> AbstractContextManager[Any]:
     """Return a block that is a range of this name while somebody observes."""
-    return _Range(name, device) if switch.on else _NOTHING
+    return _Range(name, device) if switch.on else _NO_CONTEXT
 
 
 class _Range:
@@ -203,8 +203,8 @@ class Record:
 class _RecordedCall:
     """A transport's call whose steps are recorded, with nothing of a part left for later."""
 
-    def __init__(self, record: Record, call: Any, later: Later) -> None:
-        self._record, self._call, self._later = record, call, later
+    def __init__(self, record: Record, call: Any, deferred: Deferred) -> None:
+        self._record, self._call, self._deferred = record, call, deferred
         self.grads = call.grads
 
     def start(self, number: int) -> None:
@@ -218,15 +218,15 @@ class _RecordedCall:
         return self._call.keys(part)
 
     def computed(self, part: Part) -> None:
-        self._later.do()
+        self._deferred.do()
         self._record.end(part)
         self._call.computed(part)
 
 
-def recorded(call: Any, later: Later) -> Any:
+def recorded(call: Any, deferred: Deferred) -> Any:
     """Return a transport's call, in such a form that this thread's record hears of its steps."""
     record = _thread.record
-    return call if record is None else _RecordedCall(record, call, later)
+    return call if record is None else _RecordedCall(record, call, deferred)
 
 
 def are_timed() -> bool:

@@ -51,7 +51,7 @@ class Recording(Protocol):
     memory: bool
 
     @staticmethod
-    def kind(given: Tensors) -> tuple[Hashable, ...] | None:
+    def key(given: Tensors) -> tuple[Hashable, ...] | None:
         """Return what must be the same of a call's tensors, beside shapes.
 
         None where none is to be recorded: operations are not what they seem, or recorded already.
@@ -75,7 +75,7 @@ class Recordings:
 
     def __init__(self, by: Any, follow: Callable[[], Hashable] = _nothing) -> None:
         self.by, self.follow = by, follow
-        self._kept: dict[Hashable, Recording] = {}
+        self._recordings: dict[Hashable, Recording] = {}
         self._memory: Hashable = None
         self._last: torch.cuda.Stream | None = None  # on which one ran that has memory
 
@@ -89,25 +89,25 @@ class Recordings:
         All that the function decides must depend on the owner, a plan or a swap, and on what a kind
         has: what the recording asks of tensors that are otherwise always alike, global settings.
         """
-        memory, of_tensors = self.follow(), self.by.kind(given)
+        memory, of_tensors = self.follow(), self.by.key(given)
         if of_tensors is None:
             return function(owner, *given)
         if memory != self._memory:
-            self._kept.clear()
+            self._recordings.clear()
             self._memory = memory
         if self.by.memory:
             self._follow_last(current_stream(given[0].device))
-        kind = (
+        key = (
             function,
             torch._C._get_deterministic_algorithms(),
             torch._C._get_float32_matmul_precision(),
             *of_tensors,
         )
-        recording = self._kept.get(kind)
+        recording = self._recordings.get(key)
         if recording is None:
-            if len(self._kept) >= _KINDS:
-                self._kept.clear()
-            recording = self._kept[kind] = self.by()
+            if len(self._recordings) >= _KINDS:
+                self._recordings.clear()
+            recording = self._recordings[key] = self.by()
         return recording.run(function, owner, given)
 
     def _follow_last(self, current: torch.cuda.Stream) -> None:

@@ -44,8 +44,8 @@ class _Captures(threading.local):
 
 _side_streams: dict[torch.cuda.Stream, _SideStreams] = {}
 _captures = _Captures()
-_away = _Pending()
-_nowhere = nullcontext()
+_pending = _Pending()
+_no_stream = nullcontext()
 
 
 def side_stream(device: torch.device, own: bool, *memory: Tensor) -> AbstractContextManager[None]:
@@ -57,12 +57,12 @@ def side_stream(device: torch.device, own: bool, *memory: Tensor) -> AbstractCon
         own: whether the calls are for this rank's own keys; these give way to the others'.
         memory: what the calls write. It is not used again before they have, even if they fail.
     """
-    return _SideStream(device, own, *memory) if device.type == "cuda" else _nowhere
+    return _SideStream(device, own, *memory) if device.type == "cuda" else _no_stream
 
 
 def side_stream_after_others(device: torch.device) -> AbstractContextManager[None]:
     """Launch on a side stream as `side_stream`, after the calls for others' keys, too."""
-    return _SideStreamAfterOthers(device) if device.type == "cuda" else _nowhere
+    return _SideStreamAfterOthers(device) if device.type == "cuda" else _no_stream
 
 
 def record_use(*tensors: Tensor) -> None:
@@ -70,7 +70,7 @@ def record_use(*tensors: Tensor) -> None:
 
     While a CUDA graph is captured nothing else uses that memory.
     """
-    if _away.ends and tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
+    if _pending.ends and tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
         current = current_stream(tensors[0].device)
         for t in tensors:
             t.record_stream(current)
@@ -78,14 +78,14 @@ def record_use(*tensors: Tensor) -> None:
 
 def wait_side_streams(device: torch.device) -> None:
     """Let the current stream wait for its side streams."""
-    if _away.ends:
+    if _pending.ends:
         for end in _returning(device):
             current_stream(device).wait_event(end)
 
 
 def reset_side_streams(device: torch.device) -> None:
     """Drop what a call of this thread that failed has left for others to wait for."""
-    if _away.ends:
+    if _pending.ends:
         _returning(device)
 
 
@@ -122,7 +122,7 @@ def _returning(device: torch.device) -> list[torch.cuda.Event]:
     if device.type != "cuda":
         return []
     current = current_stream(device)
-    found = [_away.ends.pop((current, lane), None) for lane in range(len(_PRIORITIES))]
+    found = [_pending.ends.pop((current, lane), None) for lane in range(len(_PRIORITIES))]
     return [end for end in found if end is not None]
 
 
@@ -157,14 +157,14 @@ class _SideStream:
         if self.before != self.device.index:
             torch.cuda.set_device(self.before)
         self.end.record(self.stream)
-        _away.ends[self.current, self.lane] = self.end
+        _pending.ends[self.current, self.lane] = self.end
 
 
 class _SideStreamAfterOthers(_SideStream):
     def __enter__(self) -> None:
         super().__enter__()
         for lane in _OTHERS:
-            if (end := _away.ends.get((self.current, lane))) is not None:
+            if (end := _pending.ends.get((self.current, lane))) is not None:
                 self.stream.wait_event(end)
 
     def choose(self, side: _SideStreams) -> int:

@@ -111,7 +111,7 @@ class Tape:
         self._before: _Recorder | None = None
 
     @staticmethod
-    def kind(given: Tensors) -> tuple[Hashable, ...] | None:
+    def key(given: Tensors) -> tuple[Hashable, ...] | None:
         """Return strides and alignment of tensors, which of them are the same one, and a mode.
 
         None where operations are not what they seem: traced, captured, of other tensors.

@@ -17,7 +17,7 @@ from ring_attention_pytorch.schedule.pieces import (
     tokens,
 )
 from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
-from ring_attention_pytorch.schedule.policy import keys_come_late
+from ring_attention_pytorch.schedule.policy import keys_arrive_late
 from ring_attention_pytorch.schedule.steps import (
     KEYS,
     Block,
@@ -36,7 +36,9 @@ _TAPED, _DECIDED, _AROUND, _REPLAY = 16, 80, 40, 15
 # all swaps of heads, forward and backward: decided anew (two and four H100; by messages it was not
 # measured), by tapes, by graphs (four H100; 2k tokens each)
 _SWAPS, _SWAPS_TAPED, _SWAPS_REPLAYED = 280, 110, 80
-_BESIDE = 0.4  # share of `call` that stays where other calls fill what one leaves idle
+_OVERLAPPED_CALL_SHARE = (
+    0.4  # share of `call` that stays where other calls fill what one leaves idle
+)
 _ALL_TILES = 0.2  # share that a call of all tiles has: Triton's, four H100, 2k and 4k tokens each
 
 
@@ -61,7 +63,7 @@ class Clock(NamedTuple):
     parts: dict[Part, float]
     transfers: list[float]
     received: int
-    later: float  # share of a part that may be computed while its gradients travel
+    deferred: float  # share of a part that may be computed while its gradients travel
 
     @classmethod
     def of(
@@ -77,7 +79,7 @@ class Clock(NamedTuple):
             one = bytes_of(transfer, shape)
             transfers.append(transfer_seconds(transfer, near * one, far * one, machine))
             received += (near + far) * one
-        return cls(parts, transfers, received, machine.left_for_later)
+        return cls(parts, transfers, received, machine.deferred_share)
 
 
 class Spent(NamedTuple):
@@ -111,28 +113,28 @@ def walked(program: Program, clock: Clock) -> Iterator[Spent]:
     """
     arrived: dict[int, float] = {}
     now = link = left = last = 0.0
-    aside = Part(0)  # what gives way
+    by_copy_engine = Part(0)  # what gives way
     for wait, start, part in program.steps:
         ready = max([now, *(arrived[number] for number in wait)])
         if left and ready > now:
             spent = min(left, ready - now)
-            yield Spent(aside, now, now + spent)
+            yield Spent(by_copy_engine, now, now + spent)
             left -= spent
         now = ready
         for number in start:
-            ahead = 0.0 if wait else clock.later * last
+            ahead = 0.0 if wait else clock.deferred * last
             begin = max(now - ahead, link)
             link = arrived[number] = begin + clock.transfers[number]
             yield Spent(program.transfers[number], begin, link)
         last = 0.0
-        if part is not None and part.gives_way:
-            aside, left = part, left + clock.parts[part]
+        if part is not None and part.low_priority:
+            by_copy_engine, left = part, left + clock.parts[part]
         elif part is not None:
             last = clock.parts[part]
             yield Spent(part, now, now + last)
             now += last
     if left:
-        yield Spent(aside, now, now + left)
+        yield Spent(by_copy_engine, now, now + left)
 
 
 def _visible(program: Program, part: Part, rank: int) -> tuple[Tile, ...]:
@@ -151,13 +153,13 @@ def part_seconds(
     visible = _visible(program, part, rank)
     rows = sum(tile.rows.stop - tile.rows.start for tile in visible)
     kernel = visible_pairs(visible) * shape.pair_flops * seconds_a_flop
-    beside = 1.0
+    overlap_rate = 1.0
     if len(program.blocks) == 2 and len(program.parts) > 1 and not program.blocks[1].whole:
-        beside = _BESIDE  # calls of one round go side by side
+        overlap_rate = _OVERLAPPED_CALL_SHARE  # calls of one round go side by side
     if machine.one_call:  # which merges by itself, so results are passed over by nothing else
-        return kernel + _ALL_TILES * min(len(visible), 1) * machine.call * beside
+        return kernel + _ALL_TILES * min(len(visible), 1) * machine.call * overlap_rate
     passed = rows * shape.row_bytes / machine.memory
-    return kernel + len(visible) * machine.call * beside + passed
+    return kernel + len(visible) * machine.call * overlap_rate + passed
 
 
 def bytes_of(transfer: Transfer, shape: KVShape) -> int:
@@ -274,7 +276,7 @@ def likely_gather(
     if len(workload.keys) > machine.domain:
         rounds = [Block(((distances,),)) for distances in workload.others(at_once)]
         return gather(workload, rounds)
-    late = keys_come_late(workload, at_once, shape, machine)
+    late = keys_arrive_late(workload, at_once, shape, machine)
     made = (in_two_stages(workload),) if late else rounds_of(workload, at_once)
     return gather(workload, [*map(Block.of, made)])
 

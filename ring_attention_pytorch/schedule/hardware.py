@@ -25,7 +25,7 @@ class Hardware(NamedTuple):
     backward: float = 525e12
     memory: float = 4.3e12  # read and write together
     pull: float = 350e9  # by copy engines within a domain
-    beside: float = 0.95  # share of that while a kernel computes
+    overlap_rate: float = 0.95  # share of that while a kernel computes
     swap: float = 280e9  # of heads for sequence within a domain, out of shared memory
     network: float = 45e9  # between domains, for each GPU
     network_hop: float = 2e-5
@@ -56,19 +56,19 @@ class Hardware(NamedTuple):
         return self._replace(forward=_LASTS * self.forward, backward=_LASTS * self.backward)
 
     @property
-    def left_for_later(self) -> float:
+    def deferred_share(self) -> float:
         """Share of a call backward that the kernel may compute while dk and dv go home."""
         return _OF_QUERIES if self.keys_first else 0.0
 
     @property
-    def beside_forward(self) -> float:
+    def forward_flops_per_byte(self) -> float:
         """FLOPs of a kernel forward while a byte comes beside it."""
-        return self.forward / (self.beside * self.pull)
+        return self.forward / (self.overlap_rate * self.pull)
 
     @property
-    def beside_backward(self) -> float:
+    def backward_flops_per_byte(self) -> float:
         """FLOPs of a kernel backward while a byte comes beside it."""
-        return self.backward / (self.beside * self.pull)
+        return self.backward / (self.overlap_rate * self.pull)
 
 
 H200 = Hardware()
@@ -143,10 +143,10 @@ def with_another(machine: Hardware, kernel: str, other: str) -> Hardware:
     )
 
 
-def share_a_host(hosts: Sequence[int]) -> int:
+def share_one_host(hosts: Sequence[int]) -> int:
     """Return how many consecutive ranks share a host, wherever they are.
 
-    >>> share_a_host([1, 1, 2, 2]), share_a_host([1, 1, 1]), share_a_host([1, 2, 2])
+    >>> share_one_host([1, 1, 2, 2]), share_one_host([1, 1, 1]), share_one_host([1, 2, 2])
     (2, 3, 1)
     """
     for size in range(len(hosts), 1, -1):

@@ -25,9 +25,9 @@ class Workload(NamedTuple):
     apart: tuple[Mask, ...] = ()
 
     @property
-    def lasting(self) -> bool:
+    def cacheable(self) -> bool:
         """Tell whether this workload will come again."""
-        return self.visible.lasting and not self.apart
+        return self.visible.cacheable and not self.apart
 
     @property
     def distances(self) -> tuple[int, ...]:
@@ -46,12 +46,12 @@ class Workload(NamedTuple):
 
 def cached(make: Callable[..., _T]) -> Callable[..., _T]:
     """Cache a function's results for workloads that will come again."""
-    of_lasting = lru_cache(maxsize=1024)(make)
+    cached_make = lru_cache(maxsize=1024)(make)
 
     @wraps(make)
     def again(workload: Workload, *args: Any, **kwargs: Any) -> _T:
-        if workload.lasting:
-            return of_lasting(workload, *args, **kwargs)
+        if workload.cacheable:
+            return cached_make(workload, *args, **kwargs)
         return make(workload, *args, **kwargs)
 
     return again
@@ -231,7 +231,7 @@ def most_in_front(group: Round) -> bool:
     return in_front >= 0
 
 
-def coming_home(group: Round) -> Counter[int]:
+def returning_keys(group: Round) -> Counter[int]:
     """Count the keys whose gradients come home to each owner, each as often as a rank has some."""
     keys = Counter[int]()
     for chunk in chain.from_iterable(group.pieces):

@@ -14,8 +14,8 @@ from ring_attention_pytorch.schedule.pieces import (
     Workload,
     all_together,
     cached,
-    coming_home,
     joined,
+    returning_keys,
     schedule,
     tokens,
 )
@@ -142,7 +142,7 @@ def _square_calls(queries: Segments, keys: Segments, mask: Mask) -> int:
 
 
 @cached
-def keys_come_late(workload: Workload, at_once: int, shape: KVShape, machine: Hardware) -> bool:
+def keys_arrive_late(workload: Workload, at_once: int, shape: KVShape, machine: Hardware) -> bool:
     """Tell whether a rank has computed on own keys before those of several others have come.
 
     All ranks must have work on own keys, and the others' keys must come together.
@@ -158,35 +158,35 @@ def keys_come_late(workload: Workload, at_once: int, shape: KVShape, machine: Ha
         own = shape.pair_flops * visible_pairs(tiles(queries, keys, mask))
         if own == 0:
             return False
-        late |= own < machine.beside_forward * shape.token_bytes * tokens(chunks)
+        late |= own < machine.forward_flops_per_byte * shape.token_bytes * tokens(chunks)
     return late
 
 
-def come_home_aside(
+def reduce_by_copy_engine(
     workload: Workload,
     rounds: Sequence[Round],
     shape: KVShape,
     machine: Hardware,
-    overtaken: bool,
+    own_low_priority: bool,
 ) -> bool:
     """Tell whether copy engines should fetch gradients, beside kernels that still compute.
 
     At least half of the transfer must hide behind compute that is left on every rank. That is the
-    rest of the call for own keys, if it is `overtaken` (it ran at low priority while the others'
+    rest of the call for own keys, if it is `own_low_priority` (it ran at low priority while the others'
     keys came and in the gaps of their calls), and dq, if the kernel makes dk and dv first. With
     several rounds the gradients of each but the last travel while the next round computes.
     """
     if len(rounds) != 1:
         return True
-    coming = max(coming_home(rounds[0]).values(), default=0)
-    brought = max(map(tokens, rounds[0].pieces)) if overtaken else 0
+    coming = max(returning_keys(rounds[0]).values(), default=0)
+    brought = max(map(tokens, rounds[0].pieces)) if own_low_priority else 0
     pairs_left = []
     for queries, keys, chunks in zip(*workload[:2], rounds[0].pieces):
-        left = keys if overtaken else ()
+        left = keys if own_low_priority else ()
         pairs = float(visible_pairs(tiles(queries, left, workload.visible)))
         if machine.keys_first:
             others = tiles(queries, joined(chunks), workload.visible)
-            pairs += machine.left_for_later * visible_pairs(others)
+            pairs += machine.deferred_share * visible_pairs(others)
         pairs_left.append(pairs)
-    moved = machine.beside_backward * shape.grad_bytes * (2 * brought + coming / 2)
+    moved = machine.backward_flops_per_byte * shape.grad_bytes * (2 * brought + coming / 2)
     return 2.5 * shape.pair_flops * min(pairs_left) >= moved

@@ -92,7 +92,7 @@ class Part(NamedTuple):
 
     block: int
     stage: int = 0
-    gives_way: bool = False  # to all calls after it, and goes on beside transfers
+    low_priority: bool = False  # to all calls after it, and goes on beside transfers
 
 
 class Step(NamedTuple):
@@ -190,9 +190,9 @@ class Schedule(NamedTuple):
     backward: Program
 
     @property
-    def overtaken(self) -> bool:
+    def own_low_priority(self) -> bool:
         """Tell whether the backward call for own keys runs undivided, at low priority."""
-        return self.backward.parts[0].gives_way
+        return self.backward.parts[0].low_priority
 
     def positions(self, back: bool, rank: int) -> Iterator[Segments]:
         """Yield the positions of the keys on which a rank computes, part by part."""
@@ -244,7 +244,7 @@ def ring(workload: Workload) -> Schedule:
     )
 
 
-def gather(workload: Workload, rounds: Sequence[Block], gives_way: bool = False) -> Schedule:
+def gather(workload: Workload, rounds: Sequence[Block], low_priority: bool = False) -> Schedule:
     """Return the schedule of a gather: rounds of owners, whose keys come straight from them.
 
     The next round comes while one computes.
@@ -267,7 +267,7 @@ def gather(workload: Workload, rounds: Sequence[Block], gives_way: bool = False)
     at_once = (OWN, *(block.at_once for block in rounds))
     fetched = _gathered(workload, at_once)
     transfers, steps = [*fetched.transfers], [*fetched.steps]
-    steps[0] = steps[0]._replace(compute=Part(0, gives_way=gives_way))
+    steps[0] = steps[0]._replace(compute=Part(0, low_priority=low_priority))
     back, going = [steps[0]], tuple[int, ...]()
     for number, step in enumerate(steps[1:], 1):
         home = Transfer(GRADS, number, 0, _from_users(workload, at_once[number].distances))

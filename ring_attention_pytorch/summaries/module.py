@@ -7,15 +7,15 @@ from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.nn.attention import RingAttention
-from ring_attention_pytorch.nn.sharding import told_by_module
+from ring_attention_pytorch.nn.sharding import report_to_group_of_module
 from ring_attention_pytorch.ranks.agreement import typed
 from ring_attention_pytorch.summaries.cache import SummaryCache
 from ring_attention_pytorch.summaries.layer import Summaries
 
 
-def _tell(given: dict[str, Any], error: ValueError) -> None:
+def _report(given: dict[str, Any], error: ValueError) -> None:
     if isinstance(cache := given.get("cache"), SummaryCache):
-        cache.ring.say(f"raised ValueError: {error}")
+        cache.ring.report_failure(f"raised ValueError: {error}")
 
 
 class SummaryAttention(RingAttention):
@@ -52,7 +52,7 @@ class SummaryAttention(RingAttention):
         options = {"causal": True} | options
         super().__init__(dim, attn_summaries=given, **options)
 
-    @typed(told_by_module("ring attention"))
+    @typed(report_to_group_of_module("ring attention"))
     @torch.no_grad()
     def prefill(self, x: Tensor) -> tuple[Tensor, SummaryCache]:
         """Compute attention of a prompt, and make the cache for the tokens that follow it.
@@ -80,7 +80,7 @@ class SummaryAttention(RingAttention):
         out = self.summaries.prefill(x, qkv, angles, plan, cache)
         return self.to_out(out.flatten(2)), cache
 
-    @typed(_tell)
+    @typed(_report)
     @torch.no_grad()
     def step(self, x: Tensor, cache: SummaryCache) -> Tensor:
         """Compute attention of the next token `[b, 1, dim]`, and put it into the cache.

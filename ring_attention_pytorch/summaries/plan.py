@@ -13,7 +13,7 @@ from ring_attention_pytorch.comm.exchange import exchange_rows
 from ring_attention_pytorch.geometry.layouts import count, segment_positions
 from ring_attention_pytorch.plan.placement import attention_ring, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.agreement import agree, told_by_group, typed
+from ring_attention_pytorch.ranks.agreement import agree, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.summaries.cells import (
     Cells,
@@ -124,7 +124,7 @@ class SummaryPlan(RingPlan):
     selection: Selection | None = None  # None where nothing is selected
 
     @classmethod
-    @typed(told_by_group("summary attention", ring_of=attention_ring), apart=True)
+    @typed(report_to_group("summary attention", ring_of=attention_ring), apart=True)
     def make(  # type: ignore[override]
         cls,
         q: Tensor,

@@ -29,7 +29,7 @@ from ring_attention_pytorch.nn.loss import next_tokens
 from ring_attention_pytorch.nn.sharding import unshard_sequence
 from ring_attention_pytorch.plan.packing import local_packing
 from ring_attention_pytorch.plan.placement import Placement, current
-from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.tensor_kinds import check_plain
@@ -44,21 +44,23 @@ _MASKS = ("attention_mask", "key_mask")
 _READ = (*_MASKS, "documents", "cu_seqlens", "position_ids", "labels", "loss_weights")
 
 
-def told_by_batch(caller: str, name: str = "batch") -> Callable[[dict[str, Any], ValueError], None]:
-    """Make the `tell` of `typed`, for functions whose argument of this name is a batch.
+def report_to_ring_of_batch(
+    caller: str, name: str = "batch"
+) -> Callable[[dict[str, Any], ValueError], None]:
+    """Make the `report` of `typed`, for functions whose argument of this name is a batch.
 
     It tells the ring of the batch, under the name `caller`; without a batch, that of the block. A
     rank that has neither tells the default group: if that is another one, these ranks wait.
     """
 
-    def tell(given: dict[str, Any], error: ValueError) -> None:
+    def report(given: dict[str, Any], error: ValueError) -> None:
         batch, placement = given.get(name), current()
         ring = batch.ring if isinstance(batch, ShardedBatch) else None
         if ring is None:
             ring = as_ring(None) if placement is None else placement.ring
         agree(ring, caller, {}, check=error)
 
-    return tell
+    return report
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +100,7 @@ class ShardedBatch(MutableMapping[str, Any]):
     in_place: Tensor | None = None
     positions_given: bool = False
     group: Group = None
-    told: int | None = None  # a digest that ranks have not compared yet
+    uncompared: int | None = None  # a digest that ranks have not compared yet
     digest: int | None = None  # which they have, or will
     whole_mask: int | None = None  # a digest of all ranks' masks
     state: Mapping[str, int | None] | None = None
@@ -168,8 +170,8 @@ class ShardedBatch(MutableMapping[str, Any]):
         """
         ring = self.ring
         error = error_of(self._check_ring)
-        if self.told is not None or error is not None:
-            same = {"batch, layout and labels (their digest)": self.told}
+        if self.uncompared is not None or error is not None:
+            same = {"batch, layout and labels (their digest)": self.uncompared}
             agree(ring, "a batch", same, check=error)
             object.__setattr__(self, "told", None)
         placement = Placement(
@@ -191,13 +193,13 @@ class ShardedBatch(MutableMapping[str, Any]):
     def __exit__(self, *error: Any) -> None:
         self._blocks.pop().__exit__(*error)
 
-    @typed(told_by_batch("unshard_sequence", "self"))
+    @typed(report_to_ring_of_batch("unshard_sequence", "self"))
     def unshard(self, x: Tensor, *, dim: int = 1) -> Tensor:
         """Gather the whole of what ranks have for their tokens, as `unshard_sequence`."""
         how: dict[str, Any] = dict(length=self.length, layout=self.layout, group=self.ring)
         return unshard_sequence(x, dim=dim, **how)
 
-    @typed(told_by_batch("rolling a batch", "self"))
+    @typed(report_to_ring_of_batch("rolling a batch", "self"))
     def roll(self, x: Tensor, ahead: int, nothing: int) -> Tensor:
         """Fetch for each token what the token `ahead` of it in its document has.
 
@@ -231,7 +233,7 @@ class ShardedBatch(MutableMapping[str, Any]):
         return found.masked_fill((held + ahead >= ends).to(x.device), nothing)
 
 
-@typed(told_by_group("shard_batch", agreed=("rank", None)), apart=True)
+@typed(report_to_group("shard_batch", agreed=("rank", None)), apart=True)
 def shard_batch(
     batch: Mapping[str, Any],
     *,
@@ -301,16 +303,16 @@ def shard_batch(
                 chosen = deal(whole.packing, size, causal=True, window=None)
         check_layout(chosen, size, whole.length)
         made = whole.shard(chosen, place, size)
-        told = None
+        uncompared = None
         if check_same and size > 1:
-            told = _digest(batch, chosen, shift_labels, ignore_index)
-        found.append(replace(made, group=group, told=told, digest=told))
+            uncompared = _digest(batch, chosen, shift_labels, ignore_index)
+        found.append(replace(made, group=group, uncompared=uncompared, digest=uncompared))
 
     error = error_of(make)
-    told = found[0].told if found else None
-    same = {"check_same": check_same, "batch, layout and labels (their digest)": told}
+    uncompared = found[0].uncompared if found else None
+    same = {"check_same": check_same, "batch, layout and labels (their digest)": uncompared}
     agree(ring, "shard_batch", same, check=error)
-    return found[0] if rank is not None else replace(found[0], told=None)
+    return found[0] if rank is not None else replace(found[0], uncompared=None)
 
 
 @dataclass(frozen=True)

@@ -261,7 +261,7 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
             items = torch.tensor(len(numbers) * self.length)
             told = crc32(repr((numbers, self.source.sample(numbers, self.length))).encode())
             return ShardedBatch(
-                tensors, layout, self.length, **self.place, num_items=items, told=told,
+                tensors, layout, self.length, **self.place, num_items=items, uncompared=told,
                 digest=told,
             )  # fmt: skip
 

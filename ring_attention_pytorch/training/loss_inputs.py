@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attention_pytorch.plan.checks import autocast_dtype
-from ring_attention_pytorch.runtime.lasting import lasting
+from ring_attention_pytorch.runtime.graph_pool import outside_graph_pool
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.streams import capturing
 from ring_attention_pytorch.tensor_kinds import check_plain
@@ -195,25 +195,27 @@ class _Flags:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with torch.inference_mode(False):  # else nobody could write them outside of that
-            self._found = lasting(lambda: torch.zeros(2, dtype=torch.bool, device=device), device)
-            self._told = torch.zeros(2, dtype=torch.bool, pin_memory=device.type == "cuda")
+            self._found = outside_graph_pool(
+                lambda: torch.zeros(2, dtype=torch.bool, device=device), device
+            )
+            self._flags = torch.zeros(2, dtype=torch.bool, pin_memory=device.type == "cuda")
 
     def raise_if(self, wrong_labels: Tensor, wrong: Tensor) -> None:
         """Raise a flag, on the device, if any label is wrong, or else any weight."""
         labels = wrong_labels.any()
         self._found |= torch.stack((labels, wrong.any() & ~labels))
         if self._device.type != "cuda" or not capturing(self._device):  # else a later call tells
-            self._told.copy_(self._found, non_blocking=True)
+            self._flags.copy_(self._found, non_blocking=True)
 
     def check(self) -> None:
         """Raise ValueError if flags are up, so far, and lower them."""
-        up = [at for at, flag in enumerate(self._told.tolist()) if flag]
+        up = [at for at, flag in enumerate(self._flags.tolist()) if flag]
         if not up:
             return
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._found.zero_()
-        self._told.zero_()
+        self._flags.zero_()
         texts = " and ".join(self._TEXTS[at] for at in up)
         raise ValueError(f"{texts}; so that loss was NaN on all ranks")
 

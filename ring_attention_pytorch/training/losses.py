@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from ring_attention_pytorch.geometry.layouts import all_segments, segment_positions
 from ring_attention_pytorch.nn.loss import mean_over_ranks
 from ring_attention_pytorch.plan.placement import current
-from ring_attention_pytorch.ranks.agreement import agree, error_of, told_by_group, typed
+from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.failures import Disagreement
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.training.batches import ShardedBatch, told_by_batch
+from ring_attention_pytorch.training.batches import ShardedBatch, report_to_ring_of_batch
 from ring_attention_pytorch.training.loss_inputs import (
     Head,
     check_labels,
@@ -31,7 +31,7 @@ from ring_attention_pytorch.training.loss_inputs import (
 )
 
 
-@typed(told_by_group("ring_cross_entropy"), apart=True)
+@typed(report_to_group("ring_cross_entropy"), apart=True)
 def ring_cross_entropy(  # noqa: PLR0913 - a public entry point
     x: Tensor,
     labels: Tensor,
@@ -139,7 +139,7 @@ def _agree_in_block(ring: Ring, same: dict[str, Any], error: ValueError | None) 
         block.wholes.append("ring_cross_entropy")
 
 
-@typed(told_by_batch("ring_token_logprobs"))
+@typed(report_to_ring_of_batch("ring_token_logprobs"))
 def ring_token_logprobs(
     x: Tensor,
     batch: ShardedBatch,

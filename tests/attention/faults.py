@@ -93,7 +93,7 @@ SECOND_ORDER = [
     ),
     Mutant(
         "tangents of other ranks' keys stay at home", "second_order.py:RingTangents.forward",
-        "_beside((k, v), (tk, tv))", "_beside((k, v), (tk.zero_(), tv))",
+        "_with_tangents((k, v), (tk, tv))", "_with_tangents((k, v), (tk.zero_(), tv))",
     ),
     Mutant(
         "any kernel's tangents are taken for eager's", "second_order.py:RingTangents.forward",

@@ -4,31 +4,31 @@ from tests.faults.mutant import Mutant
 
 ATTENTION = [
     Mutant(
-        "two parts leave something for the same queries", "comm/carry_out.py:_parts",
-        "later.do() yield part", "yield part",
+        "two parts leave something for the same queries", "comm/scheduled_transport.py:_parts",
+        "deferred.do() yield part", "yield part",
     ),
     Mutant(
         "parts that have times run beside others", "comm/fabric_kernels.py:KernelChannel.__init__",
         "and not are_timed()", "",
     ),
     Mutant(
-        "what is left is done before gradients start", "comm/carry_out.py:_parts",
+        "what is left is done before gradients start", "comm/scheduled_transport.py:_parts",
         "if wait:", "if True:",
     ),
     Mutant(
-        "what is left waits for what comes", "comm/carry_out.py:_parts",
-        "if wait: later.do()", "",
+        "what is left waits for what comes", "comm/scheduled_transport.py:_parts",
+        "if wait: deferred.do()", "",
     ),
     Mutant(
-        "few programs add, though nothing runs beside them", "comm/visits.py:add_up",
-        "how.beside and can_begin_early(dk.device)", "can_begin_early(dk.device)",
+        "few programs add, though nothing runs beside them", "comm/fused_copies.py:add_up",
+        "how.overlap and can_begin_early(dk.device)", "can_begin_early(dk.device)",
     ),
     Mutant(
-        "many programs add beside a kernel", "comm/visits.py:_call",
-        "blocks = min(blocks, _PROGRAMS_BESIDE)", "pass",
+        "many programs add beside a kernel", "comm/fused_copies.py:_call",
+        "blocks = min(blocks, _PROGRAMS_OVERLAPPING)", "pass",
     ),
     Mutant(
-        "a gather of few tokens adds beside nothing", "comm/transports.py:make_together",
+        "a gather of few tokens adds beside nothing", "comm/transports.py:make_one_stream",
         "apart, keys_first", "apart",
     ),
     Mutant(
@@ -39,8 +39,8 @@ ATTENTION = [
     Mutant(
         "own keys wait for the end of one group of several",
         "comm/transports.py:by_copy_engines",
-        "overtaken and len(rounds) == 1",
-        "overtaken",
+        "own_low_priority and len(rounds) == 1",
+        "own_low_priority",
     ),
     Mutant(
         "keys are computed on before their stage has come",
@@ -51,12 +51,12 @@ ATTENTION = [
     Mutant(
         "gradients of several turns are not read before the next",
         "comm/fabric_copies.py:CopyChannel.reduce",
-        "if not one_round: shelf.join(end)",
+        "if not one_round: buffer.join(end)",
         "",
     ),
     Mutant(
         "nobody asks for stages", "comm/transports.py:make_transport",
-        "late = keys_come_late(blocks, at_once, job, machine)", "late = False",
+        "late = keys_arrive_late(blocks, at_once, kv_shape, machine)", "late = False",
     ),
     Mutant(
         "a graph's tables go away", "comm/symmetric_memory.py:SymmetricBuffer.table",
@@ -85,7 +85,7 @@ ATTENTION = [
     Mutant(
         "gradients are added before they have come home",
         "comm/fabric_copies.py:CopyChannel.reduce",
-        "total.after(partial(shelf.join, end))",
+        "total.after(partial(buffer.join, end))",
         "pass",
     ),
     Mutant(
@@ -179,7 +179,7 @@ ATTENTION = [
     ),
     Mutant(
         "gradients of keys for those of values",
-        "comm/fabric_shared.py:SharedChannel.room",
+        "comm/fabric_shared.py:SharedChannel.grad_accumulators",
         "dk, dv = apart(place, keys)",
         "dv, dk = apart(place, keys)",
     ),
@@ -192,8 +192,8 @@ ATTENTION = [
     Mutant(
         "keys and values come by a copy each",
         "comm/fabric_copies.py:CopyChannel._launch_copies",
-        "for place, t in zip(self.rooms, shelf.of(rank, form)):",
-        "for place, t in ((a, b) for pair in zip(self.rooms, shelf.of(rank, form)) for a, b "
+        "for place, t in zip(self.received, buffer.peer_view(rank, form)):",
+        "for place, t in ((a, b) for pair in zip(self.received, buffer.peer_view(rank, form)) for a, b "
         "in zip(*(x.split(self.own.k.shape[-1], -1) for x in pair))):",
     ),
     Mutant(
@@ -235,13 +235,13 @@ ATTENTION = [
         "schedule/policy.py:launches_decide", "not workload.visible.causal or", "",
     ),
     Mutant(
-        "keys come together though not all at once", "comm/transports.py:make_together",
+        "keys come together though not all at once", "comm/transports.py:make_one_stream",
         "gather.keeps and is_few", "is_few",
     ),
     Mutant(
         "keys that come together are read before all have come",
         "comm/fabric_kernels.py:KernelChannel.take",
-        "shelf.publish()",
+        "buffer.publish()",
         "",
     ),
     Mutant(
@@ -264,8 +264,8 @@ ATTENTION = [
     ),
     Mutant(
         "a gradient in another rank's memory is taken for one's own",
-        "runtime/accumulate.py:GradAccumulator.add_lent",
-        "self._first_is_lent |= self.is_empty",
+        "runtime/accumulate.py:GradAccumulator.add_borrowed",
+        "self._first_is_borrowed |= self.is_empty",
         "pass",
     ),
     Mutant(
@@ -295,15 +295,15 @@ ATTENTION = [
     ),
     Mutant(
         "keys written while others read", "comm/fabric_copies.py:CopyChannel._begin",
-        "self.space.keys.meet()", "pass",
+        "self.space.keys.wait_for_readers()", "pass",
     ),
     Mutant(
         "keys that come together are written while others read",
-        "comm/fabric_kernels.py:KernelChannel._written", "shelf.meet()", "pass",
+        "comm/fabric_kernels.py:KernelChannel._written", "buffer.wait_for_readers()", "pass",
     ),
     Mutant(
         "heads written while others read", "comm/fabric_shared.py:SharedMemory.swap",
-        "shelf.meet()", "",
+        "buffer.wait_for_readers()", "",
     ),
     Mutant(
         "all that is swapped comes from one place", "comm/fabric_shared.py:SharedMemory.swap",
@@ -315,7 +315,7 @@ ATTENTION = [
     ),
     Mutant(
         "backward begins where forward ended", "comm/symmetric_memory.py:SymmetricWorkspace.begin",
-        "half=0 if back else turns % 2", "half=turns % 2",
+        "slot=0 if back else turns % 2", "slot=turns % 2",
     ),
     Mutant(
         "key heads of another place", "comm/ulysses.py:key_heads", "(p * mine + i) // group",
@@ -407,7 +407,7 @@ SILENT = [
     ),
     Mutant(
         "a wrong type is kept to itself", "ranks/agreement.py:typed",
-        "tell(arguments.by_name(args, kwargs), ValueError(why))", "tell",
+        "report(arguments.by_name(args, kwargs), ValueError(why))", "report",
     ),
     Mutant(
         "a wrong type within a call is told as its own", "arguments.py:Arguments.refusal",
@@ -429,7 +429,7 @@ FAILING = [
         "if self.broken is not None:", "if False:",
     ),
     Mutant(
-        "a broken ring is never mended", "ranks/steps.py:Steps.mend",
+        "a broken ring is never mended", "ranks/steps.py:Steps.clear_failure",
         "self.broken = None", "pass",
     ),
     Mutant(
@@ -440,17 +440,17 @@ FAILING = [
         "what ranks disagree about breaks their ring", "ranks/steps.py:Steps.__exit__",
         "isinstance(error, Disagreement)", "isinstance(error, ZeroDivisionError)",
     ),
-    Mutant("peers are told nothing", "ranks/steps.py:Steps.__exit__", "tell_peers()", "pass"),
+    Mutant("peers are told nothing", "ranks/steps.py:Steps.__exit__", "notify_peers()", "pass"),
     Mutant(
         "what devices find is told to nobody", "ranks/steps.py:Steps._check",
         "if self.guards and", "if False and",
     ),
     Mutant(
-        "what devices have found is never forgotten", "ranks/steps.py:Steps.mend",
+        "what devices have found is never forgotten", "ranks/steps.py:Steps.clear_failure",
         "guard.reset()", "pass",
     ),
     Mutant(
-        "devices forget while others wait", "ranks/steps.py:Steps.mend", "guard.wait()", "pass",
+        "devices forget while others wait", "ranks/steps.py:Steps.clear_failure", "guard.wait()", "pass",
     ),
     Mutant(
         "a plan keeps what a device found to itself", "ranks/ring.py:Ring.gather_notes",
@@ -461,7 +461,7 @@ FAILING = [
         "if any(troubles)", 'if not message.startswith(b"\\0")',
     ),
     Mutant(
-        "devices tell nobody of a failure", "ranks/failures.py:tell_peers", "guard.fail()", "pass",
+        "devices tell nobody of a failure", "ranks/failures.py:notify_peers", "guard.fail()", "pass",
     ),
     Mutant(
         "devices tell nobody of a call's", "ranks/steps.py:Steps._break", "guard.fail()", "pass",
@@ -507,14 +507,14 @@ FAILING = [
         "min(max(0.0, 1000 * seconds), _MOST_MS)", "3000",
     ),
     Mutant(
-        "one rank has links alone", "ranks/notes.py:_meet", "len(links) == rank", "True",
+        "one rank has links alone", "ranks/notes.py:_rendezvous", "len(links) == rank", "True",
     ),
     Mutant(
         "all are named where one is missing", "ranks/failures.py:Awaiting.__exit__",
         "missing or ranks", "ranks",
     ),
     Mutant(
-        "links are closed to no peer", "ranks/failures.py:tell_peers", "each.close()", "pass",
+        "links are closed to no peer", "ranks/failures.py:notify_peers", "each.close()", "pass",
     ),
     Mutant(
         "a forked child keeps links", "ranks/failures.py:_remember_groups", "each.close()", "pass",
@@ -544,7 +544,7 @@ FAILING = [
         "if not _NUMBER.size <= len(packet) <= _NUMBER.size + FIRST:", "if False:",
     ),
     Mutant(
-        "whoever has a number is let in", "ranks/notes.py:_let_in",
+        "whoever has a number is let in", "ranks/notes.py:_accept",
         "(rank := _name(link)) in missing", "(rank := _name(link)) is not None",
     ),
     Mutant(

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm import visits
+from ring_attention_pytorch.comm import fused_copies
 from ring_attention_pytorch.comm.ulysses import HeadPartition, key_heads, land
 from ring_attention_pytorch.geometry.layouts import all_segments, count
 from ring_attention_pytorch.ranks.guard import Board
-from tests.comm.test_visits import Shelf, do
+from tests.comm.test_fused_copies import Shelf, do
 from tests.ranks.test_guard import CPU, without_clock
 from tests.support.interpreter import needs_triton
 from tests.support.kernel_cases import far
@@ -30,11 +30,11 @@ def otherwise(
     """The places at which something else comes than what copies bring."""
     without_clock()
     board = Board(CPU, 0, [torch.zeros(2, 1, dtype=torch.int64)], 20.0)
-    visit, found = partial(visits.Visit, board.meeting("read")), []
+    visit, found = partial(fused_copies.FusedCopy, board.barrier("read")), []
     way = spread.to_sequence if back else spread.to_heads
     kinds = (dtype, rest), (torch.float32, ()), (dtype, (1, *rest))
     sources = [[drawn((2, *given, *more), of) for given in way.given] for of, more in kinds]
-    with mock.patch.multiple(visits, _PROGRAMS=6, _LINES=6, _WIDTH=4, _BLOCK=16):
+    with mock.patch.multiple(fused_copies, _PROGRAMS=6, _LINES=6, _WIDTH=4, _BLOCK=16):
         for place, moves in enumerate(way.moves):
             # a table is of places, not of tensors
             want, got, other = (
@@ -43,9 +43,9 @@ def otherwise(
             for room, theirs in zip(want, sources):
                 for m in moves:
                     room[:, m.to_rows, m.to_heads] = theirs[m.place][:, m.rows, m.heads]
-            table = visits.table_of_pieces(Shelf, None, got, sources, [moves] * len(kinds))
-            do(taped, visits.take, visit(table), *got)
-            do(taped, visits.take, visit(table), *other)
+            table = fused_copies.table_of_pieces(Shelf, None, got, sources, [moves] * len(kinds))
+            do(taped, fused_copies.take, visit(table), *got)
+            do(taped, fused_copies.take, visit(table), *other)
             for rooms in (got, other):
                 if not all(map(torch.equal, want, rooms)):
                     found.append(place)

@@ -59,7 +59,7 @@ from ring_attention_pytorch.schedule.pieces import (
     schedule,
     tokens,
 )
-from ring_attention_pytorch.schedule.policy import come_home_aside, keys_come_late
+from ring_attention_pytorch.schedule.policy import keys_arrive_late, reduce_by_copy_engine
 from tests.attention.test_ring_attention import CROSS, Live, cross, forward_only, hops
 from tests.support import threads
 from tests.support.cases import (
@@ -152,8 +152,8 @@ def test_any_length_any_ring_any_memory(case, size):
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_keys_pulled_from_shared_memory(layout):
     for size, at_once, how in (
-        (2, 9, dict(overtaken=True)), (3, 1, dict(overtaken=True)), (4, 9, dict(aside=True)),
-        (4, 2, {}), (4, 9, dict(late=True, aside=False)), (3, 9, dict(late=True, overtaken=True)),
+        (2, 9, dict(own_low_priority=True)), (3, 1, dict(own_low_priority=True)), (4, 9, dict(by_copy_engine=True)),
+        (4, 2, {}), (4, 9, dict(late=True, by_copy_engine=False)), (3, 9, dict(late=True, own_low_priority=True)),
         (2, 9, dict(together=True)), (4, 9, dict(together=True)),
         (2, 9, dict(own_apart=True)), (4, 9, dict(own_apart=True)),
     ):  # fmt: skip
@@ -172,7 +172,7 @@ def test_keys_pulled_from_shared_memory(layout):
 @pytest.mark.parametrize(
     ("at_once", "ulysses", "how"),
     [
-        (1, 1, {}), (3, 1, {}), (3, 1, dict(late=True, overtaken=True)), (1, 2, {}),
+        (1, 1, {}), (3, 1, {}), (3, 1, dict(late=True, own_low_priority=True)), (1, 2, {}),
         (3, 1, dict(together=True)), (3, 2, dict(together=True)),
         (3, 1, dict(own_apart=True)), (3, 2, dict(own_apart=True)),
     ],
@@ -180,17 +180,17 @@ def test_keys_pulled_from_shared_memory(layout):
 def test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses, how):
     """Calls follow one another in any order, and one rank reads late."""
     size, case = 4, Attention(32, "zigzag", causal=True)
-    read, join = threads.ThreadShelf.of, threads.ThreadShelf.join
+    read, join = threads.ThreadBuffer.of, threads.ThreadBuffer.join
 
-    def late(shelf: threads.ThreadShelf, rank: int, *what: object) -> list[Tensor]:
-        if shelf.rank == 2 and rank != 2:
+    def late(buffer: threads.ThreadBuffer, rank: int, *what: object) -> list[Tensor]:
+        if buffer.rank == 2 and rank != 2:
             time.sleep(0.03)
-        return read(shelf, rank, *what)
+        return read(buffer, rank, *what)
 
-    def join_late(shelf: threads.ThreadShelf, end: int) -> None:
-        if shelf.rank == 2:
+    def join_late(buffer: threads.ThreadBuffer, end: int) -> None:
+        if buffer.rank == 2:
             time.sleep(0.03)
-        join(shelf, end)
+        join(buffer, end)
 
     def main(ring: Ring) -> bool:
         (q, k, v), _, dout, _ = case.data()
@@ -207,14 +207,14 @@ def test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses, h
         return all(map(torch.allclose, step(sent), step(shared)))
 
     with (
-        mock.patch.object(threads.ThreadShelf, "of", late),
-        mock.patch.object(threads.ThreadShelf, "join", join_late),
+        mock.patch.object(threads.ThreadBuffer, "of", late),
+        mock.patch.object(threads.ThreadBuffer, "join", join_late),
         threads.late(),
     ):
         assert all(threads.run(size, main)[0])
 
 
-class Noted(threads.ThreadShelf):
+class Noted(threads.ThreadBuffer):
     """A shelf that notes how far its stream was told to come, and to which end it was joined."""
 
     def __init__(self, *how: Any) -> None:
@@ -244,10 +244,10 @@ def noted(
         at, _ = case.places(ring.rank, ring.size)
         mine = [t[:, at] for t in (q, k, v)]
         plan = RingPlan.make(*mine, **case.options(), group=ring, layout="zigzag")
-        plan = over_shared_memory(plan, mine, ring, at_once, late=late, overtaken=late)
+        plan = over_shared_memory(plan, mine, ring, at_once, late=late, own_low_priority=late)
         visit(plan.transport, plan.keys(*mine[1:]))
 
-    monkeypatch.setattr(threads, "ThreadShelf", Noted)
+    monkeypatch.setattr(threads, "ThreadBuffer", Noted)
     threads.run(4, main)
 
 
@@ -283,7 +283,7 @@ def test_gradients_are_made_where_their_owners_read_them(monkeypatch):
             whole = slice(0, block.k.shape[1])
             if not block.own:
                 place, grads = sums[0].alloc(whole), transport.fabric.space.grads
-                at = grads.hub.shelves["grads", grads.rank][grads.turn]
+                at = grads.hub.buffers["grads", grads.rank][grads.slot]
                 assert place.data_ptr() == at.data_ptr()
 
     noted(monkeypatch, 9, False, visit)
@@ -315,14 +315,14 @@ ASIDE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("size", "tokens", "overtaken", "aside"), ASIDE)
-def test_gradients_come_aside_where_that_is_hidden(size, tokens, overtaken, aside):
+@pytest.mark.parametrize(("size", "tokens", "own_low_priority", "by_copy_engine"), ASIDE)
+def test_gradients_come_aside_where_that_is_hidden(size, tokens, own_low_priority, by_copy_engine):
     held = all_segments("zigzag", size, size * tokens)
     blocks = Workload(held, held, Mask(causal=True))
     job, groups = KVShape(1, 32, 8, 128, 128, itemsize=2), schedule(blocks, size)
-    assert come_home_aside(blocks, groups, job, H200, overtaken) == aside
+    assert reduce_by_copy_engine(blocks, groups, job, H200, own_low_priority) == by_copy_engine
     one_by_one = schedule(blocks, 1)
-    assert come_home_aside(blocks, one_by_one, job, H200, False) == (size > 2)
+    assert reduce_by_copy_engine(blocks, one_by_one, job, H200, False) == (size > 2)
 
 
 class Place(Ring):
@@ -392,7 +392,7 @@ def test_few_tokens_of_many_ranks_come_late(tokens, late, otherwise):
     visible = Mask(causal, **{name: otherwise[name] for name in seen})
     blocks = Workload(everyone, otherwise.get("keys", everyone), visible)
     job = KVShape(1, 32, 8, 128, 128, itemsize=2)
-    assert keys_come_late(blocks, otherwise.get("at_once", 7), job, H200) == late
+    assert keys_arrive_late(blocks, otherwise.get("at_once", 7), job, H200) == late
 
 
 # --- messages ---
@@ -612,7 +612,7 @@ def test_keys_and_values_of_a_piece_come_by_one_copy(masked, copies, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("how", "at_once", "aside"),
+    ("how", "at_once", "by_copy_engine"),
     [
         (dict(), 3, True),
         (dict(memory=0), 1, False),  # keys of a group go when the next but one comes
@@ -620,7 +620,7 @@ def test_keys_and_values_of_a_piece_come_by_one_copy(masked, copies, monkeypatch
     ],
     ids=["all", "one", "samples"],
 )
-def test_calls_go_side_by_side_where_keys_stay(how, at_once, aside):
+def test_calls_go_side_by_side_where_keys_stay(how, at_once, by_copy_engine):
     """And a rank's own keys are known as that, in backward however they are divided."""
     case, size = Attention(12, "zigzag", causal=True, transport="gather", **how), 4
 
@@ -635,15 +635,15 @@ def test_calls_go_side_by_side_where_keys_stay(how, at_once, aside):
         held = {*plan.positions().tolist()}
         for yields in (True, False):
             shared = over_shared_memory(
-                plan, mine, ring, at_once, overtaken=yields and plan.chosen.concurrent
+                plan, mine, ring, at_once, own_low_priority=yields and plan.chosen.concurrent
             )
-            assert shared.schedule.overtaken == (yields and aside)
+            assert shared.schedule.own_low_priority == (yields and by_copy_engine)
             keys = plan.keys(*mine[1:])
             own = GradAccumulator(keys.k), GradAccumulator(keys.v)
             back = (block for block, _ in shared.transport.stream_back(keys, own))
             for block in chain(shared.transport.stream(keys), back):
                 assert block.own == held.issuperset(segment_positions(block.segments).tolist())
-                assert all(t.concurrent == aside for _, t in shared.tiles(block.segments))
+                assert all(t.concurrent == by_copy_engine for _, t in shared.tiles(block.segments))
 
     threads.run(size, main)
 
@@ -701,7 +701,7 @@ def test_few_tokens_come_together(shown, most, monkeypatch):
             for at_once in (9, 1)
         ]
         few = (
-            transports.make_together(each, plan.blocks, plan.chosen.shape, q.device, machine)
+            transports.make_one_stream(each, plan.blocks, plan.chosen.shape, q.device, machine)
             for each in made
         )
         return [
@@ -742,7 +742,7 @@ def few_tokens_get_the_kernel_that_is_launched_least(patch: pytest.MonkeyPatch) 
         return [plan.kernel.name for plan in plans]
 
     patch.setattr(transports, "shared_by", threads.shared_by)
-    patch.setattr(proposal, "lightest", lambda case: choose("eager", case))
+    patch.setattr(proposal, "fewest_launches", lambda case: choose("eager", case))
     job = KVShape(2, 2, 2, 4, 4, itemsize=4)
     seconds = 16 * 32 * job.pair_flops * (1 / H200.forward + 2.5 / H200.backward)
     for launches, found in ((2.01, "eager"), (1.01, "eager"), (0.99, "sdpa")):
@@ -853,16 +853,16 @@ def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
     """By the transport of their graphs, if not by their own."""
     q = torch.randn(1, 8, 2, 4)
     patch.setattr(policy, "_SMALL", -1)
-    for overtaken in (False, True):
+    for own_low_priority in (False, True):
         plan_cache.forget()
         fabric = SimpleNamespace(ring=Ring.alone(), replay=NEVER)
         few, made = (
-            SimpleNamespace(schedule=SimpleNamespace(overtaken=on), fabric=fabric)
-            for on in (False, overtaken)
+            SimpleNamespace(schedule=SimpleNamespace(own_low_priority=on), fabric=fabric)
+            for on in (False, own_low_priority)
         )
         patch.setattr(prepare, "make_transport", lambda *_, made=made: made)
-        patch.setattr(prepare, "make_together", lambda *_, few=few: few)
-        assert RingPlan.make(q, q, q, causal=True).chosen.concurrent == overtaken
+        patch.setattr(prepare, "make_one_stream", lambda *_, few=few: few)
+        assert RingPlan.make(q, q, q, causal=True).chosen.concurrent == own_low_priority
 
 
 def test_few_may_be_short(monkeypatch):
@@ -905,7 +905,7 @@ def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
         """What a space is kept for."""
 
     wanted, group = [], Group()
-    space = SimpleNamespace(make_room=lambda group, **room: wanted.append({group, *room}))
+    space = SimpleNamespace(reserve=lambda group, **room: wanted.append({group, *room}))
     monkeypatch.setattr(symmetric_memory, "_spaces", {group: space})
     ring = SimpleNamespace(rank=1, size=2, shared=lambda: (group, (4, 6)))
     everyone, device = all_segments("zigzag", 2, 16), torch.device("cuda", 0)
@@ -942,7 +942,7 @@ def test_both_halves_of_a_shelf_start_where_any_dtype_may(monkeypatch):
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     monkeypatch.setattr(symmetric_memory, "Ring", lambda group: Ring.alone())
     space = symmetric_memory.SymmetricWorkspace(group, torch.device("cpu"))
-    space.make_room(None, keys=22_369_622, grads=5)
+    space.reserve(None, keys=22_369_622, grads=5)
     assert space.keys.nbytes >= 22_369_622
     assert space.keys.nbytes % 512 == space.grads.nbytes % 512 == 0
 
@@ -952,11 +952,16 @@ def test_shelves_stay_whose_graphs_others_captured(monkeypatch):
     device = torch.device("cpu")
 
     def written() -> symmetric_memory.SymmetricBuffer:
-        shelf = symmetric_memory.SymmetricBuffer.__new__(symmetric_memory.SymmetricBuffer)
-        shelf.turn, shelf.device, shelf.captured, shelf.views = 0, device, False, {(0, 0, ()): []}
-        shelf.rank = 0
-        shelf.mine(())
-        return shelf
+        buffer = symmetric_memory.SymmetricBuffer.__new__(symmetric_memory.SymmetricBuffer)
+        buffer.slot, buffer.device, buffer.captured, buffer.views = (
+            0,
+            device,
+            False,
+            {(0, 0, ()): []},
+        )
+        buffer.rank = 0
+        buffer.local_view(())
+        return buffer
 
     monkeypatch.setattr(streams, "capturing", lambda device: False)
     assert not written().captured

@@ -1,7 +1,7 @@
 """Calls back to back in memory that ranks share, walked on ints: none writes what another reads.
 
-What is recorded of a real run is each rank's writes, reads and meetings, in its own order. All
-ranks come to the same meetings. So of two ranks' doings one is surely before the other only if a
+What is recorded of a real run is each rank's writes, reads and barriers, in its own order. All
+ranks come to the same barriers. So of two ranks' doings one is surely before the other only if a
 meeting lies between. Whatever has none between may happen in any order, and in the walk it does.
 """
 
@@ -28,7 +28,7 @@ RANKS, TOKENS = 3, 4
 WAYS = {
     "one round": dict(at_once=9),
     "two rounds": dict(at_once=1),
-    "two stages": dict(at_once=9, late=True, overtaken=True),
+    "two stages": dict(at_once=9, late=True, own_low_priority=True),
     "one stream, all keys": dict(at_once=9, together=True),
     "one stream, own keys apart": dict(at_once=9, own_apart=True),
 }
@@ -36,7 +36,7 @@ Where = tuple[str, int, int]  # buffer, the rank whose it is, half
 
 
 class Access(NamedTuple):
-    """A write, or a read; from after so many meetings to before the next of so many."""
+    """A write, or a read; from after so many barriers to before the next of so many."""
 
     where: Where
     first: int
@@ -47,40 +47,40 @@ class Log:
     """What one rank does, in its order."""
 
     def __init__(self) -> None:
-        self.meetings = 0
+        self.barriers = 0
         self.writes: list[Access] = []
         self.reads: list[Access] = []
         self.under_way: list[tuple[Where, int]] = []  # begun beside, and not waited for
 
     def write(self, where: Where) -> None:
-        self.writes.append(Access(where, self.meetings, self.meetings))
+        self.writes.append(Access(where, self.barriers, self.barriers))
 
     def begin_read(self, where: Where) -> None:
-        self.under_way.append((where, self.meetings))
+        self.under_way.append((where, self.barriers))
 
     def end_reads(self, buffer: str) -> None:
         for where, first in [each for each in self.under_way if each[0][0] == buffer]:
-            self.reads.append(Access(where, first, self.meetings))
+            self.reads.append(Access(where, first, self.barriers))
             self.under_way.remove((where, first))
 
 
-class LoggedShelf(threads.ThreadShelf):
+class LoggedBuffer(threads.ThreadBuffer):
     """A shelf of which a log is kept."""
 
     log: Log
 
-    def own(self, form: Form) -> list[Tensor]:
-        views = super().own(form)
-        self.log.write((self.name, self.rank, self.turn))
+    def write_view(self, form: Form) -> list[Tensor]:
+        views = super().write_view(form)
+        self.log.write((self.name, self.rank, self.slot))
         return views
 
     def publish(self) -> None:
-        self.log.meetings += 1
+        self.log.barriers += 1
         super().publish()
 
-    def meet(self) -> None:
-        self.log.meetings += 1
-        super().meet()
+    def wait_for_readers(self) -> None:
+        self.log.barriers += 1
+        super().wait_for_readers()
 
     def join(self, end: int) -> None:
         super().join(end)
@@ -89,7 +89,7 @@ class LoggedShelf(threads.ThreadShelf):
 
 def whose(hub: threads.Hub, t: Tensor) -> Where | None:
     """Where a tensor lies in shared memory; None if it is elsewhere."""
-    for (name, rank), memory in hub.shelves.items():
+    for (name, rank), memory in hub.buffers.items():
         at = t.data_ptr() - memory.data_ptr()
         if 0 <= at < memory.nbytes and t.numel():
             return name, rank, at // memory[0].nbytes
@@ -124,12 +124,12 @@ def noted(hub: threads.Hub, log: dict[int, Log]) -> Iterator[None]:
 
         return run
 
-    settle, lent = GradAccumulator.settle, GradAccumulator.add_lent
+    settle, borrowed = GradAccumulator.flush, GradAccumulator.add_borrowed
     read: dict[int, list[Tensor]] = defaultdict(list)
 
-    def add_lent(total: GradAccumulator, at: slice, part: Tensor) -> None:
+    def add_borrowed(total: GradAccumulator, at: slice, part: Tensor) -> None:
         read[id(total)].append(part)
-        lent(total, at, part)
+        borrowed(total, at, part)
 
     def settled(total: GradAccumulator) -> Tensor:
         note(tuple(read.pop(id(total), ())), beside=False)
@@ -139,8 +139,8 @@ def noted(hub: threads.Hub, log: dict[int, Log]) -> Iterator[None]:
         mock.patch.object(fabric_copies, "_copy", beside(fabric_copies._copy)),
         mock.patch.object(fabric_copies, "_sum", beside(fabric_copies._sum)),
         mock.patch.object(torch, "_foreach_copy_", copied(torch._foreach_copy_)),
-        mock.patch.object(GradAccumulator, "add_lent", add_lent),
-        mock.patch.object(GradAccumulator, "settle", settled),
+        mock.patch.object(GradAccumulator, "add_borrowed", add_borrowed),
+        mock.patch.object(GradAccumulator, "flush", settled),
     ):
         yield
 
@@ -175,10 +175,10 @@ def recorded(calls: list[tuple[str, bool]]) -> list[Log]:
             fabric = plans[way].transport.fabric
             space = space or fabric.space  # the largest that any needs is made for all
             object.__setattr__(fabric, "space", space)
-        space.make_room(None, keys=1 << 12, grads=1 << 12)
+        space.reserve(None, keys=1 << 12, grads=1 << 12)
         for name in ("keys", "grads"):
-            shelf = getattr(space, name)
-            shelf.__class__, shelf.log = LoggedShelf, mine
+            buffer = getattr(space, name)
+            buffer.__class__, buffer.log = LoggedBuffer, mine
         ring.hub.barrier.wait()
         with noted(ring.hub, logs) if ring.rank == 0 else nullcontext():
             ring.hub.barrier.wait()
@@ -198,7 +198,7 @@ def check(logs: list[Log]) -> None:
         assert not log.under_way, "a read that nobody waits for"
         for where, at, _ in log.writes:
             writes[where].append(at)
-    assert len({log.meetings for log in logs}) == 1, "not the same meetings on all ranks"
+    assert len({log.barriers for log in logs}) == 1, "not the same barriers on all ranks"
     reads = 0
     for rank, log in enumerate(logs):
         for where, first, last in log.reads:

@@ -16,7 +16,7 @@ from ring_attention_pytorch import (
     shard_sequence,
     unshard_sequence,
 )
-from ring_attention_pytorch.comm import symmetric_memory, visits
+from ring_attention_pytorch.comm import fused_copies, symmetric_memory
 from ring_attention_pytorch.comm.fabric_kernels import OneStream
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer
@@ -181,21 +181,21 @@ def test_what_a_graph_reads_is_made_before_it_and_stays(monkeypatch):
     capturing = False
     monkeypatch.setattr(symmetric_memory, "capturing", lambda device: capturing)
 
-    def shelf() -> SymmetricBuffer:
+    def buffer() -> SymmetricBuffer:
         new = SymmetricBuffer.__new__(SymmetricBuffer)
         new.device, new.tables, new.read_by_graphs = torch.device("cpu"), {}, set()
         return new
 
     here, t = slice(0, 2), torch.zeros(1, 2, 2, 4)
-    pieces = [t], [[t]], [[visits.Move(0, here, here, here, here)]]
-    swaps = shelf()
-    made = visits.table_of_pieces(swaps, "one", *pieces)
+    pieces = [t], [[t]], [[fused_copies.Move(0, here, here, here, here)]]
+    swaps = buffer()
+    made = fused_copies.table_of_pieces(swaps, "one", *pieces)
     assert not swaps.read_by_graphs
     capturing = True
-    assert visits.table_of_pieces(swaps, "one", *pieces) is made
+    assert fused_copies.table_of_pieces(swaps, "one", *pieces) is made
     assert swaps.read_by_graphs == {made.table}
-    assert visits.table_of_pieces(swaps, "another", *pieces) is None
-    assert visits.table_of_pieces(shelf(), "one", *pieces) is None
+    assert fused_copies.table_of_pieces(swaps, "another", *pieces) is None
+    assert fused_copies.table_of_pieces(buffer(), "one", *pieces) is None
 
 
 class RecordingShelf:
@@ -206,16 +206,16 @@ class RecordingShelf:
         self.kinds: dict[object, object] = {}
         self.memory = [torch.zeros(1 << 12, dtype=torch.uint8) for _ in range(2)]
 
-    def meet(self) -> None:
+    def wait_for_readers(self) -> None:
         self.told.append("all have read")
 
     def to_read(self) -> str:
         return "all have written"
 
-    def mine(self, form: Form) -> list[Tensor]:
+    def local_view(self, form: Form) -> list[Tensor]:
         return self.of(0, form)
 
-    def of(self, rank: int, form: Form) -> list[Tensor]:
+    def peer_view(self, rank: int, form: Form) -> list[Tensor]:
         return form.open(self.memory[rank])
 
     def table(self, kind: object, make: Callable[[], object]) -> object:
@@ -224,18 +224,18 @@ class RecordingShelf:
 
 def swaps_in_shared_memory(patch: pytest.MonkeyPatch) -> None:
     """Ranks meet, write, meet and take; of the same tokens and heads there is one table."""
-    shelf, waited = RecordingShelf(), []
-    space = SimpleNamespace(swaps=shelf, follow_stream=lambda: waited.append("waits"))
+    buffer, waited = RecordingShelf(), []
+    space = SimpleNamespace(swaps=buffer, follow_stream=lambda: waited.append("waits"))
     space.keys = space.grads = None
     swap = OneStream(SimpleNamespace(rank=0, size=2), space, (0, 1))
-    assert swap.follow_stream() == (None, None, shelf)
+    assert swap.follow_stream() == (None, None, buffer)
     assert waited == ["waits"]
 
-    def take(visit: visits.Visit, *rooms: Tensor) -> None:
-        written = [t.flatten()[0].item() for t in shelf.mine(forms[0])]
-        shelf.told.append((visit.meeting, visit.table, written, [t.shape for t in rooms]))
+    def take(visit: fused_copies.FusedCopy, *rooms: Tensor) -> None:
+        written = [t.flatten()[0].item() for t in buffer.local_view(forms[0])]
+        buffer.told.append((visit.barrier, visit.table, written, [t.shape for t in rooms]))
 
-    patch.setattr(visits, "take", take)
+    patch.setattr(fused_copies, "take", take)
     q, kinds = torch.full((1, 6, 4, 8), 3.0), []
     for length, dtype in ((6, q.dtype), (6, q.dtype), (6, torch.float64), (5, q.dtype)):
         shards = all_segments("zigzag", 2, 2 * length)
@@ -244,13 +244,13 @@ def swaps_in_shared_memory(patch: pytest.MonkeyPatch) -> None:
         forms = [Form.of_parts((way.part(given, place),)) for place in range(2)]
         room = way.room(given, 0)
         swap.swap([given], [way], [room])
-        first, (meeting, table, written, shapes) = shelf.told[-2:]
-        assert (first, meeting, written) == ("all have read", "all have written", [3.0])
+        first, (barrier, table, written, shapes) = buffer.told[-2:]
+        assert (first, barrier, written) == ("all have read", "all have written", [3.0])
         assert shapes == [(1, 2 * length, 2, 8)]
         kinds.append(table)
     assert kinds[0] is kinds[1]
     assert len({id(table) for table in kinds}) == 3
-    assert len(shelf.told) == 8
+    assert len(buffer.told) == 8
 
 
 def test_swaps_in_shared_memory(monkeypatch):

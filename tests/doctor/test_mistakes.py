@@ -12,7 +12,7 @@ from torch import nn
 
 from ring_attention_pytorch.doctor import mistakes
 from ring_attention_pytorch.doctor.evidence import Evidence
-from ring_attention_pytorch.doctor.mistakes import KNOWN, Case, Told
+from ring_attention_pytorch.doctor.mistakes import KNOWN, Case, RankNumbers
 from ring_attention_pytorch.geometry.tiles import Mask
 
 IDS, AT = (
@@ -45,7 +45,7 @@ def seen(held: torch.Tensor, **otherwise: Any) -> Evidence:
 def right() -> Case:
     """The traces of a program without a mistake, on rank 0."""
     ring = SimpleNamespace(size=2, rank=0, ranks=[0, 1])
-    told = [Told(2.5, 9.0, 4), Told(2.5, 8.5, 3)]
+    told = [RankNumbers(2.5, 9.0, 4), RankNumbers(2.5, 8.5, 3)]
     whole = seen(EVERY, entropy=17.5, counted=7)
     return Case(
         nn.Linear(1, 1), {"input_ids": IDS}, ring, seen(AT), whole, told, 2.5, 1.0, 1e-6
@@ -89,7 +89,7 @@ def rotated(case: Case) -> Case:
     return here(attention=[(plan(), (q + 1, k + 1, v))])(case)
 
 
-def told(*ranks: Told) -> Callable[[Case], Case]:
+def told(*ranks: RankNumbers) -> Callable[[Case], Case]:
     return lambda case: replace(case, ranks=list(ranks))
 
 
@@ -139,10 +139,10 @@ CASES: dict[str, tuple[Callable[[Case], Case], str | None, str]] = {
     ),
     "other labels": (here(labels=[LABELS[:, AT] + 1]), "labels", "4 labels here are not"),
     "mean of means": (
-        told(Told(2.25, 9.0, 4), Told(2.75, 8.25, 3)), "mean of means", "own 4, 3 labels",
+        told(RankNumbers(2.25, 9.0, 4), RankNumbers(2.75, 8.25, 3)), "mean of means", "own 4, 3 labels",
     ),
     "the same mean of means": (
-        told(Told(2.5, 9.0, 4), Told(2.5, 8.25, 3)), "mean of means", "own 4, 3 labels",
+        told(RankNumbers(2.5, 9.0, 4), RankNumbers(2.5, 8.25, 3)), "mean of means", "own 4, 3 labels",
     ),
     "too large": (lambda c: replace(c, size=2.0), "gradient size", "2 times too large"),
     "too small": (lambda c: replace(c, size=0.5), "gradient size", "2 times too small"),

@@ -114,19 +114,19 @@ def patched(check: Callable[..., None], *given: Any, **named: Any) -> Case:
 
 
 def kernels_may_leave_dq_for_later() -> Iterator[Case]:
-    from tests.comm import test_later
+    from tests.comm import test_deferred
     from tests.runtime import test_running
 
     yield test_running.a_wide_sum_ends_with_its_parts
-    yield patched(test_later.what_is_left_is_in_the_gradients)
-    yield test_later.what_is_left_is_done_in_time
-    yield test_later.no_two_parts_leave_something_for_the_same_queries
-    yield patched(test_later.nothing_is_left_where_parts_have_their_times)
-    yield test_later.gradients_are_hidden_behind_dq
-    yield test_later.the_model_knows_what_is_left
-    yield patched(test_later.plans_tell_transports)
-    yield patched(test_later.few_programs_work_beside_a_kernel)
-    yield patched(test_later.dq_is_launched_early)
+    yield patched(test_deferred.what_is_left_is_in_the_gradients)
+    yield test_deferred.what_is_left_is_done_in_time
+    yield test_deferred.no_two_parts_leave_something_for_the_same_queries
+    yield patched(test_deferred.nothing_is_left_where_parts_have_their_times)
+    yield test_deferred.gradients_are_hidden_behind_dq
+    yield test_deferred.the_model_knows_what_is_left
+    yield patched(test_deferred.plans_tell_transports)
+    yield patched(test_deferred.few_programs_work_beside_a_kernel)
+    yield patched(test_deferred.dq_is_launched_early)
 
 
 def shared_memory_is_read_before_it_is_written() -> Iterator[Case]:
@@ -160,8 +160,10 @@ def keys_come_in_stages_where_they_are_late() -> Iterator[Case]:
     yield patched(test_transports.test_shelves_stay_whose_graphs_others_captured)
     yield patched(test_ulysses.test_what_a_graph_reads_is_made_before_it_and_stays)
     yield test_transports.test_what_comes_but_once_is_not_kept
-    for aside in test_transports.ASIDE:
-        yield partial(test_transports.test_gradients_come_aside_where_that_is_hidden, *aside)
+    for by_copy_engine in test_transports.ASIDE:
+        yield partial(
+            test_transports.test_gradients_come_aside_where_that_is_hidden, *by_copy_engine
+        )
     yield partial(test_running.test_what_is_not_yet_to_be_read_is_not_read, wide=False, moved=True)
     for asks in (False, True):
         yield partial(test_running.test_a_sum_is_made_where_it_has_to_be, asks)
@@ -241,7 +243,7 @@ def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     yield with_driver(test_graphs.test_what_a_graph_holds_overlaps)
     yield patched(test_graphs.a_call_is_captured_twice_and_its_graph_told_of_tensors)
     yield with_driver(test_graphs.test_layers_that_drop_otherwise_have_graphs_of_their_own)
-    yield on_cpu(lambda _: shared(None, overtaken=True))
+    yield on_cpu(lambda _: shared(None, own_low_priority=True))
     yield on_cpu(lambda patch: second(None, patch))
     yield patched(test_graphs.tensors_are_read_where_they_are)
     yield patched(test_graphs.observed_calls_are_replayed_too)
@@ -453,7 +455,7 @@ def calls_are_counted() -> None:
     from tests.support.cases import Attention, miscounted
 
     total = GradAccumulator(torch.empty(1, 2, 1, dtype=torch.bfloat16), calls=2)
-    assert [total.room()[1].dtype for _ in range(2)] == [torch.float32, torch.bfloat16]
+    assert [total.update_memory()[1].dtype for _ in range(2)] == [torch.float32, torch.bfloat16]
 
     assert not miscounted(Attention(29, "zigzag", causal=True, transport="gather"), 3)
 
@@ -461,8 +463,8 @@ def calls_are_counted() -> None:
 def calls_go_side_by_side_where_they_may() -> Iterator[Case]:
     from tests.comm.test_transports import test_calls_go_side_by_side_where_keys_stay
 
-    for how, at_once, aside in ((dict(), 3, True), (dict(memory=0), 1, False)):
-        yield partial(test_calls_go_side_by_side_where_keys_stay, how, at_once, aside)
+    for how, at_once, by_copy_engine in ((dict(), 3, True), (dict(memory=0), 1, False)):
+        yield partial(test_calls_go_side_by_side_where_keys_stay, how, at_once, by_copy_engine)
 
 
 def sums_of_16_bits_are_kept_in_32() -> None:

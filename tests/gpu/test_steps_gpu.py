@@ -63,7 +63,7 @@ class Run:
             torch.autograd.grad(out.sum(), given)
         return plan
 
-    def meet(self) -> None:
+    def wait_for_readers(self) -> None:
         """Let the host wait for the device, and for the other ranks' hosts."""
         torch.cuda.synchronize()
         self.ring.gather_bytes(b"", 1)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, RingTransformer, explain_plan, positions, ring_attn
-from ring_attention_pytorch.comm import transports, visits
+from ring_attention_pytorch.comm import fused_copies, transports
 from ring_attention_pytorch.comm.fabric_kernels import KernelChannel, OneStream
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer, shared_by
@@ -89,8 +89,8 @@ def plan_for(
     engine, or not, whatever hides them; as for few tokens, which come together, or many."""
     plan_cache.forget()  # what is patched here is no part of what a plan is found again by
     without = mock.patch.object(Ring, "shared", return_value=None)
-    in_time = mock.patch.object(transports, "keys_come_late", return_value=False)
-    coming = mock.patch.object(transports, "come_home_aside", return_value=side_stream)
+    in_time = mock.patch.object(transports, "keys_arrive_late", return_value=False)
+    coming = mock.patch.object(transports, "reduce_by_copy_engine", return_value=side_stream)
     with (
         without if apart else nullcontext(),
         in_time if soon else nullcontext(),
@@ -111,28 +111,28 @@ def delays() -> Iterator[None]:
         SymmetricBuffer.own,
         SymmetricBuffer.publish,
         SymmetricBuffer.follow,
-        SymmetricBuffer.meet,
+        SymmetricBuffer.wait_for_readers,
     )
 
-    def poisoned(shelf: SymmetricBuffer, form: Form) -> list[Tensor]:
-        views = own(shelf, form)
-        shelf.memory[shelf.turn].fill_(255)
+    def poisoned(buffer: SymmetricBuffer, form: Form) -> list[Tensor]:
+        views = own(buffer, form)
+        buffer.memory[buffer.slot].fill_(255)
         return views
 
-    def publish_late(shelf: SymmetricBuffer) -> None:
+    def publish_late(buffer: SymmetricBuffer) -> None:
         _sleep()
-        publish(shelf)
+        publish(buffer)
         _sleep()
 
-    def follow_late(shelf: SymmetricBuffer) -> None:
+    def follow_late(buffer: SymmetricBuffer) -> None:
         _sleep()  # on the stream that computes
-        follow(shelf)
+        follow(buffer)
 
-    def meet_late(shelf: SymmetricBuffer) -> None:
+    def meet_late(buffer: SymmetricBuffer) -> None:
         _sleep()
-        meet(shelf)
-        if len(shelf.memory) == 1:  # written next
-            shelf.memory.fill_(255)
+        meet(buffer)
+        if len(buffer.memory) == 1:  # written next
+            buffer.memory.fill_(255)
 
     @contextmanager
     def aside_late(*how: object) -> Iterator[None]:
@@ -162,14 +162,14 @@ def delays() -> Iterator[None]:
         publish_late,
         follow_late,
     )
-    SymmetricBuffer.meet = meet_late
+    SymmetricBuffer.wait_for_readers = meet_late
     try:
         with (
             mock.patch.object(_flash, "side_stream", aside_late),
             mock.patch.object(KernelChannel, "_written", written_as_is),
-            mock.patch.object(visits, "write", late(visits.write)),
-            mock.patch.object(visits, "pull", late(visits.pull)),
-            mock.patch.object(visits, "add_up", late(visits.add_up)),
+            mock.patch.object(fused_copies, "write", late(fused_copies.write)),
+            mock.patch.object(fused_copies, "pull", late(fused_copies.pull)),
+            mock.patch.object(fused_copies, "add_up", late(fused_copies.add_up)),
             mock.patch.object(Tape, "run", _untaped),  # which know nothing of what is late
         ):
             yield
@@ -178,7 +178,7 @@ def delays() -> Iterator[None]:
             SymmetricBuffer.own,
             SymmetricBuffer.publish,
             SymmetricBuffer.follow,
-            SymmetricBuffer.meet,
+            SymmetricBuffer.wait_for_readers,
         ) = own, publish, follow, meet
 
 
@@ -451,7 +451,7 @@ def any_device_may_be_current(kernel: str, graphs: bool) -> None:
         shared = shared_by(Ring(), torch.device("cuda", here))
         for _ in range(2):
             wanted = {n: getattr(shared.space, n).nbytes + (1 << 20) for n in ("keys", "grads")}
-            shared.space.make_room(shared.group, **wanted)
+            shared.space.reserve(shared.group, **wanted)
         got = run()
         assert torch.cuda.current_device() == other
     assert torch.cuda.current_device() == here

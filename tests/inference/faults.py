@@ -219,7 +219,7 @@ INFERENCE = [
     ),
     Mutant(
         "plans are made of any cache", "inference/attention.py:_plan",
-        "cache.told(layer)", "''",
+        "cache.state_note(layer)", "''",
     ),
     Mutant(
         "new tokens count once", LINEAGE + "advance", "n * self._all", "self._all",
@@ -254,10 +254,10 @@ INFERENCE = [
         "scores.softclamp",
     ),
     Mutant(
-        "a sequence of any length has room", CACHE + "_check_room", "tokens > most", "False",
+        "a sequence of any length has room", CACHE + "_check_capacity", "tokens > most", "False",
     ),
     Mutant(
-        "a sequence of less than nothing has room", CACHE + "_check_room", "tokens < least",
+        "a sequence of less than nothing has room", CACHE + "_check_capacity", "tokens < least",
         "False",
     ),
     Mutant(
@@ -269,7 +269,7 @@ INFERENCE = [
     ),
     Mutant(
         "a state without what can be rolled back", CACHE + "state_dict",
-        "else window.gone[sequence]", "else None",
+        "else window.dropped[sequence]", "else None",
     ),
     Mutant(
         "a loaded cache has all that ever was", CACHE + "load_state_dict",

@@ -88,7 +88,7 @@ def test_however_short_a_chunk_the_fastest_kernel_attends_to_the_cache(monkeypat
         return [plan.kernel.name, choose(None, KernelRequest.of(shards[0], shards[2])).name]
 
     few = mock.Mock()
-    monkeypatch.setattr(proposal, "lightest", few)
+    monkeypatch.setattr(proposal, "fewest_launches", few)
     for used, fastest in threads.run(2, kernels)[0]:
         assert used == fastest
     few.assert_not_called()

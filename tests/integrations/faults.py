@@ -156,7 +156,7 @@ INTEGRATIONS = [
         "order[order.index(mixin) + 1 :]", "order",
     ),
     Mutant(
-        "masked words' labels are moved", "integrations/trainer.py:_labels_stay",
+        "masked words' labels are moved", "integrations/trainer.py:_keeps_labels",
         'in ("ForMaskedLM", "ForTokenClassification")', "in ()",
     ),
     Mutant(

@@ -167,7 +167,7 @@ SILENT = [
         "if q.dtype == torch.float16 or saved.dlse is not None:", "if saved.dlse is not None:",
     ),
     Mutant(
-        "what was compiled for other strides", "kernels/sdpa_cudnn.py:_as_told_by",
+        "what was compiled for other strides", "kernels/sdpa_cudnn.py:_with_strides_of",
         "if t.stride() == strides:", "if True:",
     ),
     Mutant(

@@ -18,10 +18,10 @@ from ring_attention_pytorch.kernels import (
     SelectedKernel,
     choose,
     explain,
+    fewest_launches,
     flash_attn_2,
     flash_attn_4,
     for_short_documents,
-    lightest,
     refusal,
     triton,
 )
@@ -194,7 +194,7 @@ def test_every_case_has_a_kernel_and_the_explanation_agrees(installed):
 @pytest.mark.parametrize(("capability", "name"), [((8, 0), None), ((9, 0), "triton")])
 def test_few_tokens_have_a_kernel_of_their_own_from_hopper_on(capability, name, installed):
     installed(**ALL)
-    found = lightest(KernelRequest("cuda", torch.bfloat16, capability=capability))
+    found = fewest_launches(KernelRequest("cuda", torch.bfloat16, capability=capability))
     assert (found and found.name) == name
 
 

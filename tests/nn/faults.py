@@ -36,7 +36,7 @@ INFERENCE = [
         "nn/generation.py:CachedTransformer.prefill", "rank=ring.rank", "rank=0",
     ),
     Mutant(
-        "ranks go on with what they have", "nn/generation.py:told_by_first",
+        "ranks go on with what they have", "nn/generation.py:report_to_ring_of_first",
         "ring.exchange(sends, receives).wait()", "pass",
     ),
     Mutant(

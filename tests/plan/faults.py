@@ -42,8 +42,8 @@ ATTENTION = [
     Mutant(
         "few tokens' graphs have calls that wait for one another",
         "plan/prepare.py:settle_transport",
-        "overlapping.schedule.overtaken or small",
-        "(together or overlapping).schedule.overtaken or small",
+        "overlapping.schedule.own_low_priority or small",
+        "(together or overlapping).schedule.own_low_priority or small",
     ),
     Mutant(
         "ALiBi by the places held", "plan/ring_plan.py:RingPlan._of_block",
@@ -124,14 +124,14 @@ SILENT = [
     ),
     Mutant(
         "predicates of one name are one", "runtime/digests.py:digest_of_function",
-        "told = repr(_told(function, frozenset(), {}))", "told = ''",
+        "told = repr(_described(function, frozenset(), {}))", "told = ''",
     ),
     Mutant(
         "what a predicate closes over is not told", "runtime/digests.py:_of_function",
-        "cells.append(_told(cell.cell_contents, names, seen))", "pass",
+        "cells.append(_described(cell.cell_contents, names, seen))", "pass",
     ),
     Mutant(
-        "constants of a predicate are not told", "runtime/digests.py:_told",
+        "constants of a predicate are not told", "runtime/digests.py:_described",
         "return thing.co_code, constants, thing.co_names", "return thing.co_code, thing.co_names",
     ),
     Mutant(
@@ -245,11 +245,11 @@ KEPT = [
         'all(rank["plan"] == kept.number for rank in lengths)', "True",
     ),
     Mutant(
-        "options of other types are found again", "plan/plan_cache.py:kind_of",
+        "options of other types are found again", "plan/plan_cache.py:cache_key",
         "tuple(options), values, types, tuple", "tuple(options), values, tuple",
     ),
     Mutant(
-        "seeds that are drawn are found again", "plan/plan_cache.py:kind_of",
+        "seeds that are drawn are found again", "plan/plan_cache.py:cache_key",
         'options.get("dropout") or options.get("mask_mod") is not None', "False",
     ),
     Mutant(

@@ -16,7 +16,7 @@ from ring_attention_pytorch.plan import calibrate, picture, prepare, proposal
 from ring_attention_pytorch.plan.calibrate import calibrated, with_measured
 from ring_attention_pytorch.plan.explain import predicted
 from ring_attention_pytorch.plan.options import Call, Options
-from ring_attention_pytorch.plan.proposal import ROOM, room_left
+from ring_attention_pytorch.plan.proposal import MOST_MEMORY, memory_left
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.schedule.cost import choose_transport, predict
@@ -155,21 +155,21 @@ def test_measuring_that_can_t_be_or_decides_nothing_is_refused():
 
 def test_a_gpu_gives_at_most_half_of_what_is_left(monkeypatch):
     q, on_gpu = torch.empty(1, 4, 2, 8), ON_GPU
-    assert RingPlan.make(q, q, q).chosen.memory == ROOM == room_left(q, 2)
+    assert RingPlan.make(q, q, q).chosen.memory == MOST_MEMORY == memory_left(q, 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 9000))
     sizes = {"reserved_bytes": 500, "allocated_bytes": 300}
     stats = {name: {"all": {"current": size}} for name, size in sizes.items()}
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
-    assert room_left(on_gpu, 3) == 512  # a power of two up to (1000 + 500 - 300) / 2
+    assert memory_left(on_gpu, 3) == 512  # a power of two up to (1000 + 500 - 300) / 2
     for size in (1, 2):  # there are no others, or one, whose keys come in any case
-        assert room_left(on_gpu, size) == ROOM
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * ROOM, 0))
-    assert room_left(on_gpu, 3) == ROOM
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * ROOM - 202, 0))
-    assert room_left(on_gpu, 3) == ROOM // 2
+        assert memory_left(on_gpu, size) == MOST_MEMORY
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * MOST_MEMORY, 0))
+    assert memory_left(on_gpu, 3) == MOST_MEMORY
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * MOST_MEMORY - 202, 0))
+    assert memory_left(on_gpu, 3) == MOST_MEMORY // 2
     torch.use_deterministic_algorithms(True)
     try:
-        assert room_left(on_gpu, 3) == ROOM
+        assert memory_left(on_gpu, 3) == MOST_MEMORY
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -25,9 +25,9 @@ def test_a_plan_of_the_same_kind_is_found_again() -> None:
     plan = RingPlan.make(Q, Q, Q, causal=True)
     assert RingPlan.make(torch.randn_like(Q), Q, Q, causal=True) is plan
     ring_attn(Q, Q, Q, causal=True)  # of all options, by their defaults: another kind
-    assert len(plan_cache._kept) == 2
+    assert len(plan_cache._plans) == 2
     ring_attn(Q, Q, Q, causal=True)
-    assert len(plan_cache._kept) == 2
+    assert len(plan_cache._plans) == 2
 
 
 OTHERS = {
@@ -104,7 +104,7 @@ def test_few_kinds_are_kept_and_the_oldest_goes() -> None:
         assert RingPlan.make(Q, Q, Q) is first
     for window in range(plan_cache._KINDS):
         RingPlan.make(Q, Q, Q, window=window)
-    assert len(plan_cache._kept) == plan_cache._KINDS
+    assert len(plan_cache._plans) == plan_cache._KINDS
     assert RingPlan.make(Q, Q, Q) is not first
 
 
@@ -160,7 +160,7 @@ def test_plans_of_groups_that_are_gone_go() -> None:
     for name, exists in (("gone", False), ("here", True)):
         ring = SimpleNamespace(exists=exists)
         plan_cache.keep(name, Proposal(), SimpleNamespace(ring=ring))
-    assert list(plan_cache._kept) == ["here"]
+    assert list(plan_cache._plans) == ["here"]
 
 
 def forgetful() -> tuple[bool, bool, str]:
@@ -192,7 +192,7 @@ def groups() -> list[int]:
     for _ in range(3):
         group = dist.new_group()
         RingPlan.make(q, q, q, group=group)
-        found.append(len(plan_cache._kept))
+        found.append(len(plan_cache._plans))
         dist.destroy_process_group(group)
     return found
 

@@ -219,7 +219,7 @@ def test_keys_come_together_as_a_plan_has_them(square: bool, monkeypatch) -> Non
         plan = replace(messages, kernel=messages.kernel._replace(traits=Traits(square=square)))
         ways = {}, dict(own_apart=True) if square else dict(together=True)
         many, together = (over_shared_memory(plan, [q] * 3, ring, 9, **way) for way in ways)
-        chosen = together.chosen._replace(overlapped=many.transport)
+        chosen = together.chosen._replace(overlapping_transport=many.transport)
         of_few = replace(together, chosen=chosen)
         found = few.both_ways(of_few)
         assert found["gather, together"] is of_few

@@ -25,7 +25,7 @@ from ring_attention_pytorch import (
 from ring_attention_pytorch.arguments import check_least
 from ring_attention_pytorch.nn.sharding import unshard_sequence
 from ring_attention_pytorch.ranks import notes
-from ring_attention_pytorch.ranks.agreement import Claim, agree, error_of, typed
+from ring_attention_pytorch.ranks.agreement import MustMatch, agree, error_of, typed
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.routing import ConditionalRoutedFeedForward, soft_topk
 from ring_attention_pytorch.routing.plan import RoutingPlan
@@ -301,7 +301,7 @@ MALFORMED = {
 def whole_note(ring: threads.ThreadRing, own: bytes) -> bytes:
     """The first message of a note like the others', but for the numbers of its rank."""
     step = ring.steps.notes - 1  # before these
-    told = b"\0%d %d null\n%s\n%s" % (step, ring.size, Claim({"x": 1}).text, own)
+    told = b"\0%d %d null\n%s\n%s" % (step, ring.size, MustMatch({"x": 1}).text, own)
     return notes._HEAD.pack(notes._MARK, 4, len(told)) + b"here" + told
 
 

@@ -371,7 +371,7 @@ def test_what_is_under_way_when_a_call_fails_lives_on():
 
 
 def test_peers_are_told_of_what_fails_in_a_call_and_of_nothing_else():
-    with mock.patch("ring_attention_pytorch.ranks.steps.tell_peers") as tell:
+    with mock.patch("ring_attention_pytorch.ranks.steps.notify_peers") as tell:
         with pytest.raises(Disagreement), Steps().begin("forward"):
             raise Disagreement
         assert tell.call_count == 0

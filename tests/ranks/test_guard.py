@@ -57,10 +57,10 @@ def meet(rank: int, boards: list[Tensor], purposes: Purposes, patience: float) -
             time.sleep(1.0)
             continue
         kind, _, plan = purpose.partition("@")
-        board.meet(kind, int(plan or 0))
+        board.wait_for_all(kind, int(plan or 0))
         time.sleep(purpose == "slow" and rank < RANKS - 1)
         read.append(torch.ones(5, dtype=torch.bfloat16))
-        board.spoil(read[-1], torch.ones(0))
+        board.fill_nan(read[-1], torch.ones(0))
     begin = time.monotonic()
     trouble = board.trouble()
     seconds = time.monotonic() - begin
@@ -96,7 +96,7 @@ def meet_late(rank: int, boards: list[Tensor]) -> tuple[str | None, float]:
     board.state[1] = 2**31 - 3
     begin = time.monotonic()
     for _ in range(4):
-        board.meet("keys")
+        board.wait_for_all("keys")
     return board.trouble(), time.monotonic() - begin
 
 
@@ -177,9 +177,9 @@ def test_a_rank_that_fails_is_waited_for_by_nobody(ranks):
 
 
 SIGNATURES = {
-    "meet_kernel": dict(state="*i64", purpose="i32", rank="i32", patience="i64"),
+    "barrier_kernel": dict(state="*i64", purpose="i32", rank="i32", patience="i64"),
     "fail_kernel": dict(state="*i64", rank="i32"),
-    "spoil_kernel": dict(state="*i64", rank="i32", address="i64", nbytes="i64"),
+    "fill_nan_kernel": dict(state="*i64", rank="i32", address="i64", nbytes="i64"),
     "compare_kernel": dict(
         state="*i64",
         number="i64",
@@ -271,9 +271,9 @@ def of_many_plans(plans: int) -> tuple[int, str]:
     without_clock()
     board = Board(CPU, 0, [torch.zeros(2, 1, dtype=torch.int64)], patience=5.0)
     for plan in range(plans):
-        board.meet("keys", plan)
+        board.wait_for_all("keys", plan)
     board.fail()
-    board.meet("gradients", plans)
+    board.wait_for_all("gradients", plans)
     return len(board._kinds), board._purpose((plans << 16) + (crc32(b"keys") & 0xFFFF))
 
 
@@ -288,7 +288,7 @@ def of_many_ranks(rank: int, time: int) -> tuple[bool, str]:
     boards = [torch.zeros(2, 20, dtype=torch.int64) for _ in range(20)]
     board, read = Board(CPU, 0, boards, patience=5.0), torch.ones(5)
     boards[0][time, rank] = -1
-    board.spoil(read)
+    board.fill_nan(read)
     return read.isnan().all().item(), board.trouble() or ""
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ring_attention_pytorch import fail_together
 from ring_attention_pytorch.ranks import failures, notes
 from ring_attention_pytorch.ranks.failures import Awaiting, Missing, RingError, Step
-from ring_attention_pytorch.ranks.notes import FIRST, Links, _meet
+from ring_attention_pytorch.ranks.notes import FIRST, Links, _rendezvous
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.ranks.steps import Steps
 
@@ -135,7 +135,7 @@ class Host:
 
     def meet(self, rank: int) -> Links | None:
         gather = lambda message, size: self.gather(rank, message, size)  # noqa: E731
-        return _meet(rank, SIZE, gather, timedelta(seconds=10))
+        return _rendezvous(rank, SIZE, gather, timedelta(seconds=10))
 
 
 def test_ranks_of_one_host_meet_and_leave_nothing_behind(tmp_path, monkeypatch):
@@ -150,7 +150,7 @@ def test_ranks_of_one_host_meet_and_leave_nothing_behind(tmp_path, monkeypatch):
 def test_if_one_rank_has_no_way_none_has(why):
     host, doors, reached, here = (
         Host(),
-        notes._open_door,
+        notes._listening_socket,
         notes._connected,
         threading.local(),
     )
@@ -162,7 +162,7 @@ def test_if_one_rank_has_no_way_none_has(why):
     patch: tuple[Any, str, Any] = (tempfile, "tempdir", f"/tmp/{'x' * 120}")
     if why == "no door":
         closed = lambda: nullcontext(None)  # noqa: E731
-        patch = notes, "_open_door", lambda n: closed() if here.rank == 1 else doors(n)
+        patch = notes, "_listening_socket", lambda n: closed() if here.rank == 1 else doors(n)
     elif why == "another host":
         far = lambda rank, paths: reached(rank, [path + b"?" * rank for path in paths])  # noqa: E731
         patch = notes, "_connected", far
@@ -181,12 +181,12 @@ def connected(door: socket.socket, said: bytes) -> socket.socket:
 def test_only_ranks_that_are_awaited_are_let_in():
     come, named = [], notes._RANK.pack
     visitors = b"", b"?", named(2), named(7), named(0), b"much" * 9, named(1)
-    with notes._open_door(SIZE) as door, mock.patch.object(notes, "_HEARD", 0.05):
+    with notes._listening_socket(SIZE) as door, mock.patch.object(notes, "_HEARD", 0.05):
         visit = threading.Thread(
             target=lambda: come.extend(connected(door, said) for said in visitors), daemon=True
         )
         visit.start()
-        links = notes._let_in(door, range(1, SIZE))
+        links = notes._accept(door, range(1, SIZE))
         visit.join()
         links[2].send(b"welcome")
         assert sorted(links) == [1, 2]
@@ -197,14 +197,14 @@ def test_only_ranks_that_are_awaited_are_let_in():
 
 def connect_and_let_in(door: socket.socket) -> None:
     with connected(door, notes._RANK.pack(1)):
-        notes._let_in(door, range(1, SIZE))
+        notes._accept(door, range(1, SIZE))
 
 
 def test_who_does_not_come_to_the_door_is_named_in_time():
     start = time.monotonic()
     with (
         mock.patch.object(notes, "_PATIENCE", 0.2),
-        notes._open_door(SIZE) as door,
+        notes._listening_socket(SIZE) as door,
         pytest.raises(Missing, match=r"nobody has come in 0.2 s") as told,
     ):
         connect_and_let_in(door)
@@ -213,7 +213,9 @@ def test_who_does_not_come_to_the_door_is_named_in_time():
 
 
 def test_a_group_of_one_tells_itself():
-    links = _meet(0, 1, lambda message, size: [message.ljust(size, b"\0")], timedelta(days=100))
+    links = _rendezvous(
+        0, 1, lambda message, size: [message.ljust(size, b"\0")], timedelta(days=100)
+    )
     assert links is not None
     assert links.gather(b"x", 2) == [b"x\0"]
 

@@ -3,25 +3,25 @@
 from tests.faults.mutant import Mutant
 
 ATTENTION = [
-    Mutant("what is left is in no sum", "attention.py:backward", "later.do()", ""),
+    Mutant("what is left is in no sum", "attention.py:backward", "deferred.do()", ""),
     Mutant(
         "a sum that is asked for again is twice as much",
         "runtime/accumulate.py:GradAccumulator.finalize", "self._wide = None", "pass",
     ),
     Mutant(
         "what is left of samples is done at once", "runtime/accumulate.py:GradAccumulator.samples",
-        ", later=self.later)", ")",
+        ", deferred=self.deferred)", ")",
     ),
     Mutant(
         "parts have times without what they left", "runtime/observe.py:_RecordedCall.computed",
-        "self._later.do()", "",
+        "self._deferred.do()", "",
     ),
     Mutant(
         "a sum forgets what it runs in", "runtime/accumulate.py:GradAccumulator.finalize",
         "self._parts.insert(0, (self._whole, self._wide))", "pass",
     ),
     Mutant(
-        "every call of a kernel rounds as the last", "runtime/accumulate.py:_Accumulator._room",
+        "every call of a kernel rounds as the last", "runtime/accumulate.py:_Accumulator._update_memory",
         "self._end if self._calls == 1 else", "self._end if self._calls else",
     ),
     Mutant(
@@ -187,7 +187,7 @@ ATTENTION = [
         "with torch.cuda.device(device):", "if True:",
     ),
     Mutant(
-        "a settled sum's place is free", "runtime/accumulate.py:GradAccumulator.settle",
+        "a settled sum's place is free", "runtime/accumulate.py:GradAccumulator.flush",
         "self._taken = [self._whole]", "pass",
     ),
     Mutant(
@@ -225,7 +225,7 @@ ATTENTION = [
         "else None, into)", "else None)",
     ),
     Mutant(
-        "dq is not where a graph has it", "attention.py:backward", "place=dq, later", "later",
+        "dq is not where a graph has it", "attention.py:backward", "place=dq, deferred", "deferred",
     ),
     Mutant(
         "dk and dv are not where a graph has them", "attention.py:backward",
@@ -244,7 +244,7 @@ ATTENTION = [
         "if memory != self._memory:", "if False:",
     ),
     Mutant(
-        "one graph whatever is given", "runtime/graphs.py:Graph.kind",
+        "one graph whatever is given", "runtime/graphs.py:Graph.key",
         "tuple([None if t is None else t.dtype for t in given])", "()",
     ),
     Mutant(
@@ -253,18 +253,18 @@ ATTENTION = [
     ),
     Mutant(
         "one table for whatever is swapped", "comm/fabric_shared.py:SharedMemory.swap",
-        "kind = me, self.ranks, tuple(way.kind for way in ways), forms[me]", "kind = 0",
+        "key = me, self.ranks, tuple(way.key for way in ways), forms[me]", "key = 0",
     ),
     Mutant(
         "what is swapped is taken when others have read", "comm/fabric_shared.py:SharedMemory.swap",
-        "shelf.to_read()", "shelf.to_write()",
+        "buffer.read_barrier()", "buffer.write_barrier()",
     ),
     Mutant(
         "swaps don't wait for other streams", "comm/fabric_shared.py:SharedMemory.follow_stream",
         "self.space.follow_stream()", "pass",
     ),
     Mutant(
-        "each plan has tables of its own", "comm/all_to_all.py:CopyPlan.kind",
+        "each plan has tables of its own", "comm/all_to_all.py:CopyPlan.key",
         "self.given, self.got, *moves", "id(self),",
     ),
     Mutant(
@@ -298,11 +298,11 @@ ATTENTION = [
     ),
     Mutant(
         "each batch is captured anew", "plan/plan_cache.py:GraphCache.in_place_of",
-        "self.of(kind, plan.in_graphs)", "plan.in_graphs()",
+        "self.of(key, plan.in_graphs)", "plan.in_graphs()",
     ),
     Mutant(
         "what comes once is captured", "plan/plan_cache.py:GraphCache.in_place_of",
-        "if kind not in self:", "if False:",
+        "if key not in self:", "if False:",
     ),
     Mutant(
         "neighbours of other lengths share graphs", "plan/plan_cache.py:GraphCache.in_place_of",
@@ -316,7 +316,7 @@ ATTENTION = [
     ),
     Mutant(
         "graphs of all batches stay", "plan/plan_cache.py:GraphCache.in_place_of",
-        "self.keep(kind, None, _WITH_GRAPHS)", "self.keep(kind, None)",
+        "self.keep(key, None, _WITH_GRAPHS)", "self.keep(key, None)",
     ),
     Mutant(
         "layers that drop otherwise have graphs anew each time",
@@ -329,7 +329,7 @@ ATTENTION = [
     ),
     Mutant(
         "graphs hold what spares the host", "runtime/graphs.py:with_graphs",
-        "plan.chosen.overlapped or plan.transport", "plan.transport",
+        "plan.chosen.overlapping_transport or plan.transport", "plan.transport",
     ),
     Mutant(
         "calls overlap of what merges by itself", "runtime/graphs.py:with_graphs",
@@ -481,7 +481,7 @@ KEPT = [
         "number in self.views or _same(a, b)", "True",
     ),
     Mutant(
-        "tensors laid out otherwise take the same tape", "runtime/tape.py:Tape.kind",
+        "tensors laid out otherwise take the same tape", "runtime/tape.py:Tape.key",
         "(t.stride(), t.data_ptr() & 15)", "True",
     ),
     Mutant(
@@ -493,7 +493,7 @@ KEPT = [
         "owner.compile_cache = cache\n", "pass\n",
     ),
     Mutant(
-        "a tensor given twice is two", "runtime/tape.py:Tape.kind", "*map(ids.index, ids),", "",
+        "a tensor given twice is two", "runtime/tape.py:Tape.key", "*map(ids.index, ids),", "",
     ),
     Mutant(
         "prepared launches take tensors by address", "runtime/launches.py:_slot",
@@ -553,18 +553,18 @@ COMPILED = [
         "who is gone is None", "runtime/handles.py:object_of", "if thing is None:", "if False:",
     ),
     Mutant(
-        "a plan goes before backward", "runtime/handles.py:object_of", "_held[handle] = thing",
-        "_held[handle] = None",
+        "a plan goes before backward", "runtime/handles.py:object_of", "_kept_alive[handle] = thing",
+        "_kept_alive[handle] = None",
     ),
     Mutant(
         "those used first go, however often", "runtime/handles.py:object_of",
-        "_held.move_to_end(handle)", "",
+        "_kept_alive.move_to_end(handle)", "",
     ),
     Mutant(
-        "those used last go", "runtime/handles.py:object_of", "_held.popitem(last=False)",
-        "_held.popitem()",
+        "those used last go", "runtime/handles.py:object_of", "_kept_alive.popitem(last=False)",
+        "_kept_alive.popitem()",
     ),
     Mutant(
-        "all plans stay", "runtime/handles.py:object_of", "if len(_held) > _HELD:", "if False:",
+        "all plans stay", "runtime/handles.py:object_of", "if len(_kept_alive) > _MOST_KEPT:", "if False:",
     ),
 ]  # fmt: skip

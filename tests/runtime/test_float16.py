@@ -14,7 +14,7 @@ WAYS = {
     "gather": dict(transport="gather"),
     "one owner at a time": dict(transport="gather", memory=0),
     "shared memory": dict(at_once=3),
-    "copied aside": dict(at_once=3, aside=True),
+    "copied aside": dict(at_once=3, by_copy_engine=True),
     "one by one": dict(at_once=1),
     "together": dict(at_once=3, together=True),
     "own keys apart, one stream": dict(at_once=3, own_apart=True),

@@ -164,8 +164,8 @@ def interleaved(plan: RingPlan, layers: list[tuple[list[Tensor], list[Tensor]]])
     ][::-1]
 
 
-@pytest.mark.parametrize("overtaken", [False, True])
-def test_layers_that_share_graphs_get_what_is_theirs(on_cpu, overtaken):
+@pytest.mark.parametrize("own_low_priority", [False, True])
+def test_layers_that_share_graphs_get_what_is_theirs(on_cpu, own_low_priority):
     """Whatever they are given, and whether the gradient of lse comes or not."""
     shape = Attention(29, "zigzag", causal=True, d_v=5, kernel="eager")
 
@@ -182,7 +182,7 @@ def test_layers_that_share_graphs_get_what_is_theirs(on_cpu, overtaken):
         plan = RingPlan.make(
             q, k, v, **shape.options(), group=ring, layout="zigzag", kernel="eager", sinks=sinks
         )
-        plan = over_shared_memory(plan, [q, k, v], ring, 9, overtaken=overtaken)
+        plan = over_shared_memory(plan, [q, k, v], ring, 9, own_low_priority=own_low_priority)
         want = [plain(plan, *layer) for layer in layers]
         captured = with_graphs(plan)
         got = [t for i in (0, 3, 6) for t in interleaved(captured, layers[i : i + 3])]
@@ -440,7 +440,7 @@ def test_what_a_graph_holds_overlaps(new_driver):
     plan = replace(RingPlan.make(q, q, q, kernel="eager"), device=GPU)
     other = replace(plan.transport)
     plan.calls(back=False)  # which may be others there
-    two = replace(plan, chosen=plan.chosen._replace(overlapped=other))
+    two = replace(plan, chosen=plan.chosen._replace(overlapping_transport=other))
     assert two.in_graphs().transport is two.in_graphs().in_graphs().transport is other
     assert not two.in_graphs()._shared.calls
     merging = replace(two, kernel=plan.kernel._replace(traits=Traits(fuses_merge=True)))

@@ -142,7 +142,7 @@ def what_is_held_back_is_compiled_and_not_launched(patch: pytest.MonkeyPatch) ->
     """By this thread; others' launches go on, and those by which ranks meet."""
     as_triton_s(patch)
     kernels, x = [Compiled(name) for name in "ab"], torch.zeros(2)
-    with launches.held_back() as calls, ThreadPoolExecutor(1) as other:
+    with launches.compile_only() as calls, ThreadPoolExecutor(1) as other:
         for kernel, rows in product(kernels, (16, 16, 32)):
             twice(kernel, x, x, rows)
         other.submit(twice, kernels[0], x, x).result()
@@ -172,7 +172,7 @@ def kernels_are_compiled_at_the_same_time(patch: pytest.MonkeyPatch) -> None:
             twice(kernel, x, x)
 
     assert launches.compile_ahead(run)
-    with launches.held_back() as calls:
+    with launches.compile_only() as calls:
         assert not launches.compile_ahead(run)
         run()
         assert len(calls) == 2
@@ -194,7 +194,7 @@ def what_can_t_be_compiled_may_be_another_time(patch: pytest.MonkeyPatch) -> Non
             twice(kernel, x, x)
 
     assert not launches.compile_ahead(run)
-    with launches.held_back() as calls:
+    with launches.compile_only() as calls:
         run()
     with pytest.raises(OSError, match="no space"):
         launches.compile_together([*calls.values()])

@@ -265,7 +265,7 @@ def test_a_kernel_that_merges_writes_wide_but_in_its_last_call(calls, placed):
         torch.zeros(1, N, 2, 4),
     )
     for call in range(1, 1 + (calls or 3)):
-        (before, out, lse), (so_far, summed) = result.room(), total.room()
+        (before, out, lse), (so_far, summed) = result.update_memory(), total.update_memory()
         assert (before is None) == (so_far is None) == (call == 1)
         assert out.dtype == summed.dtype == (torch.bfloat16 if call == calls else torch.float32)
         if call not in (1, calls):
@@ -305,8 +305,8 @@ def test_what_is_made_after_a_sum_is_settled_is_elsewhere(placed):
     total = GradAccumulator(torch.empty(1, N, 2), place=place)
     first = slice(0, 2)
     total.add(first, total.alloc(first).fill_(1))
-    total.add_lent(WHOLE, torch.ones(1, N, 2))
-    assert total.settle()[0, :, 0].tolist() == [2, 2, 1, 1, 1, 1]
+    total.add_borrowed(WHOLE, torch.ones(1, N, 2))
+    assert total.flush()[0, :, 0].tolist() == [2, 2, 1, 1, 1, 1]
     total.add(last := slice(2, N), total.alloc(last).fill_(3))
     assert total.finalize()[0, :, 0].tolist() == [2, 2, 4, 4, 4, 4]
 
@@ -338,16 +338,16 @@ def lent_parts_are_only_read() -> None:
         total = GradAccumulator(like.to(dtype))
         for _ in range(ownership):
             total.add(whole, torch.full_like(like, 256, dtype=dtype))
-        lent = torch.ones((number, *like.shape), dtype=dtype)
-        for each in lent:
-            total.add_lent(whole, each)
-        found = total.settle()
-        lent.mul_(7)  # as another rank may, from now on
+        borrowed = torch.ones((number, *like.shape), dtype=dtype)
+        for each in borrowed:
+            total.add_borrowed(whole, each)
+        found = total.flush()
+        borrowed.mul_(7)  # as another rank may, from now on
         exact = torch.full_like(like, number + 256 * ownership)
         assert torch.equal(found, exact.to(dtype))
         assert total.finalize() is found
         assert torch.equal(found, exact.to(dtype))
-        assert (lent == 7).all()
+        assert (borrowed == 7).all()
 
 
 def test_lent_parts_are_only_read() -> None:

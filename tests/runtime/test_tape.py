@@ -129,7 +129,7 @@ def test_a_kernel_that_does_not_say_so_has_no_tape() -> None:
     plan = RingPlan.make(*given, causal=True, kernel="eager")
 
     def unseen(q: Tensor, *given: Any) -> None:
-        _, out, lse = given[-1].room()  # of an `OutputAccumulator`
+        _, out, lse = given[-1].update_memory()  # of an `OutputAccumulator`
         with torch._C.DisableTorchFunction():
             out.copy_(q)
             lse.copy_(q[..., 0].transpose(1, 2))
@@ -166,7 +166,7 @@ def few_tokens_have_tapes(how: str) -> None:
         object.__setattr__(direct, "recordings", None)
 
         def grow() -> None:
-            plan.transport.fabric.space.make_room(None, keys=1 << 16, grads=1 << 16)
+            plan.transport.fabric.space.reserve(None, keys=1 << 16, grads=1 << 16)
 
         return told_while_memory_grows(plan, direct, partial(replayed, plan), grow)
 
@@ -193,7 +193,7 @@ def swaps_have_tapes(ulysses: int) -> None:
 
         def grow() -> None:
             for each in (plan, direct):
-                each.ulysses.by.space.make_room(None, swaps=1 << 16)
+                each.ulysses.by.space.reserve(None, swaps=1 << 16)
 
         return told_while_memory_grows(plan, direct, tapes, grow)
 

@@ -6,15 +6,15 @@ STEPS = "schedule/steps.py:"
 
 ATTENTION = [
     Mutant(
-        "dq hides no gradients", "schedule/policy.py:come_home_aside",
+        "dq hides no gradients", "schedule/policy.py:reduce_by_copy_engine",
         "if machine.keys_first:", "if False:",
     ),
     Mutant(
-        "all of a call hides its gradients", "schedule/policy.py:come_home_aside",
-        "machine.left_for_later * visible_pairs(others)", "1e9 * visible_pairs(others)",
+        "all of a call hides its gradients", "schedule/policy.py:reduce_by_copy_engine",
+        "machine.deferred_share * visible_pairs(others)", "1e9 * visible_pairs(others)",
     ),
     Mutant(
-        "gradients are predicted to wait for dq", "schedule/hardware.py:Hardware.left_for_later",
+        "gradients are predicted to wait for dq", "schedule/hardware.py:Hardware.deferred_share",
         "_OF_QUERIES if self.keys_first else", "",
     ),
     Mutant(
@@ -31,23 +31,23 @@ ATTENTION = [
     ),
     Mutant(
         "what documents need is kept when they are gone", "schedule/pieces.py:cached",
-        "if workload.lasting:", "if True:",
+        "if workload.cacheable:", "if True:",
     ),
     Mutant(
         "gradients wait for copy engines though nothing goes on",
-        "schedule/policy.py:come_home_aside", "(2 * brought + coming / 2)", "(coming / 2)",
+        "schedule/policy.py:reduce_by_copy_engine", "(2 * brought + coming / 2)", "(coming / 2)",
     ),
     Mutant(
         "the second stage brings what the first did", "schedule/pieces.py:in_two_stages",
         "one_by_one[half:]", "one_by_one[:half]",
     ),
     Mutant(
-        "keys come in stages where they are in time", "schedule/policy.py:keys_come_late",
-        "own < machine.beside_forward", "own > machine.beside_forward",
+        "keys come in stages where they are in time", "schedule/policy.py:keys_arrive_late",
+        "own < machine.forward_flops_per_byte", "own > machine.forward_flops_per_byte",
     ),
     Mutant(
         "keys come in stages where some have none of their own",
-        "schedule/policy.py:keys_come_late", "own == 0", "own < 0",
+        "schedule/policy.py:keys_arrive_late", "own == 0", "own < 0",
     ),
     Mutant(
         "pieces in no order", "schedule/pieces.py:needed",

@@ -147,9 +147,12 @@ def test_stages_are_explained():
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        (dict(aside=False), "go home, added where they lie\n"),
-        (dict(aside=True), "go home by copy engine\n"),
-        (dict(aside=True, overtaken=True), "by copy engine, while own keys are computed on\n"),
+        (dict(by_copy_engine=False), "go home, added where they lie\n"),
+        (dict(by_copy_engine=True), "go home by copy engine\n"),
+        (
+            dict(by_copy_engine=True, own_low_priority=True),
+            "by copy engine, while own keys are computed on\n",
+        ),
         (dict(together=True), "keys in shared memory, before any call; "),
     ],
     ids=str,

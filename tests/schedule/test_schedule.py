@@ -158,8 +158,8 @@ def check(program: Program, back: bool) -> None:
 def schedules(work: Workload, at_once: int) -> Iterator[Schedule]:
     yield ring(work)
     rounds = [*map(Block.of, rounds_of(work, at_once))]
-    for gives_way in (False, True):
-        yield gather(work, rounds, gives_way)
+    for low_priority in (False, True):
+        yield gather(work, rounds, low_priority)
     if len(work.distances) > 2:
         yield gather(work, [Block.of(in_two_stages(work))])
         yield gather(work, [Block(in_two_stages(work).stages)])

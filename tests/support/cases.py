@@ -242,7 +242,7 @@ def over_shared_memory(
     tensors: list[Tensor],
     ring: threads.ThreadRing,
     at_once: int,
-    aside: bool | None = None,
+    by_copy_engine: bool | None = None,
     together: bool = False,
     own_apart: bool = False,
     **overlapping: bool,
@@ -252,7 +252,7 @@ def over_shared_memory(
     swap, over = plan.ulysses, ring
     if swap is not None:
         most = most_bytes((swap.queries, swap.keys), *tensors)
-        shared.space.make_room(shared.group, swaps=most)
+        shared.space.reserve(shared.group, swaps=most)
         among = OneStream(swap.together, shared.space, swap.together.places)
         swap, over = replace(swap, by=among), swap.ring
         shared = shared._replace(ranks=over.places)
@@ -261,8 +261,10 @@ def over_shared_memory(
         transport = on_one_stream(over, *of, own_apart)
     else:
         transport = by_copy_engines(over, of[0], at_once, *of[1:], **overlapping)
-    if aside is not None:
-        transport = replace(transport, fabric=replace(transport.fabric, aside=aside))
+    if by_copy_engine is not None:
+        transport = replace(
+            transport, fabric=replace(transport.fabric, by_copy_engine=by_copy_engine)
+        )
     return replace(plan.by(transport), ulysses=swap)
 
 

@@ -169,7 +169,7 @@ def planned(case: Case, ring: Ring, given: Results, how: dict[str, Any]) -> Ring
     if case.transport in ("together", "own_apart"):
         kind = {case.transport: True}
     else:
-        kind = dict(overtaken=case.overtaken, late=case.late)
+        kind = dict(own_low_priority=case.own_low_priority, late=case.late)
     b, n, m, h, g, d, d_v, *_ = plan.signature  # q and k are wider if there is a bias
     like = [given["q"].new_empty(shape) for shape in ((b, n, h, d), (b, m, g, d), (b, m, g, d_v))]
     return over_shared_memory(plan, like, ring, case.at_once, **kind)

@@ -69,7 +69,7 @@ class Case:
     transport: str | None = None  # those in shared memory are gathers, too
     memory: int | None = None
     at_once: int = 9
-    overtaken: bool = False
+    own_low_priority: bool = False
     late: bool = False
     plan: str = ""  # "made" before, or with another key mask which is "replaced"
     lse: str = ""  # "returned", or "differentiated"
@@ -386,7 +386,7 @@ def running(r: random.Random, case: Case) -> dict[str, Any]:
         if transport in (None, "gather")
         else None,
         at_once=r.choice((1, 2, 9)) if transport == "shared" else 9,
-        overtaken=transport == "shared" and not several and r.random() < 0.4,
+        own_low_priority=transport == "shared" and not several and r.random() < 0.4,
         late=transport == "shared" and r.random() < 0.4,
         plan=plan,
         lse=r.choice(("", "returned", "differentiated")),

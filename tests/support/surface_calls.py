@@ -357,7 +357,7 @@ WITHIN = {
     "rotate_summaries", "scores",
     # of caches
     "advance", "check_last", "check_layer", "check_new", "even_lengths", "lengths_in",
-    "memory", "prepare", "taken_as", "told",
+    "memory", "prepare", "taken_as", "state_note",
     # of caches of transformers, which it calls by itself
     "attend", "batch_repeat_interleave", "batch_select_indices", "crop", "expect", "length",
     "mask", "new_length", "reorder_cache", "reset",

@@ -31,7 +31,7 @@ class Hub:
     def __init__(self, size: int):
         self.size = size
         self.boxes: dict[tuple[int, int, int, int], Queue] = {}  # from, to, tag, how many before
-        self.shelves: dict[tuple[str, int], Tensor] = {}
+        self.buffers: dict[tuple[str, int], Tensor] = {}
         self.lock = threading.Lock()
         self.notes: list[bytes] = [b""] * size
         self.barrier = threading.Barrier(size, timeout=PATIENCE)
@@ -145,54 +145,54 @@ class ThreadTransfer:
         return [buffer for _, buffer in self.mail]
 
 
-class ThreadShelf:
+class ThreadBuffer:
     """A `SymmetricBuffer` of threads: what is not written this turn is NaN.
 
     What is copied or added beside (`late`) is so when somebody waits for it, and not before.
     """
 
     def __init__(self, hub: Hub, name: str, rank: int):
-        self.hub, self.name, self.rank, self.turn = hub, name, rank, 0
+        self.hub, self.name, self.rank, self.slot = hub, name, rank, 0
         self.told: list[Callable[[], object]] = []
         self.done = 0
         self.views: dict[tuple, list[Tensor]] = {}
 
-    def own(self, form: Form) -> list[Tensor]:
-        self.turn = 1 - self.turn
-        self.hub.shelves[self.name, self.rank][self.turn].fill_(255)
-        return self.of(self.rank, form)
+    def write_view(self, form: Form) -> list[Tensor]:
+        self.slot = 1 - self.slot
+        self.hub.buffers[self.name, self.rank][self.slot].fill_(255)
+        return self.peer_view(self.rank, form)
 
-    def mine(self, form: Form) -> list[Tensor]:
-        return self.of(self.rank, form)
+    def local_view(self, form: Form) -> list[Tensor]:
+        return self.peer_view(self.rank, form)
 
     @opaque
     def publish(self) -> None:
         self.hub.barrier.wait()
 
     @opaque
-    def meet(self) -> None:
+    def wait_for_readers(self) -> None:
         self.hub.barrier.wait()
 
-    def start(self, half: int) -> None:
-        self.turn = 1 - half
+    def start(self, slot: int) -> None:
+        self.slot = 1 - slot
 
-    def of(self, rank: int, form: Form) -> list[Tensor]:
-        asked = self.turn, rank, form
+    def peer_view(self, rank: int, form: Form) -> list[Tensor]:
+        asked = self.slot, rank, form
         if asked not in self.views:
-            self.views[asked] = form.open(self.hub.shelves[self.name, rank][self.turn])
+            self.views[asked] = form.open(self.hub.buffers[self.name, rank][self.slot])
         return self.views[asked]
 
     def table(self, *_: object) -> None:
         """There is none: kernels that go through tables are tested by themselves."""
 
-    def follow(self) -> None:
+    def side_stream_follows(self) -> None:
         pass
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        _beside.shelf = self
+    def on_side_stream(self) -> Iterator[None]:
+        _beside.buffer = self
         yield
-        _beside.shelf = None
+        _beside.buffer = None
 
     def mark(self) -> int:
         return len(self.told)
@@ -207,14 +207,14 @@ class ThreadBoard:
     """A `Board` of threads, none of which is ever out of step."""
 
     @opaque
-    def spoil(self, *tensors: Tensor) -> None:
+    def fill_nan(self, *tensors: Tensor) -> None:
         pass
 
 
 class _Beside(threading.local):
     """The shelf beside whose rank's thread something is told."""
 
-    shelf: ThreadShelf | None = None
+    buffer: ThreadBuffer | None = None
 
 
 _beside = _Beside()
@@ -232,9 +232,9 @@ def late() -> Iterator[None]:
 
 def _later(do: Callable[..., object]) -> Callable[..., None]:
     def tell(place: Tensor, *parts: Tensor, **how: bool) -> None:
-        assert _beside.shelf is not None
+        assert _beside.buffer is not None
         place.fill_(True if place.dtype == torch.bool else torch.nan)
-        _beside.shelf.told.append(lambda: do(place, *parts, **how))
+        _beside.buffer.told.append(lambda: do(place, *parts, **how))
 
     return tell
 
@@ -246,20 +246,20 @@ class ThreadSpace(SymmetricWorkspace):
         self.hub, self.rank, self.device = ring.hub, ring.rank, torch.device("cpu")
         self.board = ThreadBoard()
         for name in ("keys", "grads", "swaps"):
-            setattr(self, name, ThreadShelf(ring.hub, name, ring.rank))
+            setattr(self, name, ThreadBuffer(ring.hub, name, ring.rank))
 
     def follow_stream(self) -> None:
         pass
 
-    def make_room(self, group: None, **wanted: int) -> None:
+    def reserve(self, group: None, **wanted: int) -> None:
         for name, nbytes in wanted.items():
             halves = 1 if name == "swaps" else 2
             memory = torch.full((halves, rounded(nbytes)), 255, dtype=torch.uint8)
-            self.hub.shelves[name, self.rank] = memory
-            setattr(self, name, ThreadShelf(self.hub, name, self.rank))
+            self.hub.buffers[name, self.rank] = memory
+            setattr(self, name, ThreadBuffer(self.hub, name, self.rank))
         self.hub.barrier.wait()
         for name in wanted:
-            sizes = {self.hub.shelves[name, rank].shape for rank in range(self.hub.size)}
+            sizes = {self.hub.buffers[name, rank].shape for rank in range(self.hub.size)}
             assert len(sizes) == 1, "not the same on all ranks"
         self.hub.barrier.wait()
 

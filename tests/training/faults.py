@@ -190,11 +190,11 @@ TRAINING = [
     ),
     Mutant(
         "what was found wrong is told for ever", "training/loss_inputs.py:_Flags.check",
-        "self._found.zero_()\n self._told.zero_()", "pass",
+        "self._found.zero_()\n self._flags.zero_()", "pass",
     ),
     Mutant(
         "nobody is told of what was found", "training/loss_inputs.py:_Flags.raise_if",
-        "self._told.copy_(self._found, non_blocking=True)", "pass",
+        "self._flags.copy_(self._found, non_blocking=True)", "pass",
     ),
     Mutant(
         "gradients of log-probabilities are a rank's own", "training/losses.py:_Whole.backward",
@@ -319,7 +319,7 @@ TRAINING = [
     ),
     Mutant(
         "who is told of a batch's arguments is this rank alone",
-        "training/batches.py:told_by_batch",
+        "training/batches.py:report_to_ring_of_batch",
         "batch.ring if isinstance(batch, ShardedBatch) else None", "None",
     ),
 ]  # fmt: skip

@@ -240,7 +240,7 @@ def test_ranks_that_read_other_files_hold_other_batches(tmp_path: Path) -> None:
         return next(iter(SequenceShardedDataset(TokenFile(path), **how)))
 
     tokens = list(range(6001))
-    same, longer = first_batch(tokens, 0).told, [*tokens, 1]
+    same, longer = first_batch(tokens, 0).uncompared, [*tokens, 1]
     shifted = tokens[1:] + tokens[:1]
-    assert first_batch(tokens, 1).told == same
-    assert same not in (first_batch(longer, 1).told, first_batch(shifted, 1).told)
+    assert first_batch(tokens, 1).uncompared == same
+    assert same not in (first_batch(longer, 1).uncompared, first_batch(shifted, 1).uncompared)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, ring_attn
-from ring_attention_pytorch.comm import visits
+from ring_attention_pytorch.comm import fused_copies
 from ring_attention_pytorch.comm.fabric_kernels import OneStream
 from ring_attention_pytorch.comm.symmetric_memory import allocate
 from ring_attention_pytorch.ranks.guard import Board
@@ -34,9 +34,9 @@ class Tables:
     """Tables that are made once."""
 
     def __init__(self) -> None:
-        self.kept: dict[Any, visits.Table] = {}
+        self.kept: dict[Any, fused_copies.Table] = {}
 
-    def table(self, kind: Any, make: Any) -> visits.Table:
+    def table(self, kind: Any, make: Any) -> fused_copies.Table:
         if kind not in self.kept:
             self.kept[kind] = make()
         return self.kept[kind]
@@ -44,7 +44,7 @@ class Tables:
 
 def fails_at_a_random_moment(board: Board, memory: Tensor) -> None:
     """Come to the meeting, fail some time after it, and overwrite what others read."""
-    board.meet("read")
+    board.wait_for_all("read")
     torch.cuda._sleep(random.randrange(MOST_CYCLES))
     board._fail(board.state, board.rank)  # on this stream; `fail` does not wait for it
     memory.fill_(GARBAGE)
@@ -52,23 +52,27 @@ def fails_at_a_random_moment(board: Board, memory: Tensor) -> None:
 
 def brought(board: Board, tables: Tables, memory: Tensor, how: str) -> list[Tensor]:
     """Copy, take or add what the other rank has; by few programs, if beside a kernel."""
-    meeting = board.meeting("read")
+    barrier = board.barrier("read")
     if how == "copied":
         room = torch.zeros_like(memory)
-        table = visits.table_of_copies(tables, room, [memory], [slice(0, ROWS)])
-        visits.pull(visits.Visit(meeting, table), room)
+        table = fused_copies.table_of_copies(tables, room, [memory], [slice(0, ROWS)])
+        fused_copies.pull(fused_copies.FusedCopy(barrier, table), room)
         return [room]
     if how == "taken":
         rooms, at = [torch.zeros_like(memory[:, : ROWS // 2]) for _ in range(2)], slice(0, HEADS)
         first, second = slice(0, ROWS, 2), slice(1, ROWS, 2)
         half = slice(0, ROWS // 2)
-        pieces = [[visits.Move(0, rows, at, half, at)] for rows in (first, second)]
-        table = visits.table_of_pieces(tables, "halves", rooms, [[memory]] * 2, pieces)
-        visits.take(visits.Visit(meeting, table), *rooms)
+        pieces = [[fused_copies.Move(0, rows, at, half, at)] for rows in (first, second)]
+        table = fused_copies.table_of_pieces(tables, "halves", rooms, [[memory]] * 2, pieces)
+        fused_copies.take(fused_copies.FusedCopy(barrier, table), *rooms)
         return rooms
     sums = [memory.new_zeros(1, ROWS, HEADS, D) for _ in range(2)]
-    table = visits.table_of_sums(tables, sums[0], [visits.Share(slice(0, ROWS), [memory])])
-    visits.add_up(visits.Adding(meeting, table, True, how == "added beside"), *sums, memory.dtype)
+    table = fused_copies.table_of_sums(
+        tables, sums[0], [fused_copies.PeerGradients(slice(0, ROWS), [memory])]
+    )
+    fused_copies.add_up(
+        fused_copies.FusedSum(barrier, table, True, how == "added beside"), *sums, memory.dtype
+    )
     return sums
 
 
@@ -92,9 +96,9 @@ def what_is_kept(how: str) -> dict[str, int]:
             got = torch.cat([t.flatten() for t in brought(board, tables, memories[LAST], how)])
             lost, right = got.isnan(), got == RIGHT
             found["garbage"] += not (lost | right).all().item()
-            share = lost.float().mean().item()
-            found[{0.0: "all", 1.0: "none"}.get(share, "some")] += 1
-            found["unsaid"] += share > 0 and "has failed" not in (board.trouble() or "")
+            peers = lost.float().mean().item()
+            found[{0.0: "all", 1.0: "none"}.get(peers, "some")] += 1
+            found["unsaid"] += peers > 0 and "has failed" not in (board.trouble() or "")
         board.wait()
         ring.gather_notes(f"turn {turn} is over", b"")
     assert state.is_cuda
@@ -133,8 +137,8 @@ def of_a_late_rank(late: int) -> tuple[bool, bool]:
     for _ in range(3):
         got = gradients(replace(plan, kernel=kernel))
         if not all(map(torch.equal, got, want)):
-            return False, plan.transport.fabric.beside
-    return True, plan.transport.fabric.beside
+            return False, plan.transport.fabric.overlap
+    return True, plan.transport.fabric.overlap
 
 
 @pytest.mark.parametrize("late", range(SIZE))

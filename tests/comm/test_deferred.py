@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from ring_attention_pytorch import RingPlan, explain_plan, observe, ring_attn
-from ring_attention_pytorch.comm import transports, visits
-from ring_attention_pytorch.comm.carry_out import Carrier, _parts
+from ring_attention_pytorch.comm import fused_copies, transports
 from ring_attention_pytorch.comm.fabric_kernels import OneStream
+from ring_attention_pytorch.comm.scheduled_transport import ScheduledTransport, _parts
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import eager
 from ring_attention_pytorch.plan import prepare
 from ring_attention_pytorch.runtime import observe as observing
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+from ring_attention_pytorch.runtime.deferred import Deferred
 from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals
-from ring_attention_pytorch.runtime.later import Later
-from ring_attention_pytorch.runtime.launches import held_back
+from ring_attention_pytorch.runtime.launches import compile_only
 from ring_attention_pytorch.schedule import policy
 from ring_attention_pytorch.schedule.cost import Clock, predict, walked
 from ring_attention_pytorch.schedule.hardware import H200
@@ -54,7 +54,7 @@ def leave_dq(patch: pytest.MonkeyPatch) -> None:
         def rest() -> None:
             grads.dq.begin_update().add_(dq.begin_update())
 
-        rest() if grads.dq.later is None else grads.dq.later.append(rest)
+        rest() if grads.dq.deferred is None else grads.dq.deferred.append(rest)
 
     patch.setattr(eager, "backward", backward)
     patch.setattr(
@@ -103,7 +103,7 @@ class _Told:
         self.diary.append("dk, dv")
 
 
-class _Telling(Carrier):
+class _Telling(ScheduledTransport):
     def call(self, program: Program, own: Any, totals: Any = None) -> Any:
         self.known.append(_Told(program))
         return self.known[-1]
@@ -113,11 +113,11 @@ class _Telling(Carrier):
 
 def diary(schedule: Schedule) -> list[str]:
     """What a rank does in backward, in order."""
-    carrier, later = _Telling(schedule, None), Later()
+    carrier, deferred = _Telling(schedule, None), Deferred()
     object.__setattr__(carrier, "known", [])
-    for _ in carrier.stream_back(None, (), later):
-        later.append(lambda: carrier.known[0].diary.append("dq"))
-    later.do()
+    for _ in carrier.stream_back(None, (), deferred):
+        deferred.append(lambda: carrier.known[0].diary.append("dq"))
+    deferred.do()
     return carrier.known[0].diary
 
 
@@ -133,17 +133,19 @@ def what_is_left_is_done_in_time() -> None:
         "dk, dv", "dq", "wait", "dk, dv", "gradients start", "dq", "wait", "dk, dv", "dq", "wait",
         "gradients start", "wait",
     ]  # fmt: skip
-    later, some = Later(), slice(1, 2)
-    assert GradAccumulator(torch.zeros(2, 3, 1), later=later).samples(some).later is later
+    deferred, some = Deferred(), slice(1, 2)
+    assert (
+        GradAccumulator(torch.zeros(2, 3, 1), deferred=deferred).samples(some).deferred is deferred
+    )
 
 
 def no_two_parts_leave_something_for_the_same_queries() -> None:
     """Also where nothing is waited for between them."""
-    later = Later()
+    deferred = Deferred()
     program: Any = SimpleNamespace(steps=[((), (), "one part"), ((), (), "another")])
-    for part in _parts(program, Any, later):
-        assert not later, part
-        later.append(lambda: None)
+    for part in _parts(program, Any, deferred):
+        assert not deferred, part
+        deferred.append(lambda: None)
 
 
 def test_no_two_parts_leave_something_for_the_same_queries():
@@ -164,20 +166,20 @@ def nothing_is_left_where_parts_have_their_times(patch: pytest.MonkeyPatch) -> N
         left.extend(map(len, seen))
         end(record, part)
 
-    class Seen(Later):
+    class Seen(Deferred):
         def __init__(self) -> None:
             seen.append(self)
 
-    seen: list[Later] = []
-    fabric = OneStream(SimpleNamespace(rank=0), None, (0,), arranged=(None,), beside=True)
+    seen: list[Deferred] = []
+    fabric = OneStream(SimpleNamespace(rank=0), None, (0,), arranged=(None,), overlap=True)
     program, beside = SimpleNamespace(blocks=(None,)), []
     for record in (None, "a record"):
         patch.setattr(observing._thread, "record", record)
-        beside.append(fabric.channel(program, None).beside)
+        beside.append(fabric.channel(program, None).overlap)
     assert beside == [True, False]
     patch.setattr(observing._thread, "record", None)
     patch.setattr(observing.Record, "end", ended)
-    patch.setattr("ring_attention_pytorch.attention.Later", Seen)
+    patch.setattr("ring_attention_pytorch.attention.Deferred", Seen)
     q = torch.randn(1, 6, 2, 4, requires_grad=True)
     with observe():
         ring_attn(q, q, q, kernel="eager").sum().backward()
@@ -193,10 +195,10 @@ def gradients_are_hidden_behind_dq() -> None:
     four = all_segments("zigzag", 4, 4 * 8192)
     work = Workload(four, four, Mask(causal=True))
     for machine, hidden in ((H200, False), (FIRST, True)):
-        assert policy.come_home_aside(work, rounds_of(work, 4), JOB, machine, False) == hidden
+        assert policy.reduce_by_copy_engine(work, rounds_of(work, 4), JOB, machine, False) == hidden
     few = all_segments("zigzag", 4, 4 * 128)
     work = Workload(few, few, Mask(causal=True))
-    assert not policy.come_home_aside(work, rounds_of(work, 4), JOB, FIRST, False)
+    assert not policy.reduce_by_copy_engine(work, rounds_of(work, 4), JOB, FIRST, False)
 
 
 def test_gradients_are_hidden_behind_dq():
@@ -214,7 +216,7 @@ def the_model_knows_what_is_left() -> None:
         bars = [predicted(both.backward, 1, JOB, machine, back=True) for machine in machines]
         (home,) = (bar for bar in bars[0].under_way if bar.kind == "gradients travel")
         part = bars[0].computed[-1]
-        dq = FIRST.left_for_later * (part.stop - part.start)
+        dq = FIRST.deferred_share * (part.stop - part.start)
         gained = min(dq, home.stop - home.start)
         assert (gained < dq) == hidden
         assert plain.backward - first.backward == pytest.approx(gained)
@@ -246,9 +248,9 @@ def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
                 transport="gather", documents=documents,
             )  # fmt: skip
             assert isinstance(plan.transport.fabric, OneStream)
-            ways = (plan, plan.by(plan.chosen.overlapped))
+            ways = (plan, plan.by(plan.chosen.overlapping_transport))
             said = {"while those of queries are computed" in explain_plan(way) for way in ways}
-            found.append((plan.transport.fabric.beside, said))
+            found.append((plan.transport.fabric.overlap, said))
         return found
 
     leave_dq(patch)
@@ -264,19 +266,24 @@ def test_plans_tell_transports(monkeypatch):
 
 def few_programs_work_beside_a_kernel(patch: pytest.MonkeyPatch) -> None:
     """On GPUs whose kernels can begin early; elsewhere nothing runs beside them."""
-    table = visits.Table(torch.zeros(100, 4, dtype=torch.int64), aligned=16)
+    table = fused_copies.Table(torch.zeros(100, 4, dtype=torch.int64), aligned=16)
     dk = torch.zeros(1, 4, 1, 8)
     board = SimpleNamespace(state=dk, rank=0, patience=0, among={}, device=dk.device)
-    meeting = SimpleNamespace(board=board, purpose=0)
+    barrier = SimpleNamespace(board=board, purpose=0)
     calls: list[tuple[int, bool]] = []
 
-    make = visits.add_up.__wrapped__.__wrapped__
+    make = fused_copies.add_up.__wrapped__.__wrapped__
     for able in (False, True):
-        patch.setattr(visits, "can_begin_early", lambda device, able=able: able)
+        patch.setattr(fused_copies, "can_begin_early", lambda device, able=able: able)
         for beside in (False, True):
-            call = make(visits.Adding(meeting, table, True, beside), dk, dk, dk.dtype)
+            call = make(fused_copies.FusedSum(barrier, table, True, beside), dk, dk, dk.dtype)
             calls.append((call.programs, call.constants["EARLY"]))
-    assert calls == [(100, False), (100, False), (100, False), (visits._PROGRAMS_BESIDE, True)]
+    assert calls == [
+        (100, False),
+        (100, False),
+        (100, False),
+        (fused_copies._PROGRAMS_OVERLAPPING, True),
+    ]
 
 
 @needs_triton
@@ -295,7 +302,7 @@ def dq_is_launched_early(patch: pytest.MonkeyPatch) -> None:
     for able in (False, True):
         patch.setattr(triton, "can_begin_early", lambda device, able=able: able)
         grads = Grads(*(GradAccumulator(q) for _ in range(3)))
-        with held_back() as calls:
+        with compile_only() as calls:
             saved = Residuals(q, q, lse, q, None)
             triton.backward(saved, keys, tiles, plan.terms, grads)
         dk, dq = calls.values()

@@ -17,10 +17,10 @@ _T = TypeVar("_T")
 _POOLS = "torch._inductor.cudagraph_trees"  # loaded where such pools can be
 
 
-def lasting(make: Callable[[], _T], device: torch.device) -> _T:
+def outside_graph_pool(make: Callable[[], _T], device: torch.device) -> _T:
     """Run `make` outside of torch.compile's CUDA-graph memory pool, and return its result.
 
-    >>> lasting(lambda: torch.tensor([1, 2]), torch.device("cpu"))
+    >>> outside_graph_pool(lambda: torch.tensor([1, 2]), torch.device("cpu"))
     tensor([1, 2])
     """
     if device.type != "cuda" or _POOLS not in sys.modules:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 
-class Later(list[Callable[[], None]]):
+class Deferred(list[Callable[[], None]]):
     """Deferred work, in order."""
 
     def do(self) -> None:

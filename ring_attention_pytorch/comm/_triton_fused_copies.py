@@ -7,7 +7,7 @@ Each program waits by itself. What it has brought is NaN if a rank was out of st
 import triton
 import triton.language as tl
 
-from ring_attention_pytorch.ranks._triton_guard import MET, leave, meet, out_of_step
+from ring_attention_pytorch.ranks._triton_guard import MET, leave, out_of_step, wait_at_barrier
 from ring_attention_pytorch.runtime._triton_early import let_next_begin
 
 
@@ -28,7 +28,7 @@ def write_kernel(
     lines: tl.int32,
     RANKS: tl.constexpr,
     LANES: tl.constexpr,
-    MEETS: tl.constexpr,
+    WAITS: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -36,13 +36,13 @@ def write_kernel(
 ):
     """Write k and v [b, n, h, d] to `place` [b, m, h, d + d_v], which others read.
 
-    Meet before, if it `MEETS`; if that fails, NaN is written. A line of the table is: first row of
+    Meet before, if it `WAITS`; if that fails, NaN is written. A line of the table is: first row of
     all heads here, first row there, number of rows.
     """
     number = tl.load(state + MET) + 1
     gone = number < 0  # never
-    if MEETS:
-        gone = meet(state, number, purpose, rank, patience, RANKS, LANES)
+    if WAITS:
+        gone = wait_at_barrier(state, number, purpose, rank, patience, RANKS, LANES)
         tl.debug_barrier()
     col = tl.arange(0, WIDTH).to(tl.int64)
     nothing = tl.full((ROWS, WIDTH), float("nan"), tl.float32).to(place.dtype.element_ty)
@@ -59,7 +59,7 @@ def write_kernel(
             other = _rows(v, v_strides, batch, token, head, col, of_v)
             tl.store(to, tl.where(gone, nothing, found), mask=of_k)
             tl.store(to + D, tl.where(gone, nothing, other), mask=of_v)
-    if MEETS:
+    if WAITS:
         leave(state, number)
 
 
@@ -76,7 +76,7 @@ def pull_kernel(
     purpose: tl.int32,
     rank: tl.int32,
     patience: tl.int64,
-    room,
+    out,
     table,
     lines: tl.int32,
     RANKS: tl.constexpr,
@@ -85,15 +85,15 @@ def pull_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Meet, then copy to `room` what lies where a table says.
+    """Meet, then copy to `out` what lies where a table says.
 
-    A line is: address, offset in `room` and length, these two in words. All are multiples of
+    A line is: address, offset in `out` and length, these two in words. All are multiples of
     `ALIGNED` bytes.
     """
     STEP: tl.constexpr = ALIGNED * 8 // WORD.primitive_bitwidth
     number = tl.load(state + MET) + 1
-    place = room.to(tl.pointer_type(WORD), bitcast=True)
-    gone = meet(state, number, purpose, rank, patience, RANKS, LANES)
+    place = out.to(tl.pointer_type(WORD), bitcast=True)
+    gone = wait_at_barrier(state, number, purpose, rank, patience, RANKS, LANES)
     tl.debug_barrier()
     if not gone:
         for line in range(tl.program_id(0), lines, tl.num_programs(0)):
@@ -121,18 +121,18 @@ def take_kernel(
     purpose: tl.int32,
     rank: tl.int32,
     patience: tl.int64,
-    rooms,
+    outs,
     table,
     lines: tl.int32,
     RANKS: tl.constexpr,
     LANES: tl.constexpr,
     WORD: tl.constexpr,
     ALIGNED: tl.constexpr,
-    ROOMS: tl.constexpr,
+    OUTS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Meet, then copy to `ROOMS` rooms what lies where a table says.
+    """Meet, then copy to `OUTS` rooms what lies where a table says.
 
     A line is: number of the room, address, offset in the room, from row to row there and here,
     width of a row, number of rows. Offset, pitches and width are in words, the last `WIDTH` at
@@ -140,7 +140,7 @@ def take_kernel(
     """
     STEP: tl.constexpr = ALIGNED * 8 // WORD.primitive_bitwidth
     number = tl.load(state + MET) + 1
-    gone = meet(state, number, purpose, rank, patience, RANKS, LANES)
+    gone = wait_at_barrier(state, number, purpose, rank, patience, RANKS, LANES)
     tl.debug_barrier()
     row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
     if not gone:
@@ -148,7 +148,7 @@ def take_kernel(
             at = table + 7 * line
             address = tl.load(at + 1).to(tl.pointer_type(WORD))
             source = tl.multiple_of(address, ALIGNED) + col
-            place = _place(rooms, at, WORD, ALIGNED, ROOMS) + col
+            place = _place(outs, at, WORD, ALIGNED, OUTS) + col
             there = tl.multiple_of(tl.load(at + 3), STEP)
             here = tl.multiple_of(tl.load(at + 4), STEP)
             width, rows = tl.multiple_of(tl.load(at + 5), STEP), tl.load(at + 6)
@@ -161,7 +161,7 @@ def take_kernel(
         nothing = tl.full((ROWS, WIDTH), -1, WORD)
         for line in range(tl.program_id(0), lines, tl.num_programs(0)):
             at = table + 7 * line
-            place, here = _place(rooms, at, WORD, ALIGNED, ROOMS) + col, tl.load(at + 4)
+            place, here = _place(outs, at, WORD, ALIGNED, OUTS) + col, tl.load(at + 4)
             width, rows = tl.load(at + 5), tl.load(at + 6)
             for first in range(0, rows, ROWS):
                 within = (first + row < rows) & (col < width)
@@ -170,14 +170,14 @@ def take_kernel(
 
 
 @triton.jit
-def _place(rooms, line, WORD: tl.constexpr, ALIGNED: tl.constexpr, ROOMS: tl.constexpr):
+def _place(outs, line, WORD: tl.constexpr, ALIGNED: tl.constexpr, OUTS: tl.constexpr):
     """Return where the piece of a line goes."""
     STEP: tl.constexpr = ALIGNED * 8 // WORD.primitive_bitwidth
-    which, start = tl.load(line), rooms[0].to(tl.int64)
-    for other in tl.static_range(1, ROOMS):
-        start = tl.where(which == other, rooms[other].to(tl.int64), start)
-    room = tl.multiple_of(start.to(tl.pointer_type(WORD)), ALIGNED)
-    return room + tl.multiple_of(tl.load(line + 2), STEP)
+    which, start = tl.load(line), outs[0].to(tl.int64)
+    for other in tl.static_range(1, OUTS):
+        start = tl.where(which == other, outs[other].to(tl.int64), start)
+    out = tl.multiple_of(start.to(tl.pointer_type(WORD)), ALIGNED)
+    return out + tl.multiple_of(tl.load(line + 2), STEP)
 
 
 @triton.jit(do_not_specialize=["purpose", "rank", "patience", "lines"])
@@ -211,7 +211,7 @@ def sum_kernel(
     """
     let_next_begin(EARLY)
     number = tl.load(state + MET) + 1
-    gone = meet(state, number, purpose, rank, patience, RANKS, LANES)
+    gone = wait_at_barrier(state, number, purpose, rank, patience, RANKS, LANES)
     tl.debug_barrier()
     if not gone:
         for line in range(tl.program_id(0), lines, tl.num_programs(0)):
@@ -222,8 +222,8 @@ def sum_kernel(
     if out_of_step(state, rank, RANKS, LANES):
         for line in range(tl.program_id(0), lines, tl.num_programs(0)):
             at = table + line * (3 + MOST)
-            _spoil(dk, at, D, WIDE, WIDTH, ROWS)
-            _spoil(dv, at, D_V, WIDE, WIDTH, ROWS)
+            _fill_nan(dk, at, D, WIDE, WIDTH, ROWS)
+            _fill_nan(dv, at, D_V, WIDE, WIDTH, ROWS)
     leave(state, number)
 
 
@@ -263,7 +263,7 @@ def _sum(
 
 
 @triton.jit
-def _spoil(
+def _fill_nan(
     total, line, D: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):
     to, rows = total + tl.load(line) * D, tl.load(line + 1)

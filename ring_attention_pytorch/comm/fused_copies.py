@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer
-from ring_attention_pytorch.ranks.guard import Meeting
+from ring_attention_pytorch.ranks.guard import Barrier
 from ring_attention_pytorch.runtime.launches import KernelCall, can_begin_early, operation
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
@@ -24,7 +24,7 @@ _PROGRAMS = 128  # that wait, at most
 # that add while a kernel computes, which takes their multiprocessors from it: on two H100 2k tokens
 # take 640 and 649 us in a graph if 24 add, 648 and 650 with 16, 649 and 652 with 32, 650 and 657
 # with 64; added afterwards 665 and 675
-_PROGRAMS_BESIDE = 24
+_PROGRAMS_OVERLAPPING = 24
 _LEFT_FREE = 4  # multiprocessors: ranks may wait for what other streams do
 _LINES = 4 * _PROGRAMS  # of a table, if there is much to do: then programs do about as much
 # what a program has under way at a time, at most: much, for memory takes long to answer. With 2048
@@ -49,7 +49,7 @@ class Move(NamedTuple):
         return len(range(self.rows.start, self.rows.stop, self.rows.step or 1))
 
 
-class Share(NamedTuple):
+class PeerGradients(NamedTuple):
     """Some own tokens, and the gradients of them in other ranks' memory, `[b, n, h, d + d_v]`."""
 
     here: slice
@@ -74,50 +74,50 @@ class Table:
         """
         lines = lines or [(0,) * columns]
         each = -(-len(lines) // _PROGRAMS)
-        in_turn = [line for first in range(each) for line in lines[first::each]]
-        table = torch.tensor(in_turn, dtype=torch.int64, device="cpu")
+        interleaved = [line for first in range(each) for line in lines[first::each]]
+        table = torch.tensor(interleaved, dtype=torch.int64, device="cpu")
         if device.type == "cuda":
             table = table.pin_memory().to(device, non_blocking=True)
         return cls(table, aligned)
 
 
 @dataclass(frozen=True)
-class Visit:
+class FusedCopy:
     """A meeting, and the table of what is done after it."""
 
-    meeting: Meeting
+    barrier: Barrier
     table: Table
 
 
 @dataclass(frozen=True)
-class Writing(Visit):
-    """A visit that does without the meeting, if nobody `meets`."""
+class FusedWrite(FusedCopy):
+    """A visit that does without the meeting, if nobody `waits`."""
 
-    meets: bool
+    waits: bool
 
 
 @dataclass(frozen=True)
-class Adding(Visit):
-    """A visit that adds: to what is there, unless `fresh`, and `beside` the kernel after it."""
+class FusedSum(FusedCopy):
+    """A visit that adds: to what is there, unless `fresh`, and `overlap` the kernel after it."""
 
     fresh: bool
-    beside: bool
+    overlap: bool
 
 
 def table_of_writes(
-    shelf: SymmetricBuffer, k: Tensor, v: Tensor, tokens: int, spans: Sequence[tuple[slice, slice]]
+    buffer: SymmetricBuffer, k: Tensor, v: Tensor, tokens: int, spans: Sequence[tuple[slice, slice]]
 ) -> Table | None:
     """Return the table of spans of k and v `[b, n, h, d]` that go to a room of so many tokens.
 
     There is none where the shelf says so.
     """
-    kind = k.shape, v.shape, tokens, *((a.start, a.stop, b.start) for a, b in spans)
-    return shelf.table(kind, lambda: _writes(k, v, tokens, spans))
+    key = k.shape, v.shape, tokens, *((a.start, a.stop, b.start) for a, b in spans)
+    return buffer.table(key, lambda: _writes(k, v, tokens, spans))
 
 
 def table_of_copies(
-    shelf: SymmetricBuffer,
-    room: Tensor,
+    buffer: SymmetricBuffer,
+    out: Tensor,
     parts: Sequence[Tensor],
     here: Sequence[slice],
 ) -> Table | None:
@@ -125,33 +125,35 @@ def table_of_copies(
 
     Parts are of the shelf's memory. There is none where the shelf says so.
     """
-    kind = room.shape, *((at.start, *_place(part)) for at, part in zip(here, parts))
-    return shelf.table(kind, lambda: _copies(room, parts, here))
+    key = out.shape, *((at.start, *_place(part)) for at, part in zip(here, parts))
+    return buffer.table(key, lambda: _copies(out, parts, here))
 
 
-def table_of_sums(shelf: SymmetricBuffer, like: Tensor, shares: Sequence[Share]) -> Table | None:
+def table_of_sums(
+    buffer: SymmetricBuffer, like: Tensor, peer_gradients: Sequence[PeerGradients]
+) -> Table | None:
     """Return the table of sums of gradients in totals like this one `[b, n, h, d]`.
 
     Tokens that no rank has gradients of are zero. Parts are of the shelf's memory. There is none
     where the shelf says so.
     """
-    places = ((share.here.start, *map(_place, share.parts)) for share in shares)
-    return shelf.table((like.shape, *places), lambda: _sums(like, shares))
+    places = ((peers.here.start, *map(_place, peers.parts)) for peers in peer_gradients)
+    return buffer.table((like.shape, *places), lambda: _sums(like, peer_gradients))
 
 
 def table_of_pieces(
-    shelf: SymmetricBuffer,
-    kind: Hashable,
-    rooms: Sequence[Tensor],
+    buffer: SymmetricBuffer,
+    key: Hashable,
+    outs: Sequence[Tensor],
     sources: Sequence[Sequence[Tensor]],
     moves: Sequence[Sequence[Move]],
 ) -> Table | None:
     """Return the table of pieces of each room `[b, n, h, ...]` in others' tensors like it.
 
     All are contiguous. Sources are of the shelf's memory, and rooms begin at multiples of 16 bytes;
-    `kind` says all that a table says. There is none where the shelf says so.
+    `key` says all that a table says. There is none where the shelf says so.
     """
-    return shelf.table(kind, lambda: _pieces(rooms, sources, moves))
+    return buffer.table(key, lambda: _pieces(outs, sources, moves))
 
 
 def _place(t: Tensor) -> tuple[Hashable, ...]:
@@ -170,12 +172,12 @@ def _writes(k: Tensor, v: Tensor, tokens: int, spans: Sequence[tuple[slice, slic
     return Table.of(cut, 3, 1, k.device)
 
 
-def _copies(room: Tensor, parts: Sequence[Tensor], here: Sequence[slice]) -> Table:
-    token = prod(room.shape[2:]) * room.element_size()
+def _copies(out: Tensor, parts: Sequence[Tensor], here: Sequence[slice]) -> Table:
+    token = prod(out.shape[2:]) * out.element_size()
     spans = []
-    for sample in range(len(room)):
+    for sample in range(len(out)):
         for part, place in zip(parts, here):
-            to = (sample * room.shape[1] + place.start) * token
+            to = (sample * out.shape[1] + place.start) * token
             spans.append((part[sample].data_ptr(), to, part.shape[1] * token))
     aligned = gcd(16, *(number for span in spans for number in span))
     word = min(8, aligned)
@@ -184,15 +186,15 @@ def _copies(room: Tensor, parts: Sequence[Tensor], here: Sequence[slice]) -> Tab
         (address + at, (start + at) // word, nbytes // word)
         for address, start, at, nbytes in _cut(spans, most)
     ]
-    return Table.of(lines, 3, aligned, room.device)
+    return Table.of(lines, 3, aligned, out.device)
 
 
 def _pieces(
-    rooms: Sequence[Tensor],
+    outs: Sequence[Tensor],
     sources: Sequence[Sequence[Tensor]],
     moves: Sequence[Sequence[Move]],
 ) -> Table:
-    spans = [*_spans(rooms, sources, moves)]
+    spans = [*_spans(outs, sources, moves)]
     # one word for all rooms: beside lse of 1 to 3 heads, out is copied by 4 or 8 bytes at once
     aligned = gcd(16, *(nbytes for _, *places, _, width in spans for nbytes in (*places, width)))
     word = min(8, aligned)
@@ -205,11 +207,11 @@ def _pieces(
     for number, address, to, there, here, width, at, rows in _cut(narrow, most):
         in_words = [nbytes // word for nbytes in (to + at * here, there, here, width)]
         lines.append((number, address + at * there, *in_words, rows))
-    return Table.of(lines, 7, aligned, rooms[0].device)
+    return Table.of(lines, 7, aligned, outs[0].device)
 
 
 def _spans(
-    rooms: Sequence[Tensor],
+    outs: Sequence[Tensor],
     sources: Sequence[Sequence[Tensor]],
     moves: Sequence[Sequence[Move]],
 ) -> Iterator[tuple[int, ...]]:
@@ -217,13 +219,13 @@ def _spans(
 
     All but the room and rows are in bytes.
     """
-    for number, (room, theirs, some) in enumerate(zip(rooms, sources, moves)):
-        head, heads = prod(room.shape[3:]) * room.element_size(), room.shape[2]
-        for sample, move in product(range(len(room)), some):
+    for number, (out, theirs, some) in enumerate(zip(outs, sources, moves)):
+        head, heads = prod(out.shape[3:]) * out.element_size(), out.shape[2]
+        for sample, move in product(range(len(out)), some):
             place, rows, which, to, to_which = move
             t, length = theirs[place], move.length
             start = (sample * t.shape[1] + rows.start) * t.shape[2] + which.start
-            to_start = (sample * room.shape[1] + to.start) * heads + to_which.start
+            to_start = (sample * out.shape[1] + to.start) * heads + to_which.start
             there, here = (rows.step or 1) * t.shape[2], (to.step or 1) * heads
             width = which.stop - which.start
             if length and width and head:
@@ -231,12 +233,12 @@ def _spans(
                 yield number, *places, length, width * head
 
 
-def _sums(like: Tensor, shares: Sequence[Share]) -> Table:
-    heads, most = like.shape[2], max((len(share.parts) for share in shares), default=0)
-    pitches = {part[0, 0, 0].nbytes for share in shares for part in share.parts}
+def _sums(like: Tensor, peer_gradients: Sequence[PeerGradients]) -> Table:
+    heads, most = like.shape[2], max((len(peers.parts) for peers in peer_gradients), default=0)
+    pitches = {part[0, 0, 0].nbytes for peers in peer_gradients for part in peers.parts}
     aligned, spans = gcd(16, *pitches), []
     for sample in range(len(like)):
-        for here, parts in _all_of(like.shape[1], shares):
+        for here, parts in _all_of(like.shape[1], peer_gradients):
             addresses = [part[sample].data_ptr() for part in parts]
             aligned = gcd(aligned, *addresses)
             addresses += [0] * (most - len(parts))  # which nobody reads
@@ -275,76 +277,76 @@ def _cut(spans: Iterable[tuple[int, ...]], most: int) -> Iterator[tuple[int, ...
             yield *span, at, min(most, length - at)
 
 
-def _all_of(length: int, shares: Sequence[Share]) -> Iterator[Share]:
+def _all_of(length: int, peer_gradients: Sequence[PeerGradients]) -> Iterator[PeerGradients]:
     """Yield these shares in order, and empty ones for the tokens between them.
 
-    >>> [share.here for share in _all_of(9, [Share(slice(2, 4), ())])]
+    >>> [peers.here for peers in _all_of(9, [PeerGradients(slice(2, 4), ())])]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 9, None)]
     """
     end = 0
-    for share in sorted(shares, key=lambda share: share.here.start):
-        if share.here.start > end:
-            yield Share(slice(end, share.here.start), ())
-        yield share
-        end = share.here.stop
+    for peers in sorted(peer_gradients, key=lambda peers: peers.here.start):
+        if peers.here.start > end:
+            yield PeerGradients(slice(end, peers.here.start), ())
+        yield peers
+        end = peers.here.stop
     if end < length:
-        yield Share(slice(end, length), ())
+        yield PeerGradients(slice(end, length), ())
 
 
 @operation
-def write(how: Writing, k: Tensor, v: Tensor, place: Tensor) -> KernelCall:
+def write(how: FusedWrite, k: Tensor, v: Tensor, place: Tensor) -> KernelCall:
     """Meet, if so, and write k and v `[b, n, h, d]` side by side where the table says."""
-    from ring_attention_pytorch.comm._triton_visits import write_kernel
+    from ring_attention_pytorch.comm._triton_fused_copies import write_kernel
 
     table, (n, heads, d), d_v = how.table.table, k.shape[1:], v.shape[-1]
     width = max(d, d_v)
-    sizes = dict(MEETS=how.meets, D=d, D_V=d_v, WIDTH=_power(width), ROWS=_at_once(width))
+    sizes = dict(WAITS=how.waits, D=d, D_V=d_v, WIDTH=_power(width), ROWS=_at_once(width))
     args = k, v, k.stride(), v.stride(), place, n, heads, table, len(table)
-    return _call(write_kernel, how.meeting, args, len(table), sizes)
+    return _call(write_kernel, how.barrier, args, len(table), sizes)
 
 
 @operation
-def pull(visit: Visit, room: Tensor) -> KernelCall:
-    """Meet, and copy to `room` what the table says; NaN if a rank was out of step."""
-    from ring_attention_pytorch.comm._triton_visits import pull_kernel
+def pull(fused: FusedCopy, out: Tensor) -> KernelCall:
+    """Meet, and copy to `out` what the table says; NaN if a rank was out of step."""
+    from ring_attention_pytorch.comm._triton_fused_copies import pull_kernel
 
-    table = visit.table.table
-    sizes = {**_words(visit.table.aligned), "BLOCK": _BLOCK}
-    return _call(pull_kernel, visit.meeting, (room, table, len(table)), len(table), sizes)
+    table = fused.table.table
+    sizes = {**_words(fused.table.aligned), "BLOCK": _BLOCK}
+    return _call(pull_kernel, fused.barrier, (out, table, len(table)), len(table), sizes)
 
 
 @operation
-def take(visit: Visit, *rooms: Tensor) -> KernelCall:
+def take(fused: FusedCopy, *outs: Tensor) -> KernelCall:
     """Meet, and copy to each room the pieces of it; NaN if a rank was out of step."""
-    from ring_attention_pytorch.comm._triton_visits import take_kernel
+    from ring_attention_pytorch.comm._triton_fused_copies import take_kernel
 
-    table = visit.table.table
-    sizes = dict(ROOMS=len(rooms), WIDTH=_WIDTH, ROWS=_BLOCK // _WIDTH)
-    sizes |= _words(visit.table.aligned)
-    return _call(take_kernel, visit.meeting, (rooms, table, len(table)), len(table), sizes)
+    table = fused.table.table
+    sizes = dict(OUTS=len(outs), WIDTH=_WIDTH, ROWS=_BLOCK // _WIDTH)
+    sizes |= _words(fused.table.aligned)
+    return _call(take_kernel, fused.barrier, (outs, table, len(table)), len(table), sizes)
 
 
 @operation
-def add_up(how: Adding, dk: Tensor, dv: Tensor, kind: torch.dtype) -> KernelCall:
+def add_up(how: FusedSum, dk: Tensor, dv: Tensor, key: torch.dtype) -> KernelCall:
     """Meet, and add to dk and dv `[b, n, h, d]` what the table says, or write it if fresh.
 
-    Gradients of that `kind` are added in the accumulator's dtype, and rounded once.
+    Gradients of that `key` are added in the accumulator's dtype, and rounded once.
     """
     import triton.language as tl
 
-    from ring_attention_pytorch.comm._triton_visits import sum_kernel
+    from ring_attention_pytorch.comm._triton_fused_copies import sum_kernel
 
     table, aligned = how.table.table, how.table.aligned
     wide = accumulation_dtype(dk.dtype)
-    of, into = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in (kind, wide))
+    of, into = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in (key, wide))
     d, d_v = dk.shape[-1], dv.shape[-1]
     width, most = max(d, d_v), table.shape[1] - 3
     sizes = dict(
         TYPE=of, WIDE=into, ALIGNED=aligned, D=d, D_V=d_v, WIDTH=_power(width),
         ROWS=_at_once(width, most), MOST=most, FRESH=how.fresh,
-        EARLY=how.beside and can_begin_early(dk.device),
+        EARLY=how.overlap and can_begin_early(dk.device),
     )  # fmt: skip
-    return _call(sum_kernel, how.meeting, (dk, dv, table, len(table)), len(table), sizes)
+    return _call(sum_kernel, how.barrier, (dk, dv, table, len(table)), len(table), sizes)
 
 
 def _words(aligned: int) -> dict[str, Any]:
@@ -356,16 +358,16 @@ def _words(aligned: int) -> dict[str, Any]:
 
 
 def _call(
-    kernel: Any, meeting: Meeting, args: tuple[Any, ...], blocks: int, sizes: dict[str, Any]
+    kernel: Any, barrier: Barrier, args: tuple[Any, ...], blocks: int, sizes: dict[str, Any]
 ) -> KernelCall:
     """Return the launch of a kernel that comes to a meeting with so many `blocks` to do.
 
     It has few programs if it is `EARLY`: then the next kernel computes beside it.
     """
     if sizes.get("EARLY"):
-        blocks = min(blocks, _PROGRAMS_BESIDE)
-    board = meeting.board
-    about = board.state, meeting.purpose, board.rank, board.patience
+        blocks = min(blocks, _PROGRAMS_OVERLAPPING)
+    board = barrier.board
+    about = board.state, barrier.purpose, board.rank, board.patience
     constants = {**board.among, **sizes, "num_warps": 8}
     programs = max(1, min(_most_programs(board.device), blocks))
     return KernelCall(kernel, programs, (*about, *args), constants)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ring_attention_pytorch.comm.fabric import Fabric, KVGrads
+from ring_attention_pytorch.runtime.deferred import Deferred
 from ring_attention_pytorch.runtime.interfaces import KVBlock
-from ring_attention_pytorch.runtime.later import Later
 from ring_attention_pytorch.runtime.observe import recorded
 from ring_attention_pytorch.schedule.steps import Part, Program, Schedule
 
@@ -37,7 +37,7 @@ class Call(Protocol):
 
 
 @dataclass(frozen=True)
-class Carrier:
+class ScheduledTransport:
     """A transport that carries out its schedule; a subclass says what its calls are.
 
     All ranks take the same steps in the same order. So whether there is a message never depends on
@@ -53,7 +53,7 @@ class Carrier:
 
     def stream(self, own_keys: KVBlock) -> Iterator[KVBlock]:
         """Yield the keys of each part: own ones, then all others that anyone needs."""
-        program, nothing = self.schedule.forward, Later()
+        program, nothing = self.schedule.forward, Deferred()
         call = recorded(self.call(program, own_keys), nothing)
         try:
             for part in _parts(program, call, nothing):
@@ -67,17 +67,17 @@ class Carrier:
             raise
 
     def stream_back(
-        self, own_keys: KVBlock, own: KVGrads, later: Later | None = None
+        self, own_keys: KVBlock, own: KVGrads, deferred: Deferred | None = None
     ) -> Iterator[tuple[KVBlock, KVGrads]]:
         """Yield the keys of each part, with accumulators (dk, dv) for their gradients.
 
         When the stream ends, `own`, those of own keys, have what every rank added. What a kernel
-        leaves for `later` is done while its gradients travel, or left for whoever asked.
+        leaves for `deferred` is done while its gradients travel, or left for whoever asked.
         """
-        program, later = self.schedule.backward, Later() if later is None else later
-        call = recorded(self.call(program, own_keys, own), later)
+        program, deferred = self.schedule.backward, Deferred() if deferred is None else deferred
+        call = recorded(self.call(program, own_keys, own), deferred)
         try:
-            for part in _parts(program, call, later):
+            for part in _parts(program, call, deferred):
                 keys = call.keys(part)
                 grads = call.grads(part, keys)
                 if program.counts(part, keys.segments):
@@ -89,19 +89,19 @@ class Carrier:
             raise
 
 
-def _parts(program: Program, call: Call, later: Later) -> Iterator[Part]:
-    """Yield the parts; do what a kernel left for `later` before anything is waited for.
+def _parts(program: Program, call: Call, deferred: Deferred) -> Iterator[Part]:
+    """Yield the parts; do what a kernel left for `deferred` before anything is waited for.
 
     Its gradients have started by then, if there is nothing else to wait for before that. It is done
     before the next part, too: no two parts have something left for the same queries.
     """
     for wait, start, part in program.steps:
         if wait:
-            later.do()
+            deferred.do()
         for number in wait:
             call.wait(number)
         for number in start:
             call.start(number)
         if part is not None:
-            later.do()
+            deferred.do()
             yield part

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm import visits
+from ring_attention_pytorch.comm import fused_copies
 from ring_attention_pytorch.ranks.guard import Board
 from ring_attention_pytorch.runtime.launches import PreparedLaunch
 from ring_attention_pytorch.runtime.tape import _preparations
@@ -32,7 +32,7 @@ class Shelf:
     """Tables that are made anew each time."""
 
     @staticmethod
-    def table(_: object, make: Any) -> visits.Table:
+    def table(_: object, make: Any) -> fused_copies.Table:
         return make()
 
 
@@ -68,9 +68,9 @@ def do(taped: bool, operation: Any, *given: Any) -> None:
 IN_STEPS = dict(_PROGRAMS=1, _LINES=1, _ELEMENTS=32, _BLOCK=4, _WIDTH=2)
 # by rank some tokens and heads of what it has written, and where they go in a room of all heads
 PIECES = [
-    visits.Move(0, slice(0, 4), slice(1, 2), slice(0, 8, 2), slice(2, 3)),
-    visits.Move(1, slice(1, 5), slice(0, 2), slice(1, 8, 2), slice(0, 2)),
-    visits.Move(2, slice(0, 6, 2), slice(0, 1), slice(1, 6, 2), slice(2, 3)),
+    fused_copies.Move(0, slice(0, 4), slice(1, 2), slice(0, 8, 2), slice(2, 3)),
+    fused_copies.Move(1, slice(1, 5), slice(0, 2), slice(1, 8, 2), slice(0, 2)),
+    fused_copies.Move(2, slice(0, 6, 2), slice(0, 1), slice(1, 6, 2), slice(2, 3)),
 ]
 
 
@@ -85,7 +85,7 @@ def visit(
 ) -> dict[str, Any]:
     """Write own k and v, pull some of all ranks', and add what others have of own gradients."""
     without_clock()
-    with mock.patch.multiple(visits, **IN_STEPS) if in_steps else nullcontext():
+    with mock.patch.multiple(fused_copies, **IN_STEPS) if in_steps else nullcontext():
         return visited(rank, boards, shared, widths, dtype, taped)
 
 
@@ -93,37 +93,39 @@ def visited(
     rank: int, boards: list[Tensor], shared: list[Tensor], widths: str, dtype: str, taped: bool
 ) -> dict[str, Any]:
     board, of, (d, d_v) = Board(CPU, rank, boards, 20.0), DTYPES[dtype], WIDTHS[widths]
-    reads = board.meeting("read")
+    reads = board.barrier("read")
     both = both_of(rank, (d, d_v), of)
     own = both[..., :d], both[..., d:]
-    table = visits.table_of_writes(Shelf, *own, N, WRITTEN)
-    how = visits.Writing(board.meeting("write"), table, meets=True)
-    do(taped, visits.write, how, *own, shared[rank])
+    table = fused_copies.table_of_writes(Shelf, *own, N, WRITTEN)
+    how = fused_copies.FusedWrite(board.barrier("write"), table, waits=True)
+    do(taped, fused_copies.write, how, *own, shared[rank])
 
     parts = [shared[0][:, 1:4], shared[2][:, :2], shared[1][:, 5:]]
     room = torch.full((B, 8, HEADS, d + d_v), torch.nan, dtype=of)
     here = [slice(5, 8), slice(0, 2), slice(2, 3)]
-    table = visits.table_of_copies(Shelf, room, parts, here)
-    do(taped, visits.pull, visits.Visit(reads, table), room)
+    table = fused_copies.table_of_copies(Shelf, room, parts, here)
+    do(taped, fused_copies.pull, fused_copies.FusedCopy(reads, table), room)
 
     taken = [torch.full((B, 8, HEADS + 1, d + d_v), torch.nan, dtype=of) for _ in range(2)]
-    table = visits.table_of_pieces(Shelf, None, taken, [shared] * 2, [PIECES, PIECES[::-1]])
-    do(taped, visits.take, visits.Visit(reads, table), *taken)
+    table = fused_copies.table_of_pieces(Shelf, None, taken, [shared] * 2, [PIECES, PIECES[::-1]])
+    do(taped, fused_copies.take, fused_copies.FusedCopy(reads, table), *taken)
 
-    shares = [
-        visits.Share(slice(4, 6), [shared[1][:, :2]]),
-        visits.Share(slice(0, 3), [shared[0][:, 3:], shared[2][:, 1:4], shared[1][:, 2:5]]),
+    peer_gradients = [
+        fused_copies.PeerGradients(slice(4, 6), [shared[1][:, :2]]),
+        fused_copies.PeerGradients(
+            slice(0, 3), [shared[0][:, 3:], shared[2][:, 1:4], shared[1][:, 2:5]]
+        ),
     ]
     totals = {}
     for fresh in (False, True):
         sums = [
             torch.full((B, N, HEADS, d), torch.nan if fresh else 1.0, dtype=of) for d in (d, d_v)
         ]
-        table = visits.table_of_sums(Shelf, sums[0], shares)
-        do(taped, visits.add_up, visits.Adding(reads, table, fresh, False), *sums, of)
+        table = fused_copies.table_of_sums(Shelf, sums[0], peer_gradients)
+        do(taped, fused_copies.add_up, fused_copies.FusedSum(reads, table, fresh, False), *sums, of)
         totals[fresh] = sums
     assert board.trouble() is None
-    assert board.state[:3].tolist() == [0, 5, 0]  # nothing wrong, five meetings, all have left
+    assert board.state[:3].tolist() == [0, 5, 0]  # nothing wrong, five barriers, all have left
     return dict(room=room, taken=taken, totals=totals)
 
 
@@ -176,18 +178,22 @@ def fail(
         return {}
     both = both_of(rank, (d, d_v), of)
     own, written = (both[..., :d], both[..., d:]), torch.zeros_like(both)
-    table = visits.table_of_writes(Shelf, *own, N, WRITTEN)
-    visits.write(visits.Writing(board.meeting("write"), table, meets=True), *own, written)
+    table = fused_copies.table_of_writes(Shelf, *own, N, WRITTEN)
+    fused_copies.write(
+        fused_copies.FusedWrite(board.barrier("write"), table, waits=True), *own, written
+    )
     room = torch.zeros(B, N, HEADS, d + d_v, dtype=of)
-    table = visits.table_of_copies(Shelf, room, [shared[rank]], [slice(0, N)])
-    visits.pull(visits.Visit(board.meeting("read"), table), room)
+    table = fused_copies.table_of_copies(Shelf, room, [shared[rank]], [slice(0, N)])
+    fused_copies.pull(fused_copies.FusedCopy(board.barrier("read"), table), room)
     rooms, tokens, heads = [torch.zeros_like(room) for _ in range(2)], slice(0, N), slice(0, HEADS)
-    pieces = [[visits.Move(0, tokens, heads, tokens, heads)]] * 2
-    table = visits.table_of_pieces(Shelf, None, rooms, [[shared[rank]]] * 2, pieces)
-    visits.take(visits.Visit(board.meeting("read"), table), *rooms)
+    pieces = [[fused_copies.Move(0, tokens, heads, tokens, heads)]] * 2
+    table = fused_copies.table_of_pieces(Shelf, None, rooms, [[shared[rank]]] * 2, pieces)
+    fused_copies.take(fused_copies.FusedCopy(board.barrier("read"), table), *rooms)
     sums = [torch.zeros(B, N, HEADS, d, dtype=of) for d in (d, d_v)]
-    table = visits.table_of_sums(Shelf, sums[0], [visits.Share(slice(0, 2), [shared[rank][:, :2]])])
-    visits.add_up(visits.Adding(board.meeting("read"), table, True, False), *sums, of)
+    table = fused_copies.table_of_sums(
+        Shelf, sums[0], [fused_copies.PeerGradients(slice(0, 2), [shared[rank][:, :2]])]
+    )
+    fused_copies.add_up(fused_copies.FusedSum(board.barrier("read"), table, True, False), *sums, of)
     return dict(read=[written, room, *rooms, *sums], trouble=board.trouble())
 
 
@@ -207,7 +213,7 @@ COMPILED = {
     "write_kernel": (
         dict(k="*bf16", v="*bf16", k_strides=STRIDES, v_strides=STRIDES, place="*bf16", n="i32",
              heads="i32", table="*i64", lines="i32"),
-        dict(TILES, MEETS=True),
+        dict(TILES, WAITS=True),
     ),
     "pull_kernel": (
         dict(room="*bf16", table="*i64", lines="i32"),
@@ -215,7 +221,7 @@ COMPILED = {
     ),
     "take_kernel": (
         dict(rooms=("*bf16", "*bf16", "*fp32"), table="*i64", lines="i32"),
-        dict(RANKS=2, LANES=32, WORD="int64", ALIGNED=16, ROOMS=3, WIDTH=64, ROWS=64),
+        dict(RANKS=2, LANES=32, WORD="int64", ALIGNED=16, OUTS=3, WIDTH=64, ROWS=64),
     ),
     "sum_kernel": (
         dict(dk="*bf16", dv="*bf16", table="*i64", lines="i32"),
@@ -232,9 +238,9 @@ def test_kernels_are_code_for_a_gpu(name):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ring_attention_pytorch.comm import _triton_visits
+    from ring_attention_pytorch.comm import _triton_fused_copies
 
-    kernel, (types, sizes) = getattr(_triton_visits, name), COMPILED[name]
+    kernel, (types, sizes) = getattr(_triton_fused_copies, name), COMPILED[name]
     sizes = {k: getattr(tl, size) if isinstance(size, str) else size for k, size in sizes.items()}
     types = STATE | types | dict.fromkeys(sizes, "constexpr")
     assert sorted(types) == sorted(kernel.arg_names)
@@ -251,41 +257,41 @@ class Keeping:
     """Tables that are made once for each kind, as memory that ranks share keeps them."""
 
     def __init__(self) -> None:
-        self.tables: dict[Any, visits.Table] = {}
+        self.tables: dict[Any, fused_copies.Table] = {}
 
-    def table(self, kind: Any, make: Any) -> visits.Table:
+    def table(self, kind: Any, make: Any) -> fused_copies.Table:
         return self.tables.setdefault(kind, make())
 
 
 def test_a_table_is_of_one_dtype_and_of_one_length_of_samples():
     """What else lies at the same address, and is as large, is copied and summed otherwise."""
-    memory, shelf = torch.zeros(2, 8, 2, 4, dtype=torch.float64), Keeping()
+    memory, buffer = torch.zeros(2, 8, 2, 4, dtype=torch.float64), Keeping()
     single = memory.view(torch.float32)[..., :4]
     longer = torch.as_strided(memory, (2, 4, 2, 4), (96, 8, 4, 1))
     for t in (memory[:, :4], single[:, :4], longer):
         room, total = torch.empty(2, 4, 2, 4, dtype=t.dtype), torch.empty(2, 4, 2, 2, dtype=t.dtype)
-        shares = [visits.Share(slice(0, 4), [t])]
+        peer_gradients = [fused_copies.PeerGradients(slice(0, 4), [t])]
         for make, *given in (
-            (visits.table_of_copies, room, [t], [slice(0, 4)]),
-            (visits.table_of_sums, total, shares),
+            (fused_copies.table_of_copies, room, [t], [slice(0, 4)]),
+            (fused_copies.table_of_sums, total, peer_gradients),
         ):  # fmt: skip
-            made, anew = make(shelf, *given), make(Shelf, *given)
+            made, anew = make(buffer, *given), make(Shelf, *given)
             assert torch.equal(made.table, anew.table)
             assert made.aligned == anew.aligned
 
 
 def test_a_table_is_of_one_way_to_lie():
     """Other spans, or a room of another length, are copied and written otherwise."""
-    k, shelf = torch.zeros(2, 8, 2, 4), Keeping()
+    k, buffer = torch.zeros(2, 8, 2, 4), Keeping()
     for tokens, first in ((8, 0), (8, 4), (12, 0), (12, 8)):
         here = slice(first, first + 4)
         for mine in (slice(0, 4), slice(4, 8)):
             given = k, k, tokens, [(mine, here)]
-            made = visits.table_of_writes(shelf, *given)
-            assert torch.equal(made.table, visits.table_of_writes(Shelf, *given).table)
+            made = fused_copies.table_of_writes(buffer, *given)
+            assert torch.equal(made.table, fused_copies.table_of_writes(Shelf, *given).table)
         given = torch.zeros(2, tokens, 2, 8), [k[:, :4]], [here]
-        made = visits.table_of_copies(shelf, *given)
-        assert torch.equal(made.table, visits.table_of_copies(Shelf, *given).table)
+        made = fused_copies.table_of_copies(buffer, *given)
+        assert torch.equal(made.table, fused_copies.table_of_copies(Shelf, *given).table)
 
 
 def test_what_programs_do_at_a_time_is_of_all_ranks_memory():
@@ -293,7 +299,7 @@ def test_what_programs_do_at_a_time_is_of_all_ranks_memory():
     n = 1 << 14
     shared = torch.zeros(4, 1, n, 2, 64)
     room, here = torch.zeros(1, 4 * n, 2, 64), [slice(i, i + n) for i in range(0, 4 * n, n)]
-    table = visits.table_of_copies(Shelf, room, [*shared], here).table
+    table = fused_copies.table_of_copies(Shelf, room, [*shared], here).table
     owners = (table[:, 0] - shared.data_ptr()) // shared[0].nbytes
     assert len(owners) == 512
     for first in range(0, 512, 128):
@@ -304,14 +310,14 @@ def test_what_programs_do_at_a_time_is_of_all_ranks_memory():
 
 def test_tables_are_made_on_the_host_whatever_the_default_device():
     room = torch.zeros(1, 4, 2, 8)
-    share = visits.Share(slice(0, 4), [room])
+    peers = fused_copies.PeerGradients(slice(0, 4), [room])
     with torch.device("meta"):
         tables = [
-            visits.table_of_copies(Shelf, room, [room], [slice(0, 4)]),
-            visits.table_of_sums(Shelf, room[..., :4], [share]),
-            visits.table_of_writes(Shelf, room, room, 4, [(slice(0, 4), slice(0, 4))]),
-            visits.table_of_pieces(
-                Shelf, None, [room], [[room]], [[visits.Move(0, *[slice(0, 2)] * 4)]]
+            fused_copies.table_of_copies(Shelf, room, [room], [slice(0, 4)]),
+            fused_copies.table_of_sums(Shelf, room[..., :4], [peers]),
+            fused_copies.table_of_writes(Shelf, room, room, 4, [(slice(0, 4), slice(0, 4))]),
+            fused_copies.table_of_pieces(
+                Shelf, None, [room], [[room]], [[fused_copies.Move(0, *[slice(0, 2)] * 4)]]
             ),
         ]
     assert all(made.table.device.type == "cpu" for made in tables)
@@ -320,19 +326,21 @@ def test_tables_are_made_on_the_host_whatever_the_default_device():
 @pytest.mark.parametrize("size", [(0, 4, 2, 8), (1, 0, 2, 8)])
 def test_of_nothing_nothing_is_copied(size):
     room = torch.zeros(size, dtype=torch.bfloat16)
-    table = visits.table_of_copies(Shelf, room, [room], [slice(0, size[1])])
+    table = fused_copies.table_of_copies(Shelf, room, [room], [slice(0, size[1])])
     assert table.table.tolist() == [[0, 0, 0]]
 
 
 def test_much_is_cut_into_lines_of_about_the_same_size():
     room = torch.zeros(1, 1 << 14, 4, 256, dtype=torch.bfloat16)
     here = [slice(0, 1 << 10), slice(1 << 10, 1 << 14)]
-    table = visits.table_of_copies(Shelf, room, [room[:, at] for at in here], here)
+    table = fused_copies.table_of_copies(Shelf, room, [room[:, at] for at in here], here)
     lines = table.table.tolist()
     assert 512 <= len(lines) <= 520
     assert sum(words for *_, words in lines) * 8 == room.nbytes
     assert len({start for _, start, _ in lines}) == len(lines)
-    sums = visits.table_of_sums(Shelf, room, [visits.Share(slice(0, 1 << 14), [room])])
+    sums = fused_copies.table_of_sums(
+        Shelf, room, [fused_copies.PeerGradients(slice(0, 1 << 14), [room])]
+    )
     assert 512 <= len(sums.table) <= 520
     assert sums.aligned == table.aligned == 16
     assert math.prod(room.shape[:3]) == sums.table[:, 1].sum()
