@@ -85,13 +85,13 @@ def thousands(tokens: int) -> str:
 def filled(
     head: Sequence[str],
     lines: Iterable[tuple[Sequence[str], Sequence[list[Row]]]],
-    told: Callable[[Sequence[Row]], str] = share,
+    text: Callable[[Sequence[Row]], str] = share,
 ) -> Table:
     """Make a table of lines, each of its words and of the rows that its other cells quote."""
     table, quoted = [list(head)], []
     for words, cells in lines:
         if any(cells):
-            table.append([*words, *map(told, cells)])
+            table.append([*words, *map(text, cells)])
             quoted += [row for rows in cells for row in rows]
     return table, quoted
 

@@ -44,7 +44,7 @@ COMES, PAUSE = 16 << 20, 0.01  # bytes, and seconds from one time to the next
 
 
 def subjects(shape: Shape, kernel: str, graphs: bool) -> tuple[Runs, dict[Subject, Callable]]:
-    """Make the calls of each subject; and what the host does beside one of them."""
+    """Make the calls of each subject; and host work to run next to one of them."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tensors, whole = shape.tensors(shape.tokens, rank), shape.tensors(shape.tokens * ranks, 0)
     plan = make_plan(shape, tensors, layout=shape.layout, kernel=kernel, transport="gather")
@@ -56,16 +56,16 @@ def subjects(shape: Shape, kernel: str, graphs: bool) -> tuple[Runs, dict[Subjec
     }
     if graphs:
         named = {name: tuple(map(captured, runs)) for name, runs in named.items()}
-    beside = {}
+    host_work = {}
     if ranks > 1 and isinstance(plan.transport.fabric, SharedMemory):
         named[AWAKE] = named[THEORY]
-        beside[AWAKE] = coming(plan.transport.fabric)
+        host_work[AWAKE] = copies_in_flight(plan.transport.fabric)
     mode = GRAPH if graphs else ONE_BY_ONE
     runs = {Subject(name, kernel, mode): each for name, each in named.items()}
-    return runs, {Subject(name, kernel, mode): call for name, call in beside.items()}
+    return runs, {Subject(name, kernel, mode): call for name, call in host_work.items()}
 
 
-def coming(fabric: SharedMemory) -> Callable[[], None]:
+def copies_in_flight(fabric: SharedMemory) -> Callable[[], None]:
     """Return what copies some bytes out of the next rank's memory, if it is time."""
     space, ring = fabric.space, fabric.ring
     there = space.keys.halves[fabric.ranks[(ring.rank + 1) % ring.size]].flatten()[:COMES]
@@ -105,8 +105,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with joined(asked.device) as device:
         run = Run("sustained", argv, device_name(device), asked.save, **gpus(device))
         for shape, kernel in product(shapes(asked, device), asked.kernels):
-            runs, beside = subjects(shape, kernel, asked.graphs)
-            times = by_turns(runs, device, asked.rounds, asked.repeats, asked.load, beside)
+            runs, host_work = subjects(shape, kernel, asked.graphs)
+            times = by_turns(runs, device, asked.rounds, asked.repeats, asked.load, host_work)
             run.add(rows(shape, times))
-            del runs, beside
+            del runs, host_work
         run.finish()

@@ -121,7 +121,7 @@ def hops(
     shares = _shares(pairs_by_hop(layout, length, ring_size, visible), shown, paint)
     columns.append(_column("work", shares, height, 0))
     widths = [8, *[max(sizes) + 10] * ring_size, 0]
-    return _beside(columns, widths)
+    return _side_by_side(columns, widths)
 
 
 def pairs_by_hop(layout: str, length: int, ring_size: int, visible: Mask) -> list[list[int]]:
@@ -194,7 +194,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
     lines = [list(header), *map(list, rows)]
     widths = [max(map(len, column)) + 2 for column in zip(*lines)]
-    return _beside([["", *[""] * len(rows)], *zip(*lines)], [2, *widths])
+    return _side_by_side([["", *[""] * len(rows)], *zip(*lines)], [2, *widths])
 
 
 def curves(lines: Mapping[str, Sequence[float]], width: int = 64, height: int = 10) -> str:
@@ -239,7 +239,7 @@ def _column(heading: str, blocks: list[list[str]], height: int, width: int) -> l
     return lines
 
 
-def _beside(columns: Sequence[Sequence[str]], widths: Sequence[int]) -> str:
+def _side_by_side(columns: Sequence[Sequence[str]], widths: Sequence[int]) -> str:
     """Columns of lines beside one another; escape sequences take no room."""
     return "\n".join(
         "".join(

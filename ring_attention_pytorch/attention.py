@@ -23,9 +23,9 @@ Words:
     terms      what a score is: scale, clamp, slopes, dropout
     result     out and lse of the keys so far, in wide numbers, rounded once
 
-Read on in this order: geometry/layouts.py, geometry/tiles.py, comm/scheduled_transport.py, comm/send_recv.py,
-kernels/eager.py, runtime/accumulate.py. The rest are variants of these, and what makes the plan
-(plan/ring_plan.py).
+Read on in this order: geometry/layouts.py, geometry/tiles.py, comm/scheduled_transport.py,
+comm/send_recv.py, kernels/eager.py, runtime/accumulate.py. The rest are variants of these, and the
+code that makes the plan (plan/ring_plan.py).
 """
 
 from typing import Any

@@ -44,11 +44,11 @@ def attempt(work: Callable[[], T]) -> T | str:
         if others := _without(number, kind):
             raise FailedAloneError(f"failed here, and not on ranks {others}: {problem}") from error
         return problem
-    _tell(number, "")
+    _report(number, "")
     return result
 
 
-def _tell(number: int, kind: str) -> dist.Store | None:
+def _report(number: int, kind: str) -> dist.Store | None:
     """Say by what error an attempt ended; return where all ranks say it, if there are several."""
     if not dist.is_initialized():
         return None
@@ -59,7 +59,7 @@ def _tell(number: int, kind: str) -> dist.Store | None:
 
 def _without(number: int, kind: str) -> list[int]:
     """Say that an attempt failed; return the ranks that have not failed alike by and by."""
-    store = _tell(number, kind)
+    store = _report(number, kind)
     if store is None:
         return []
     keys = [f"{number} {rank}" for rank in range(dist.get_world_size())]

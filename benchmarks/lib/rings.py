@@ -218,11 +218,11 @@ def by_turns(
     rounds: int,
     repeats: int,
     load: float = 0.0,
-    beside: Mapping[Subject, Callable[[], None]] = MappingProxyType({}),
+    host_work: Mapping[Subject, Callable[[], None]] = MappingProxyType({}),
 ) -> dict[Subject, Times]:
     """Take medians of rounds of the slowest rank; subjects take turns, for clocks change.
 
-    A turn is so many calls, or more: as many as take `load` seconds. `beside` has what the host
+    A turn is so many calls, or more: as many as take `load` seconds. `host_work` has what the host
     does over and over while the device computes, of some subjects; it must not take long.
     """
     turns = [(name, i) for name in runs for i in (0, 1)]
@@ -235,7 +235,7 @@ def by_turns(
     for number in range(rounds):
         random.Random(number).shuffle(turns)
         for name, i in turns:
-            took = _turn(runs[name][i], calls[name, i], device, beside.get(name))
+            took = _turn(runs[name][i], calls[name, i], device, host_work.get(name))
             found[name, i].append(_slowest(took, device))
     at = {turn: [*map(median, zip(*each))] for turn, each in found.items()}
     return {name: Times(at[name, 0][0], *at[name, 1]) for name in runs}
@@ -245,7 +245,7 @@ def _turn(
     run: Callable[[], object],
     calls: int,
     device: torch.device,
-    beside: Callable[[], None] | None = None,
+    host_work: Callable[[], None] | None = None,
 ) -> tuple[float, float]:
     """Return seconds of a call, and of the host to launch the first."""
     synchronize(device)
@@ -256,10 +256,10 @@ def _turn(
     host = time.perf_counter() - start
     for _ in range(calls - 1):
         run()
-    if beside is not None:
+    if host_work is not None:
         end = torch.cuda.current_stream(device).record_event()
         while not end.query():  # over and over, or the time would not be that of the device
-            beside()
+            host_work()
     synchronize(device)
     return (time.perf_counter() - start) / calls, host
 

@@ -1,4 +1,4 @@
-"""The interface of a fabric: what carries bytes among the ranks of a ring.
+"""The interface of a fabric, which moves bytes between the ranks of a ring.
 
     a program's step         GatherCall            a fabric's channel
     start keys         ─►    start(number)   ─►    put(transfer)     own keys, for all who need them
@@ -7,8 +7,7 @@
     start gradients    ─►    start(number)   ─►    give(transfer)    to the keys' owners
     wait for gradients ─►    wait(number)    ─►    reduce(transfer)  those of own keys, summed
 
-What is carried and in which order is decided elsewhere, as ints: by a gather's program, and by the
-copy plans of Ulysses.
+A gather's program and Ulysses' copy plans decide, as ints, the tensors and their order.
 """
 
 from collections.abc import Sequence
@@ -27,28 +26,28 @@ KVGrads = tuple[GradAccumulator, GradAccumulator]
 
 
 class Channel(Protocol):
-    """A fabric in one call of one rank. All ranks do the same, in the same order."""
+    """A fabric in one call of one rank. All ranks make the same calls in the same order."""
 
     def put(self, transfer: Transfer) -> None:
-        """Give own keys to whoever needs them in this transfer."""
+        """Publish own keys for the ranks that need them in this transfer."""
 
     def take(self, transfer: Transfer) -> list[Tensor]:
-        """Return the keys that come, k, v and a mask if there is one; let what follows wait."""
+        """Return the arriving keys (k, v and any mask); the current stream waits for them."""
         ...
 
     def grad_accumulators(self, keys: KVBlock) -> KVGrads:
-        """Make the accumulators (dk, dv) of others' keys, in memory from which they go home."""
+        """Return accumulators (dk, dv) for a peer's keys, in memory that can be sent home."""
         ...
 
     def give(self, transfer: Transfer, grads: KVGrads) -> None:
-        """Give the gradients of others' keys to their owners."""
+        """Start sending gradients of peers' keys to their owners."""
 
     def reduce(self, transfer: Transfer) -> None:
-        """Add what others have given to the call's totals, always in one order."""
+        """Add the peers' gradients of own keys to the call's totals, in a fixed order."""
 
 
 class Fabric(Protocol):
-    """A way for the ranks of a ring to give one another tensors."""
+    """A way to move tensors between the ranks of a ring."""
 
     @property
     def ring(self) -> Ring:
@@ -57,28 +56,28 @@ class Fabric(Protocol):
 
     @property
     def name(self) -> str:
-        """The name of what things go through; "" is plain messages."""
+        """A name for `explain_plan`; "" for messages."""
         ...
 
     @property
     def return_path(self) -> str:
-        """How gradients go home, as words that follow "go home"."""
+        """How gradients return, as a phrase that follows "go home"."""
         ...
 
     @property
     def replay(self) -> Replay:
-        """What may replay all that it does."""
+        """Which recordings can replay it."""
         ...
 
     def drain(self) -> None:
-        """Let the current stream wait for all that is under way, after a call has failed."""
+        """Make the current stream wait for everything in flight, after a failed call."""
 
     def channel(self, program: Program, own: KVBlock, totals: KVGrads | None) -> Channel:
-        """Begin a call with own keys; `totals` are accumulators of their gradients, if back."""
+        """Begin a call with own keys; `totals` accumulate their gradients, backward."""
         ...
 
     def swap(
         self, tensors: Sequence[Tensor], ways: Sequence[CopyPlan], outs: Sequence[Tensor]
     ) -> None:
-        """Exchange tensors by their plans; write to rooms what arrives at this rank."""
+        """Exchange tensors by their plans; write what this rank receives to `outs`."""
         ...

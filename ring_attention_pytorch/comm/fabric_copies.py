@@ -1,8 +1,8 @@
-"""A fabric of copy engines, which bring keys and gradients while kernels compute.
+"""A fabric of copy engines: they move keys and gradients while kernels compute.
 
 Ranks pull the keys that they need on a side stream, by copies between contiguous memory, which take
-no multiprocessors. An owner sums its gradients on such a stream. It sums copies of them or, where
-nothing is left to compute meanwhile, reads them where they lie.
+no multiprocessors. An owner sums its gradients on that stream. It sums copies of them or, if
+no compute is left to hide the copies, reads peers' memory.
 """
 
 from contextlib import nullcontext
@@ -34,10 +34,10 @@ from ring_attention_pytorch.schedule.steps import Program, Transfer
 
 @dataclass(frozen=True)
 class CopyEngines(SharedMemory):
-    """A fabric in which copies run beside kernels; it is `idle` if there never are any.
+    """A fabric whose copies overlap kernels; `idle` if there is nothing to copy.
 
-    Gradients come home `by_copy_engine`, by copy engine, if there is time for it; else all multiprocessors
-    read them where they are.
+    Copy engines fetch gradients if that is hidden (`by_copy_engine`). Otherwise kernels read them
+    from peers' memory while they add.
     """
 
     by_copy_engine: bool = False
@@ -57,7 +57,7 @@ class CopyEngines(SharedMemory):
         return CopyChannel(self, program, own, totals)
 
     def sources_of_keys(self, program: Program, block: int) -> list[list[Source]]:
-        """List what this rank needs of each owner's keys, stage by stage."""
+        """List the keys that this rank pulls from each owner, by stage."""
         made = program.blocks[block].made
         if ("keys", id(made)) not in self.known:
             self.known["keys", id(made)] = self._sources(program.workload, made)
@@ -79,7 +79,7 @@ class CopyEngines(SharedMemory):
 
 
 class CopyChannel(SharedChannel):
-    """One call whose copies run beside kernels."""
+    """One call whose copies overlap kernels."""
 
     fabric: CopyEngines
 
@@ -100,12 +100,12 @@ class CopyChannel(SharedChannel):
             return
         buffer, written = self.space.keys, self._written()
         self.received = [alloc_for(t, tokens(self._chunks(transfer.block))) for t in written]
-        # before the kernel that runs beside the copies: else the barrier might wait for room there
+        # before the kernel that overlaps the copies: the barrier needs a free multiprocessor
         buffer.publish()
         buffer.side_stream_follows()
 
     def _written(self) -> list[Tensor]:
-        """Write own keys where the others will read them; return that memory."""
+        """Write own keys to the buffer that peers read; return that memory."""
         own = self.own
         places = self.space.keys.write_view(self.fabric.form(own, own.k.shape[1], masks=True))
         torch.cat((own.k, own.v), dim=-1, out=places[0])
@@ -114,7 +114,7 @@ class CopyChannel(SharedChannel):
         return places
 
     def take(self, transfer: Transfer) -> list[Tensor]:
-        """Return the room of a round's keys; let the current stream wait for a stage of them."""
+        """Return memory for a round's keys; the current stream waits for one stage of them."""
         if transfer.stage == 0:
             self._launch_copies(transfer.block)
         self.space.keys.join(self.ends[transfer.stage])
@@ -122,11 +122,11 @@ class CopyChannel(SharedChannel):
         return [*apart(self.received[0], self.own), *self.received[1:]]
 
     def _launch_copies(self, block: int) -> None:
-        """Launch the copies of all stages: only now, after the kernel that runs beside them."""
+        """Launch the copies of all stages, after the kernel that overlaps them."""
         buffer, self.ends = self.space.keys, []
         with buffer.on_side_stream():
             for sources in self.fabric.sources_of_keys(self.program, block):
-                for rank, length, moves in sources:  # each rank begins with another owner
+                for rank, length, moves in sources:  # each rank starts at a different owner
                     form = self.fabric.form(self.own, length, masks=True)
                     for place, t in zip(self.received, buffer.peer_view(rank, form)):
                         for there, here in moves:
@@ -134,7 +134,7 @@ class CopyChannel(SharedChannel):
                 self.ends.append(buffer.mark())
 
     def give(self, transfer: Transfer, grads: KVGrads) -> None:
-        """Publish gradients, and launch the sums of those that others publish."""
+        """Publish gradients for their owners, and launch the sums of own ones."""
         buffer, arriving = self.space.grads, []
         for here, parts in self.peer_gradients(transfer):
             arriving.append((here, alloc_for(parts[0], wide=len(parts) > 1), parts))
@@ -142,7 +142,7 @@ class CopyChannel(SharedChannel):
         with side_stream_after_others(self.own.k.device) if own_low_priority else nullcontext():
             for total in grads if self._chunks(transfer.source) else ():
                 total.finalize()
-            buffer.publish()  # every rank takes the turn, even with nothing to write
+            buffer.publish()  # every rank must, even with nothing to write
             buffer.side_stream_follows()
         with buffer.on_side_stream():
             for _, out, parts in arriving:
@@ -157,7 +157,7 @@ class CopyChannel(SharedChannel):
             buffer.join(end)
         sums = [(here, apart(out, self.own)) for here, out in arriving]
         for i, total in enumerate(self.totals):
-            if one_round:  # dq need not wait for it
+            if one_round:  # dq does not depend on it
                 total.after(partial(buffer.join, end))
             total.add_all((here, both[i]) for here, both in sums)
 
@@ -168,12 +168,10 @@ class CopyChannel(SharedChannel):
 def _in_rounds(sources: list[Source]) -> list[Source]:
     """Order pulls in rounds: one piece of each source, then the next of each.
 
-    If a rank has more than two pieces, those that join go at once.
-
-    So no two ranks read from the same one at a time, which would make both wait. That holds where
-    pieces are equally long and ranks begin with the side of which they need most: of zigzag's
-    causal chunks a rank needs one of each rank behind it and two of each in front. (It does not
-    hold with windows, nor for striped.)
+    Then no two ranks read from the same peer at once, which would slow both. It holds for pieces
+    of one length, if ranks start on the side where they need more pieces: with causal zigzag a
+    rank needs one piece of each rank behind it and two of each in front. It does not hold for
+    windows or striped. A source with more than two pieces has adjacent ones joined.
 
     >>> [s.rank for s in _in_rounds([Source(i, 4, ((),) * n) for i, n in ((2, 2), (3, 2), (0, 1))])]
     [2, 3, 0, 2, 3]
@@ -189,21 +187,21 @@ def _in_rounds(sources: list[Source]) -> list[Source]:
 
 
 def alloc_for(like: Tensor, tokens: int | None = None, wide: bool = False) -> Tensor:
-    """Return empty memory for so many tokens; if `wide`, for a sum in the accumulator's dtype."""
+    """Return empty memory for `tokens` tokens like these; `wide`: in the accumulator's dtype."""
     b, n, *token = like.shape
     dtype = accumulation_dtype(like.dtype) if wide else like.dtype
     return like.new_empty((b, n if tokens is None else tokens, *token), dtype=dtype)
 
 
 def _copy(place: Tensor, t: Tensor) -> None:
-    """Copy sample by sample: what is contiguous goes by copy engine."""
+    """Copy sample by sample: copy engines take contiguous memory only."""
     pairs = zip(place, t) if len(t) > 1 else [(place, t)]
     for sample, given in pairs:
         sample.copy_(given)
 
 
 def _sum(place: Tensor, parts: list[Tensor], by_copy_engine: bool) -> None:
-    """Sum parts in others' memory; copy engines bring them if `by_copy_engine`, or a single one."""
+    """Sum parts in peers' memory; `by_copy_engine` copies them first, as for a single one."""
     if len(parts) == 1:
         _copy(place, parts[0])
         return

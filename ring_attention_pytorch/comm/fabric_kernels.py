@@ -1,12 +1,12 @@
 """A fabric of kernels, all of it on the current stream.
 
-It is for few tokens, where the host takes longer to launch calls that overlap than a GPU takes to
-run them. Nothing runs side by side, so no stream waits for another, and launches are few: own keys
-come among the others, in one block, or are computed on by themselves, whichever takes fewer calls
-of the kernel (`policy.own_keys_apart`).
+It is for few tokens, where launching overlapping calls takes the host longer than the GPU needs to
+run them. Everything runs in order on one stream, with few launches. Own keys are in one block with
+the others, or in a block of their own, whichever takes fewer kernel calls
+(`policy.own_keys_apart`).
 
-What a rank computes on in one block comes together in its memory that others read
-(`schedule.arrangement`): own keys are written there once, and the others' pulled between them.
+A block's keys are arranged in the shared buffer (`schedule.arrangement`): own keys are written
+there once, and peers' keys are pulled into the gaps.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ from ring_attention_pytorch.schedule.steps import Program, Transfer
 class OneStream(SharedMemory):
     """A fabric of one round, on one stream; of none, for Ulysses alone.
 
-    Keys are `arranged` in the memory of each rank. Gradients come home `overlap` what the kernel
-    leaves for later, if it makes those of keys first.
+    Keys are `arranged` in each rank's memory. With `overlap` dk and dv are reduced while the kernel
+    computes dq, if it makes dk and dv first.
     """
 
     arranged: tuple[Arrangement, ...] = ()
@@ -42,11 +42,11 @@ class OneStream(SharedMemory):
 
     @property
     def replay(self) -> Replay:
-        """What may replay all that it does: a tape, too, for all is on the current stream."""
+        """Which recordings can replay it: tapes, too, because all is on one stream."""
         return super().replay._replace(tape=True)
 
     def moves(self, program: Program) -> tuple[Move, ...]:
-        """Return what this rank pulls, forward and backward alike; worked out once."""
+        """Return this rank's pulls, the same forward and backward; cached."""
         if "moves" not in self.known:
             transfer = program.transfers[0]
             self.known["moves"] = moves(program, transfer, self.ring.rank, self.arranged)
@@ -61,8 +61,8 @@ class OneStream(SharedMemory):
 class KernelChannel(SharedChannel):
     """One call, all of it on the current stream.
 
-    Its meetings and what follows them are one launch each (`fused_copies`), but where a CUDA graph is
-    captured before there are tables.
+    A barrier and the copies behind it are one launch (`fused_copies`), except in a CUDA graph that
+    is captured before the tables exist.
     """
 
     fabric: OneStream
@@ -74,7 +74,7 @@ class KernelChannel(SharedChannel):
     ) -> None:
         super().__init__(fabric, program, own, totals)
         self.mine = fabric.arranged[fabric.ring.rank]
-        self.overlap = fabric.overlap and not are_timed()  # else each is to be timed alone
+        self.overlap = fabric.overlap and not are_timed()  # timed calls must not overlap
 
     def put(self, transfer: Transfer) -> None:
         self.received = self._written()
@@ -110,7 +110,7 @@ class KernelChannel(SharedChannel):
         parts, *parts_of_masks = [*zip(*there)] or [()] * len(self.received)
         table = fused_copies.table_of_copies(buffer, both, parts, here)
         if table is None:
-            buffer.publish()  # after the call for own keys, which needs nobody
+            buffer.publish()  # after the call for own keys, which needs no peer
             _copy_all(both, here, parts)
         else:
             fused_copies.pull(fused_copies.FusedCopy(buffer.read_barrier(), table), both)
@@ -130,7 +130,7 @@ class KernelChannel(SharedChannel):
             self._add(transfer)
 
     def reduce(self, transfer: Transfer) -> None:
-        if not self.overlap:  # what follows on this stream waits by itself
+        if not self.overlap:  # the current stream waits anyway
             self._add(transfer)
 
     def _add(self, transfer: Transfer) -> None:
@@ -139,10 +139,10 @@ class KernelChannel(SharedChannel):
             self._add_plainly(peer_gradients)
 
     def _add_up(self, peer_gradients: list[fused_copies.PeerGradients]) -> bool:
-        """Publish, and add what others have of own gradients, in one launch; tell if it can be."""
+        """Publish and add peers' gradients of own keys in one launch; False if impossible."""
         k, buffer = self.own.k, self.space.grads
         fresh, tokens = all(total.is_empty for total in self.totals), slice(0, k.shape[1])
-        wholes = [total.whole() for total in self.totals]  # what they wait for has come then
+        wholes = [total.whole() for total in self.totals]  # also waits for what they need
         dk, dv = [total.alloc(tokens) for total in self.totals] if fresh else wholes
         if dk is None or dv is None or not k.numel():
             return False
@@ -165,7 +165,7 @@ class KernelChannel(SharedChannel):
 
 
 def _copy_all(place: Tensor, here: Sequence[slice], parts: Sequence[Tensor]) -> None:
-    """Copy parts to their places, by one kernel: nothing else computes."""
+    """Copy parts to their places, by one kernel."""
     if parts and len(place):
         torch._foreach_copy_(_by_sample([place[:, at] for at in here]), _by_sample(parts))
 

@@ -1,7 +1,7 @@
-"""What fabrics have in common that go through symmetric memory: what lies there, and whose it is.
+"""The common part of fabrics that use symmetric memory: its contents, and their owners.
 
-A rank writes its keys, or the gradients of others' keys, into its own buffer. The others read what
-they need, and an owner sums the gradients of its keys, in one order.
+A rank writes its keys, or gradients of peers' keys, to its own buffer. Peers read the parts that
+they need, and an owner sums the gradients of its keys in a fixed order.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -25,18 +25,18 @@ from ring_attention_pytorch.runtime.spans import disjoint_spans
 from ring_attention_pytorch.schedule.pieces import joined_places, places, tokens
 from ring_attention_pytorch.schedule.steps import Program, Transfer
 
-Stretch = tuple[slice, list[tuple[int, int, slice]]]  # of own tokens; who has something for them
+Stretch = tuple[slice, list[tuple[int, int, slice]]]  # own tokens; ranks with gradients for them
 
 
 class Source(NamedTuple):
-    """The parts that this rank takes of another's `length` tokens, and where it puts them."""
+    """The parts of a peer's `length` tokens that this rank copies, and their targets."""
 
     rank: int  # in the workspace's group
     length: int
     moves: tuple[tuple[slice, slice], ...]  # from there to here
 
     def joined(self) -> "Source":
-        """Join moves to as few as can be: a copy takes some time, however short.
+        """Join adjacent moves: each copy has a fixed cost.
 
         >>> at = [((0, 2), (4, 6)), ((2, 3), (6, 7)), ((3, 4), (8, 9))]
         >>> moves = tuple((slice(*there), slice(*here)) for there, here in at)
@@ -51,7 +51,7 @@ class Source(NamedTuple):
 class SharedMemory:
     """A fabric through symmetric memory; `ranks` are the ring's ranks in the workspace's group.
 
-    `known` keeps what was worked out.
+    `known` is a cache of forms and moves.
     """
 
     ring: Ring
@@ -65,11 +65,11 @@ class SharedMemory:
 
     @property
     def replay(self) -> Replay:
-        """What may replay all that it does: a CUDA graph, which can hold barriers and copies."""
+        """Which recordings can replay it: a CUDA graph, which can hold barriers and copies."""
         return Replay(graph=True, follow=self.follow_stream)
 
     def follow_stream(self) -> Hashable:
-        """Wait for earlier calls on other streams; return the buffers in use now."""
+        """Wait for earlier calls on other streams; return the current buffers."""
         self.space.follow_stream()
         return self.space.keys, self.space.grads, self.space.swaps
 
@@ -79,7 +79,7 @@ class SharedMemory:
     def swap(
         self, tensors: Sequence[Tensor], ways: Sequence[CopyPlan], outs: Sequence[Tensor]
     ) -> None:
-        """Write all that this rank has; then read what is for it, by kernels: nothing computes."""
+        """Write this rank's tensors, then read its pieces of the others', by kernels."""
         buffer, me = self.space.swaps, self.ring.rank
         forms = [
             Form.of_parts(tuple(way.part(t, place) for t, way in zip(tensors, ways)))
@@ -101,10 +101,9 @@ class SharedMemory:
         self.space.board.fill_nan(*outs)
 
     def form(self, keys: KVBlock, length: int, masks: bool = False) -> Form:
-        """Return the form of `length` keys with `masks`, or else of their gradients.
+        """Return the form of `length` keys with `masks`, or else of their gradients; cached.
 
-        k and v lie beside one another, so that one copy brings both: each takes some time to begin.
-        Forms are kept, because keys are always alike.
+        k and v are next to each other, so that one copy moves both: each copy has a fixed cost.
         """
         if (masks, length) not in self.known:
             if masks:
@@ -116,9 +115,9 @@ class SharedMemory:
         return self.known[masks, length]
 
     def users_of_own(self, program: Program, transfer: Transfer) -> list[Stretch]:
-        """List stretches of own tokens, each with the ranks that have gradients of them.
+        """List stretches of own tokens, each with the ranks that have gradients of it.
 
-        A rank comes with the number of tokens it has in all, and where these lie among them.
+        A rank is given with its number of tokens and the place of the stretch among them.
         """
         made = program.blocks[transfer.source].made
         if ("grads", id(made)) not in self.known:
@@ -135,13 +134,13 @@ class SharedMemory:
 
 
 class SharedChannel:
-    """One call through symmetric memory: gradients are made where their owners read them."""
+    """One call through symmetric memory; gradients are computed where their owners read them."""
 
-    fabric: Any  # a `SharedMemory`: which, a subclass says
+    fabric: Any  # a `SharedMemory`, narrowed by subclasses
     program: Program
     own: KVBlock
     space: SymmetricWorkspace
-    received: list[Tensor]  # where the keys of a round come to
+    received: list[Tensor]  # keys of the current round
     totals: KVGrads | Any  # None is forward
 
     def __init__(
@@ -157,7 +156,7 @@ class SharedChannel:
         self.space.begin(turns, self.totals is not None)
 
     def grad_accumulators(self, keys: KVBlock) -> KVGrads:
-        """Make (dk, dv) accumulators where owners read them; kernels that can write there."""
+        """Return accumulators (dk, dv) in the memory that owners read."""
         (place,) = self.space.grads.write_view(self.fabric.form(keys, keys.k.shape[1]))
         dk, dv = apart(place, keys)
         wide = wire_dtype(keys.k.dtype)
@@ -167,7 +166,7 @@ class SharedChannel:
         )
 
     def peer_gradients(self, transfer: Transfer) -> Iterator[tuple[slice, list[Tensor]]]:
-        """Yield stretches of own tokens, and their gradients in other ranks' memory."""
+        """Yield stretches of own tokens, and their gradients in peers' memory."""
         for here, users in self.fabric.users_of_own(self.program, transfer):
             parts = []
             for rank, length, there in users:
@@ -177,7 +176,7 @@ class SharedChannel:
 
 
 def _by_stretch(sources: Sequence[Source]) -> list[Stretch]:
-    """List stretches of what is here, each with the ranks that have something for all of it.
+    """List stretches of own tokens, each with the ranks that have gradients for all of it.
 
     >>> at = {1: (slice(4, 8), slice(0, 4)), 2: (slice(0, 2), slice(2, 4))}
     >>> for stretch in _by_stretch([Source(rank, 8, (move,)) for rank, move in at.items()]):
@@ -198,5 +197,5 @@ def _by_stretch(sources: Sequence[Source]) -> list[Stretch]:
 
 
 def apart(both: Tensor, keys: KVBlock) -> tuple[Tensor, ...]:
-    """Split k and v, or their gradients, which lie beside one another."""
+    """Split k and v, or their gradients, which are joined along the head size."""
     return both.split_with_sizes((keys.k.shape[-1], keys.v.shape[-1]), dim=-1)

@@ -20,14 +20,14 @@ from ring_attention_pytorch.ranks.guard import Barrier
 from ring_attention_pytorch.runtime.launches import KernelCall, can_begin_early, operation
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
-_PROGRAMS = 128  # that wait, at most
-# that add while a kernel computes, which takes their multiprocessors from it: on two H100 2k tokens
+_PROGRAMS = 128  # that wait at a barrier, at most
+# programs that add while a kernel computes, and take multiprocessors from it: on two H100 2k tokens
 # take 640 and 649 us in a graph if 24 add, 648 and 650 with 16, 649 and 652 with 32, 650 and 657
 # with 64; added afterwards 665 and 675
 _PROGRAMS_OVERLAPPING = 24
-_LEFT_FREE = 4  # multiprocessors: ranks may wait for what other streams do
-_LINES = 4 * _PROGRAMS  # of a table, if there is much to do: then programs do about as much
-# what a program has under way at a time, at most: much, for memory takes long to answer. With 2048
+_LEFT_FREE = 4  # multiprocessors, for work on other streams that ranks may wait for
+_LINES = 4 * _PROGRAMS  # of a table, if there is much to do: then programs get equal work
+# the most that a program has in flight: much, because peers' memory answers slowly. With 2048
 # words and 4096 elements 8192 tokens of short documents took two H200 1446 us in place of 1391
 _BLOCK = 4096  # words that it copies
 _WIDTH = 64  # words of a row that it copies at once
@@ -50,7 +50,7 @@ class Move(NamedTuple):
 
 
 class PeerGradients(NamedTuple):
-    """Some own tokens, and the gradients of them in other ranks' memory, `[b, n, h, d + d_v]`."""
+    """Gradients of some own tokens in other ranks' memory, each `[b, n, h, d + d_v]`."""
 
     here: slice
     parts: Sequence[Tensor]
@@ -58,7 +58,7 @@ class PeerGradients(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """What a kernel goes through, int64 `[lines, ...]`, and what divides all of it, in bytes."""
+    """The work of a kernel, int64 `[lines, ...]`, and the alignment of all of it, in bytes."""
 
     table: Tensor
     aligned: int
@@ -67,10 +67,10 @@ class Table:
     def of(
         cls, lines: Sequence[tuple[int, ...]], columns: int, aligned: int, device: torch.device
     ) -> "Table":
-        """Make a table on a device; the host waits for nothing. One of no lines has one of zeros.
+        """Make a table on a device without a host sync; an empty one gets a line of zeros.
 
-        Lines are put in another order: those that all programs go through at the same time come
-        from all parts of the table. Else programs would read the same rank's memory at once.
+        Lines are interleaved: programs that run at the same time take lines from all parts of the
+        table. Otherwise all programs would read the same rank's memory at once.
         """
         lines = lines or [(0,) * columns]
         each = -(-len(lines) // _PROGRAMS)
@@ -83,7 +83,7 @@ class Table:
 
 @dataclass(frozen=True)
 class FusedCopy:
-    """A meeting, and the table of what is done after it."""
+    """A barrier, and the table of the work that follows it."""
 
     barrier: Barrier
     table: Table
@@ -91,14 +91,14 @@ class FusedCopy:
 
 @dataclass(frozen=True)
 class FusedWrite(FusedCopy):
-    """A visit that does without the meeting, if nobody `waits`."""
+    """A fused copy to own memory; it `waits` at the barrier first, or not."""
 
     waits: bool
 
 
 @dataclass(frozen=True)
 class FusedSum(FusedCopy):
-    """A visit that adds: to what is there, unless `fresh`, and `overlap` the kernel after it."""
+    """A fused sum: it overwrites if `fresh`, else adds; with `overlap` the next kernel runs too."""
 
     fresh: bool
     overlap: bool
@@ -107,9 +107,9 @@ class FusedSum(FusedCopy):
 def table_of_writes(
     buffer: SymmetricBuffer, k: Tensor, v: Tensor, tokens: int, spans: Sequence[tuple[slice, slice]]
 ) -> Table | None:
-    """Return the table of spans of k and v `[b, n, h, d]` that go to a room of so many tokens.
+    """Return the table that copies spans of k and v `[b, n, h, d]` to memory of `tokens` tokens.
 
-    There is none where the shelf says so.
+    None where `buffer.table` has none.
     """
     key = k.shape, v.shape, tokens, *((a.start, a.stop, b.start) for a, b in spans)
     return buffer.table(key, lambda: _writes(k, v, tokens, spans))
@@ -121,9 +121,9 @@ def table_of_copies(
     parts: Sequence[Tensor],
     here: Sequence[slice],
 ) -> Table | None:
-    """Return the table of copies of parts `[b, n, ...]` to their places in a room `[b, n, ...]`.
+    """Return the table that copies parts `[b, n, ...]` of the buffer to their places in `out`.
 
-    Parts are of the shelf's memory. There is none where the shelf says so.
+    None where `buffer.table` has none.
     """
     key = out.shape, *((at.start, *_place(part)) for at, part in zip(here, parts))
     return buffer.table(key, lambda: _copies(out, parts, here))
@@ -132,10 +132,9 @@ def table_of_copies(
 def table_of_sums(
     buffer: SymmetricBuffer, like: Tensor, peer_gradients: Sequence[PeerGradients]
 ) -> Table | None:
-    """Return the table of sums of gradients in totals like this one `[b, n, h, d]`.
+    """Return the table that sums gradients into totals like this one `[b, n, h, d]`.
 
-    Tokens that no rank has gradients of are zero. Parts are of the shelf's memory. There is none
-    where the shelf says so.
+    Tokens without gradients get zeros. Parts lie in the buffer. None where `buffer.table` has none.
     """
     places = ((peers.here.start, *map(_place, peers.parts)) for peers in peer_gradients)
     return buffer.table((like.shape, *places), lambda: _sums(like, peer_gradients))
@@ -148,16 +147,16 @@ def table_of_pieces(
     sources: Sequence[Sequence[Tensor]],
     moves: Sequence[Sequence[Move]],
 ) -> Table | None:
-    """Return the table of pieces of each room `[b, n, h, ...]` in others' tensors like it.
+    """Return the table that copies pieces of peers' tensors to each of `outs` `[b, n, h, ...]`.
 
-    All are contiguous. Sources are of the shelf's memory, and rooms begin at multiples of 16 bytes;
-    `key` says all that a table says. There is none where the shelf says so.
+    All are contiguous. Sources lie in the buffer, and `outs` are 16-byte aligned. `key` must
+    determine the moves. None where `buffer.table` has none.
     """
     return buffer.table(key, lambda: _pieces(outs, sources, moves))
 
 
 def _place(t: Tensor) -> tuple[Hashable, ...]:
-    """Return where a tensor lies, and how: all that a table says of it."""
+    """Return a tensor's address, shape, strides and dtype: a table depends on nothing else."""
     return t.data_ptr(), t.shape, t.stride(), t.dtype
 
 
@@ -195,7 +194,7 @@ def _pieces(
     moves: Sequence[Sequence[Move]],
 ) -> Table:
     spans = [*_spans(outs, sources, moves)]
-    # one word for all rooms: beside lse of 1 to 3 heads, out is copied by 4 or 8 bytes at once
+    # one word size for all: next to an lse of 1 to 3 heads, out is copied by 4 or 8 bytes at once
     aligned = gcd(16, *(nbytes for _, *places, _, width in spans for nbytes in (*places, width)))
     word = min(8, aligned)
     narrow = [
@@ -215,9 +214,9 @@ def _spans(
     sources: Sequence[Sequence[Tensor]],
     moves: Sequence[Sequence[Move]],
 ) -> Iterator[tuple[int, ...]]:
-    """Yield of each piece: its room, where it is and goes, from row to row, rows, their width.
+    """Yield each piece: index of its `out`, source, target, both row strides, rows, row width.
 
-    All but the room and rows are in bytes.
+    All but the index and rows are in bytes.
     """
     for number, (out, theirs, some) in enumerate(zip(outs, sources, moves)):
         head, heads = prod(out.shape[3:]) * out.element_size(), out.shape[2]
@@ -241,7 +240,7 @@ def _sums(like: Tensor, peer_gradients: Sequence[PeerGradients]) -> Table:
         for here, parts in _all_of(like.shape[1], peer_gradients):
             addresses = [part[sample].data_ptr() for part in parts]
             aligned = gcd(aligned, *addresses)
-            addresses += [0] * (most - len(parts))  # which nobody reads
+            addresses += [0] * (most - len(parts))  # never read
             first = (sample * like.shape[1] + here.start) * heads
             spans.append((first, len(parts), *addresses, (here.stop - here.start) * heads))
     rows = _most(sum(span[-1] for span in spans), _at_once(like.shape[-1], most))
@@ -254,7 +253,7 @@ def _sums(like: Tensor, peer_gradients: Sequence[PeerGradients]) -> Table:
 
 
 def _most(total: int, step: int, grain: int = 1) -> int:
-    """Return how much a line may have at most: steps, or less so that no program is without work.
+    """Return the longest line: a multiple of `step`, or less so that every program has work.
 
     >>> _most(1000, 32), _most(32 * 1000, 32)
     (8, 64)
@@ -265,9 +264,9 @@ def _most(total: int, step: int, grain: int = 1) -> int:
 
 
 def _cut(spans: Iterable[tuple[int, ...]], most: int) -> Iterator[tuple[int, ...]]:
-    """Cut spans, whose last number is their length, into pieces of at most so much.
+    """Cut spans, whose last number is their length, into pieces of length `most` or less.
 
-    In place of its length a piece has where in the span it begins, and its own length.
+    A piece has its start in the span and its own length in place of the span's length.
 
     >>> [*_cut([(7, 5), (8, 0), (9, 2)], most=3)]
     [(7, 0, 3), (7, 3, 2), (9, 0, 2)]
@@ -278,7 +277,7 @@ def _cut(spans: Iterable[tuple[int, ...]], most: int) -> Iterator[tuple[int, ...
 
 
 def _all_of(length: int, peer_gradients: Sequence[PeerGradients]) -> Iterator[PeerGradients]:
-    """Yield these shares in order, and empty ones for the tokens between them.
+    """Yield these stretches in order, and empty ones for the tokens between them.
 
     >>> [peers.here for peers in _all_of(9, [PeerGradients(slice(2, 4), ())])]
     [slice(0, 2, None), slice(2, 4, None), slice(4, 9, None)]
@@ -295,7 +294,7 @@ def _all_of(length: int, peer_gradients: Sequence[PeerGradients]) -> Iterator[Pe
 
 @operation
 def write(how: FusedWrite, k: Tensor, v: Tensor, place: Tensor) -> KernelCall:
-    """Meet, if so, and write k and v `[b, n, h, d]` side by side where the table says."""
+    """Wait at the barrier, if asked to, and write k and v `[b, n, h, d]` by the table."""
     from ring_attention_pytorch.comm._triton_fused_copies import write_kernel
 
     table, (n, heads, d), d_v = how.table.table, k.shape[1:], v.shape[-1]
@@ -307,7 +306,7 @@ def write(how: FusedWrite, k: Tensor, v: Tensor, place: Tensor) -> KernelCall:
 
 @operation
 def pull(fused: FusedCopy, out: Tensor) -> KernelCall:
-    """Meet, and copy to `out` what the table says; NaN if a rank was out of step."""
+    """Wait at the barrier, and copy to `out` by the table; NaN if a rank was out of step."""
     from ring_attention_pytorch.comm._triton_fused_copies import pull_kernel
 
     table = fused.table.table
@@ -317,7 +316,7 @@ def pull(fused: FusedCopy, out: Tensor) -> KernelCall:
 
 @operation
 def take(fused: FusedCopy, *outs: Tensor) -> KernelCall:
-    """Meet, and copy to each room the pieces of it; NaN if a rank was out of step."""
+    """Wait at the barrier, and copy its pieces to each out; NaN if a rank was out of step."""
     from ring_attention_pytorch.comm._triton_fused_copies import take_kernel
 
     table = fused.table.table
@@ -327,10 +326,10 @@ def take(fused: FusedCopy, *outs: Tensor) -> KernelCall:
 
 
 @operation
-def add_up(how: FusedSum, dk: Tensor, dv: Tensor, key: torch.dtype) -> KernelCall:
-    """Meet, and add to dk and dv `[b, n, h, d]` what the table says, or write it if fresh.
+def add_up(how: FusedSum, dk: Tensor, dv: Tensor, wire: torch.dtype) -> KernelCall:
+    """Wait at the barrier, and add gradients to dk and dv `[b, n, h, d]` by the table.
 
-    Gradients of that `key` are added in the accumulator's dtype, and rounded once.
+    Gradients of dtype `wire` are summed in the accumulator's dtype, and rounded once.
     """
     import triton.language as tl
 
@@ -338,7 +337,7 @@ def add_up(how: FusedSum, dk: Tensor, dv: Tensor, key: torch.dtype) -> KernelCal
 
     table, aligned = how.table.table, how.table.aligned
     wide = accumulation_dtype(dk.dtype)
-    of, into = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in (key, wide))
+    of, into = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in (wire, wide))
     d, d_v = dk.shape[-1], dv.shape[-1]
     width, most = max(d, d_v), table.shape[1] - 3
     sizes = dict(
@@ -350,7 +349,7 @@ def add_up(how: FusedSum, dk: Tensor, dv: Tensor, key: torch.dtype) -> KernelCal
 
 
 def _words(aligned: int) -> dict[str, Any]:
-    """Return the words that are copied at once, where all is aligned to so many bytes."""
+    """Return the word size of copies, as compile-time constants, for this alignment."""
     import triton.language as tl
 
     word = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[min(8, aligned)]
@@ -360,9 +359,9 @@ def _words(aligned: int) -> dict[str, Any]:
 def _call(
     kernel: Any, barrier: Barrier, args: tuple[Any, ...], blocks: int, sizes: dict[str, Any]
 ) -> KernelCall:
-    """Return the launch of a kernel that comes to a meeting with so many `blocks` to do.
+    """Return the launch of a kernel that waits at a barrier and has this many `blocks` to do.
 
-    It has few programs if it is `EARLY`: then the next kernel computes beside it.
+    An `EARLY` one has few programs, because the next kernel runs at the same time.
     """
     if sizes.get("EARLY"):
         blocks = min(blocks, _PROGRAMS_OVERLAPPING)
@@ -375,7 +374,7 @@ def _call(
 
 @cache
 def _most_programs(device: torch.device) -> int:
-    """Return how many programs of a kernel may wait, each on a multiprocessor."""
+    """Return how many programs may wait at a barrier: each occupies a multiprocessor."""
     if device.type != "cuda":
         return _PROGRAMS
     there = torch.cuda.get_device_properties(device).multi_processor_count

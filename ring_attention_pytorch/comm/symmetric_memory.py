@@ -37,14 +37,14 @@ _Table = TypeVar("_Table", bound=_HasTable)
 class SymmetricBuffer:
     """A double buffer of one rank that all others read.
 
-    A turn is three steps: `write_view` begins it and is written, `publish` is a barrier, `peer_view` reads a
-    peer's. All ranks take the same turns, and begin one when they have read the last one's. So
-    behind a turn's barrier all have written this half, and nobody reads the other. `start` says
-    which half the next turn is of. A buffer without halves is written by `local_view` after `wait_for_readers`, a
-    barrier behind which all have read what it had.
+    One use takes three steps: write to `write_view`, which switches to the other slot; `publish`, a
+    barrier; read the `peer_view` of each rank. All ranks make the same uses in the same order, and
+    begin one after they have read the last. So past the barrier every rank has written this slot
+    and nobody reads the other. `start` chooses the next slot. A buffer with a single slot is
+    written through `local_view` after `wait_for_readers`, a barrier that all ranks reach when they
+    have finished reading.
 
-    Memory is viewed as tensors of a form. Views are cached, because host time counts with few
-    tokens.
+    Views of the memory as tensors are cached: with few tokens host time counts.
     """
 
     nbytes: int
@@ -70,35 +70,35 @@ class SymmetricBuffer:
         self.memory, self.slots, self.handle = allocate(group, device, (slots, nbytes), torch.uint8)
         self.views: dict[tuple[int, int, Form], list[Tensor]] = {}
         self.tables: dict[Hashable, Any] = {}
-        self.read_by_graphs: set[Tensor] = set()  # beside the memory; kept as long as it is
+        self.read_by_graphs: set[Tensor] = set()  # tables; they live as long as the memory
 
     @cached_property
     def stream(self) -> torch.cuda.Stream:
-        """The side stream of copies beside kernels. It goes first where both could."""
+        """The high-priority side stream, for copies that overlap kernels."""
         return torch.cuda.Stream(self.device, priority=-1)
 
     def write_view(self, form: Form) -> list[Tensor]:
-        """Begin a turn; return tensors in the half that is to be written next."""
+        """Switch to the other slot, and return its tensors, to write."""
         self.slot = 1 - self.slot
         return self.local_view(form)
 
     def local_view(self, form: Form) -> list[Tensor]:
-        """Return tensors in the half of this turn, to write."""
+        """Return this rank's tensors in the current slot, to write."""
         self.captured = self.captured or captures_for_good(self.device)
         return self.peer_view(self.rank, form)
 
     @opaque
     def publish(self) -> None:
-        """Let the current stream wait until all ranks have published this turn."""
+        """Make the current stream wait until all ranks have published this slot."""
         with torch.cuda.device(self.device):
             self.read_barrier()()
 
     def read_barrier(self) -> Barrier:
-        """Return the meeting of all ranks that have published this turn."""
+        """Return the barrier that all ranks reach when they have written."""
         return self.barrier("read what is written")
 
     def peer_view(self, rank: int, form: Form) -> list[Tensor]:
-        """Return the tensors that a rank has written this turn."""
+        """Return the tensors that a rank has written in the current slot."""
         asked = self.slot, rank, form
         if asked not in self.views:
             if len(self.views) >= _MOST_CACHED:
@@ -108,12 +108,12 @@ class SymmetricBuffer:
         return self.views[asked]
 
     def table(self, key: Hashable, make: Callable[[], _Table]) -> _Table | None:
-        """Return a table of this buffer's memory, which stays while anything reads it.
+        """Return the cached table for this key; make it on first use.
 
-        It is made when first asked for; None if a CUDA graph is captured before that. Of many the
-        one that was asked for longest ago is given up.
+        None if a CUDA graph is being captured and there is no table yet. The least recently used
+        table is dropped. A table that a graph reads is never freed.
         """
-        with torch._C.DisableTorchFunction():  # a tape has what is read, not how it was made
+        with torch._C.DisableTorchFunction():  # a tape records the table, not how it was made
             captured = capturing(self.device)
             found = self.tables.pop(key, None)
             if found is None:
@@ -122,7 +122,7 @@ class SymmetricBuffer:
                 if len(self.tables) >= _MOST_CACHED:
                     del self.tables[next(iter(self.tables))]
                 found = outside_graph_pool(make, self.device)
-            self.tables[key] = found  # the last one now
+            self.tables[key] = found  # the most recent
             if captured:
                 self.read_by_graphs.add(found.table)
             elif found.table.is_cuda:
@@ -130,33 +130,33 @@ class SymmetricBuffer:
             return found
 
     def side_stream_follows(self) -> None:
-        """Let the side stream wait for what the current one was told so far."""
+        """Make the side stream wait for the work launched so far on the current stream."""
         self.stream.wait_stream(current_stream(self.device))
 
     def on_side_stream(self) -> AbstractContextManager[None]:
-        """Return a block whose calls go to the side stream."""
+        """Return a context in which calls go to the side stream."""
         return torch.cuda.stream(self.stream)
 
     def mark(self) -> Mark:
-        """Record the end of what the side stream was told so far."""
+        """Record an event after the work launched so far on the side stream."""
         return self.stream.record_event()
 
     def join(self, end: Mark) -> None:
-        """Let the current stream wait until the side stream has come to `end`."""
+        """Make the current stream wait until the side stream has reached `end`."""
         current_stream(self.device).wait_event(end)
 
     def start(self, slot: int) -> None:
-        """Choose the half of the next turn."""
+        """Choose the slot that the next `write_view` returns."""
         self.slot = 1 - slot
 
     @opaque
     def wait_for_readers(self) -> None:
-        """Let the current stream wait until all ranks have read what they were brought."""
+        """Make the current stream wait until all ranks have finished reading."""
         with torch.cuda.device(self.device):
             self.write_barrier()()
 
     def write_barrier(self) -> Barrier:
-        """Return the meeting of all ranks that have read what they were brought."""
+        """Return the barrier that all ranks reach when they have finished reading."""
         return self.barrier("write what was read")
 
 
@@ -173,14 +173,14 @@ def _(buffer: SymmetricBuffer) -> Barrier:
 def allocate(
     group: ProcessGroup, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor], object]:
-    """Allocate zeros that all ranks can read and write; return them, those of all ranks, a handle.
+    """Allocate zeros that all ranks can access; return own memory, every rank's, and a handle.
 
     All ranks of the group call this together.
     """
     import torch.distributed._symmetric_memory as symmetric
 
-    # made in inference mode, nobody could write it outside of that; made with another current
-    # device, it would be of that one's pool
+    # memory made in inference mode could not be written outside of it, and memory comes from the
+    # pool of the current device
     with torch.inference_mode(False), torch.cuda.device(device):
         memory = symmetric.empty(shape, dtype=dtype, device=device).zero_()
         handle = symmetric.rendezvous(memory, group.group_name)
@@ -191,7 +191,7 @@ def allocate(
 class SymmetricWorkspace:
     """The buffers that the ranks of a group share, for all layers: keys, gradients, all-to-all.
 
-    On their `board` ranks meet, in one order for all buffers.
+    All of them use the barriers of one `board`, in one order.
     """
 
     device: torch.device
@@ -217,20 +217,20 @@ class SymmetricWorkspace:
         return SymmetricBuffer(group, self.device, nbytes, barrier, _SLOTS[name])
 
     def begin(self, turns: int, back: bool) -> None:
-        """Begin a call with so many turns of keys; who calls for a forward meets before it writes.
+        """Begin a call that uses the buffer of keys this many times (`turns`).
 
-        So nothing is written that may still be read. Which half it takes depends on nothing that
-        came before it, because a CUDA graph may come next. Forward ends with the second half and
-        backward begins with the first. After a backward all ranks have read all keys, because its
-        gradients were published after that. Those are read before the keys of the next call are
-        published, and only then are others written.
+        The caller of a forward waits for readers before it writes. Slots must not depend on
+        earlier calls, because a CUDA graph may replay this one at any time: forward ends with slot
+        1, and backward begins with slot 0. A backward needs no barrier first. Its gradients are
+        published after all ranks have read the keys, and they are read before the next call
+        publishes its keys.
         """
         self.follow_stream()
         self.keys.start(slot=0 if back else turns % 2)
         self.grads.start(slot=0)
 
     def follow_stream(self) -> None:
-        """Wait for the call before, if it was on another stream."""
+        """Wait for the last call, if it ran on another stream."""
         if (stream := current_stream(self.device)) == self.stream or capturing(self.device):
             return  # graphs are replayed on the stream of all other calls
         if self.stream is not None:
@@ -238,7 +238,7 @@ class SymmetricWorkspace:
         self.stream = stream
 
     def wait_copies(self) -> None:
-        """Let the current stream wait for all that side streams copy."""
+        """Make the current stream wait for all copies on side streams."""
         for buffer in (self.keys, self.grads):
             buffer.join(buffer.mark())
 
@@ -248,14 +248,14 @@ class SymmetricWorkspace:
             if (old := getattr(self, name)).nbytes < rounded(nbytes):
                 larger = self._buffer(group, name, rounded(nbytes))
                 torch.cuda.synchronize(self.device)
-                Ring(group).gather_notes("larger shelves", b"")  # nobody reads the old one any more
+                Ring(group).gather_notes("larger buffers", b"")  # then nobody reads the old one
                 if old.captured:
                     self.outgrown.append(old)
                 setattr(self, name, larger)
 
 
 def _barrier(board: Board, steps: Steps, name: str, why: str) -> Barrier:
-    """Return the meeting at which all ranks are where the steps are, with this buffer."""
+    """Return the barrier of a buffer that ranks reach in this call, to read or to write."""
     plan, operation = steps.about
     return board.barrier(f"{operation}, to {why}: {name}", plan)
 
@@ -272,7 +272,7 @@ _spaces: WeakKeyDictionary[ProcessGroup, SymmetricWorkspace | None] = WeakKeyDic
 
 
 def shared_by(ring: Ring, device: torch.device) -> PeerGroup | None:
-    """Return what the ranks of a ring share; None where they can't share memory.
+    """Return the workspace of a ring's ranks; None if they can't share memory.
 
     All ranks of the group call this together.
     """
@@ -283,7 +283,7 @@ def shared_by(ring: Ring, device: torch.device) -> PeerGroup | None:
 
 
 def space_of(group: ProcessGroup, device: torch.device) -> SymmetricWorkspace | None:
-    """Return a group's workspace, made when first asked for; None where its ranks can't have one.
+    """Return a group's workspace, made on first use; None if its ranks can't share memory.
 
     All ranks of the group call this together and get the same answer.
     """
@@ -297,14 +297,14 @@ def space_of(group: ProcessGroup, device: torch.device) -> SymmetricWorkspace | 
                 space = None
         if space is not None:
             ring.steps.watch(space.board)
-            space.board.wait_for_all("the first meeting")  # which compiles what graphs will hold
+            space.board.wait_for_all("the first meeting")  # compiles the kernel
         _spaces[group] = space
     return _spaces[group]
 
 
 def _place(device: torch.device) -> str:
-    """Return the host's name, or "" if this process can't share memory of this device."""
-    if not has_triton():  # whose kernels wait for one another
+    """Return the host's name; "" if this process can't share memory of this device."""
+    if not has_triton():  # barriers are Triton kernels
         return ""
     try:
         import torch.distributed._symmetric_memory  # noqa: F401
@@ -314,5 +314,5 @@ def _place(device: torch.device) -> str:
 
 
 def rounded(nbytes: int) -> int:
-    """Round bytes up, with gaps between tensors: what is next starts at a line, for any dtype."""
+    """Round bytes up to whole cache lines, with a gap before the next tensor."""
     return -(-(nbytes + 64) // 512) * 512

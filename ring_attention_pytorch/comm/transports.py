@@ -1,8 +1,8 @@
 """The table of transports, and the choice among them and the fabrics that carry them.
 
-A transport is a `ScheduledTransport`, made by `make(ring, blocks, at_once)`, and one line in `TRANSPORTS`. It
-knows which keys are needed where, and nothing of how attention is computed. Which fabric carries it
-is decided here alone, by what ranks share and by how much there is to do.
+A transport is a `ScheduledTransport`, made by `make(ring, blocks, at_once)`, and one line in
+`TRANSPORTS`. It knows which keys are needed where, and nothing of how attention is computed. This
+module alone chooses its fabric: by what the ranks share and by the amount of work.
 """
 
 import torch
@@ -86,7 +86,7 @@ def make_transport(
 ) -> Transport:
     """Make the transport of that name; all ranks of the ring call this together.
 
-    Calls for own keys that are `own_low_priority` by the others' run on while gradients travel.
+    With `own_low_priority` the backward call for own keys runs at low priority, under transfers.
     """
     if name == "gather" and (shared := shared_by(ring, device)) is not None:
         late = keys_arrive_late(blocks, at_once, kv_shape, machine)
@@ -133,8 +133,8 @@ def by_copy_engines(
 ) -> Gather:
     """Make a gather by copy engines, with room for the keys of `kv_shape` and their gradients.
 
-    Keys that come `late` come in two stages. If the call for own keys is `own_low_priority` by those
-    for others' keys, it runs on while gradients come home.
+    Keys that arrive `late` come in two stages. With `own_low_priority` the backward call for own
+    keys still runs while gradients are sent home.
     """
     rounds = (in_two_stages(blocks),) if late else schedule(blocks, at_once)
     longest = max(map(count, blocks.keys))

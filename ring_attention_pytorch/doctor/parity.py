@@ -208,8 +208,8 @@ def _explanations(found: list[dict[str, str]]) -> tuple[Explanation, ...]:
     return tuple(explanations)
 
 
-def _json(told: Mapping[str, Any]) -> bytes:
-    return json.dumps(told).encode()
+def _json(numbers: Mapping[str, Any]) -> bytes:
+    return json.dumps(numbers).encode()
 
 
 def _alone(model: nn.Module, batch: Mapping[str, Any]) -> _Run:

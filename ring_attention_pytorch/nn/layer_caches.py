@@ -35,8 +35,8 @@ class Reading(NamedTuple):
     ) -> RingCache:
         """Make a cache for layers with these windows, and for so many tokens of each sample."""
         return model_cache(
-            windows, self.samples, heads, dim, capacity=capacity, group=self.ring, device=self.device,
-            dtype=self.cache_dtype or self.dtype,
+            windows, self.samples, heads, dim, capacity=capacity, group=self.ring,
+            device=self.device, dtype=self.cache_dtype or self.dtype,
         )  # fmt: skip
 
 

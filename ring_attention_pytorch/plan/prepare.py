@@ -121,7 +121,7 @@ class TransportChoice(NamedTuple):
 def settle_transport(
     ring: Ring, mine: Proposal, heads: Heads, lengths: list[dict[str, int]], same_mask: bool
 ) -> tuple[SelectedKernel, Transport, TransportChoice]:
-    """Choose the kernel, choose and make the transport; `same_mask` tells whether samples see alike.
+    """Choose the kernel, choose and make the transport; `same_mask`: all samples have one.
 
     Where no kernel is named, short documents may get another, and few tokens the one that is
     launched least.

@@ -39,8 +39,8 @@ MOST_MEMORY = 8 << 30  # bytes at most for others' keys where neither transport 
 class Proposal(NamedTuple):
     """A rank's proposal for a plan; an empty one of a rank that has none.
 
-    `must_match` is what ranks compare, and `own` is this rank's. `shaped` are q, k and v as kernels will
-    get them, maybe without memory.
+    Ranks compare `must_match`; `own` may differ. `shaped` are q, k and v as kernels will get them,
+    perhaps without memory.
     """
 
     must_match: MustMatch = MustMatch()

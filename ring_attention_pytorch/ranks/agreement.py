@@ -54,12 +54,12 @@ class Note(NamedTuple):
     own: dict[str, int]
 
 
-def note(
+def write_note(
     step: int, ring_size: int, problem: str | None, must_match: bytes, own: Mapping[str, int]
 ) -> bytes:
     """Write a note.
 
-    >>> note(3, 2, None, MustMatch({"causal": True}).text, {"n": 4})
+    >>> write_note(3, 2, None, MustMatch({"causal": True}).text, {"n": 4})
     b'3 2 null\\n[{"causal": true}, {}]\\n{"n": 4}'
     """
     problem = json.dumps(problem) if problem else "null"
@@ -67,14 +67,14 @@ def note(
     return b"%d %d %s\n%s\n%s" % (step, ring_size, problem.encode(), must_match, numbers)
 
 
-def read(caller: str, rank: int, told: bytes) -> Note:
+def read_note(caller: str, rank: int, note: bytes) -> Note:
     """Read a rank's note, which another version of this library may have made, or no version.
 
     Raises:
         Disagreement: it can't be read.
     """
     try:
-        head, must_match, own = told.split(b"\n")
+        head, must_match, own = note.split(b"\n")
         step, ring_size, problem = head.split(b" ", 2)
         numbers = {name: int(number) for name, number in _parsed(own).items()}
         return Note(int(step), int(ring_size), _parsed(problem), must_match, numbers)
@@ -82,15 +82,15 @@ def read(caller: str, rank: int, told: bytes) -> Note:
         raise unreadable(caller, rank, error) from None
 
 
-def read_must_match(caller: str, rank: int, told: Note) -> MustMatch:
+def read_must_match(caller: str, rank: int, note: Note) -> MustMatch:
     """Read a rank's claim.
 
     Raises:
         Disagreement: it can't be read.
     """
     try:
-        same, everywhere = json.loads(told.must_match)
-        return MustMatch({**same}, {"ring size": told.ring_size, **everywhere})
+        same, everywhere = json.loads(note.must_match)
+        return MustMatch({**same}, {"ring size": note.ring_size, **everywhere})
     except (ValueError, TypeError, RecursionError) as error:
         raise unreadable(caller, rank, error) from None
 
@@ -136,8 +136,8 @@ def agree(
 
     `check` raises what this rank finds wrong by itself. That is raised on every rank of the group,
     so that no rank is left waiting. Messages number ranks by the group. `everywhere` must be the
-    same in all rings of the group, because it decides what they exchange next. A `MustMatch`, which has
-    both, may be told again.
+    same in all rings of the group, because it decides what they exchange next. A `MustMatch` has
+    both, and can be passed again.
 
     Raises:
         ValueError: ranks are in different calls, the check of one raises, or they differ; the same
@@ -151,17 +151,17 @@ def agree(
         _check_problems(caller, [problem])
         return [own]
     must_match = same if isinstance(same, MustMatch) else MustMatch(same, everywhere or {})
-    mine = note(ring.steps.notes, ring.size, problem, must_match.text, own)
+    mine = write_note(ring.steps.notes, ring.size, problem, must_match.text, own)
     notes = ring.gather_notes(caller, mine)
     if problem is None and notes.count(mine) == len(notes):  # there is nothing to read
         return [own] * ring.size
-    told = [read(caller, *each) for each in enumerate(notes)]
-    _check_problems(caller, [each.problem for each in told])
-    _check_in_step(ring, caller, [each.step for each in told])
-    if len({(each.ring_size, each.must_match) for each in told}) > 1:
-        _check_must_match(ring, caller, told)
-    _check_numbers(caller, [each.own for each in told])
-    return [each.own for each in told[ring.first : ring.first + ring.size]]
+    read = [read_note(caller, *each) for each in enumerate(notes)]
+    _check_problems(caller, [each.problem for each in read])
+    _check_in_step(ring, caller, [each.step for each in read])
+    if len({(each.ring_size, each.must_match) for each in read}) > 1:
+        _check_must_match(ring, caller, read)
+    _check_numbers(caller, [each.own for each in read])
+    return [each.own for each in read[ring.first : ring.first + ring.size]]
 
 
 def error_of(check: Check | None) -> ValueError | None:
@@ -193,7 +193,7 @@ def report_to_group(
     agreed: tuple[str, Any] = ("plan", None),
     ring_of: Callable[[Group, int | None], Ring] = as_ring,
 ) -> Callable[[dict[str, Any], ValueError], None]:
-    """Make the `report` of `typed`, for functions with a `group` that agree under the name `caller`.
+    """Make the `report` of `typed`, for functions with a `group` that agree as `caller`.
 
     They agree only if the argument `agreed[0]` is `agreed[1]`: by default, only without a plan.
     Else nobody waits in an agreement, and word is left for those who will wait.
@@ -250,7 +250,7 @@ def typed(
 ) -> Callable[[Function], Function]:
     """Decorate a function: arguments must be parameters of the annotated types, or all are told.
 
-    `report` is given the arguments by name and the error about them, which an agreement takes as its
+    `report` gets the arguments by name and the error about them, which an agreement takes as its
     `check`. It raises that on all ranks that will wait for this one. Where there are none, it
     returns. torch.compile runs the function
     `apart`, between two graphs, or traces it; types are not checked while it does.
@@ -319,9 +319,9 @@ def _check_numbers(caller: str, own: list[dict[str, int]]) -> None:
         )
 
 
-def _check_must_match(ring: Ring, caller: str, told: list[Note]) -> None:
+def _check_must_match(ring: Ring, caller: str, notes: list[Note]) -> None:
     """Raise if claims differ: of the group what must be the same everywhere, of each ring all."""
-    must_matches = [read_must_match(caller, *each) for each in enumerate(told)]
+    must_matches = [read_must_match(caller, *each) for each in enumerate(notes)]
     _check_same(caller, [each.everywhere for each in must_matches], first=0)
     for first in range(0, len(must_matches), ring.size):  # all rings: every rank raises
         of_ring = must_matches[first : first + ring.size]

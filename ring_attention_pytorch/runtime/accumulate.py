@@ -1,12 +1,11 @@
 """Accumulators of out, lse and gradients: parts are merged or summed in wide dtypes, rounded once.
 
 A kernel that keeps a running result in memory calls `begin_update` and works in place there, or
-calls `update_memory`, whose memory need not be filled with zeros first. A kernel that returns a part in a
-tensor of its own hands it to `add`; the first part of all tokens is taken as it is. So where one
-call brings everything, nothing is copied, cast or filled. A kernel that can be told where to write
-a part asks `alloc` for memory: parts that fill the result's own memory side by side are the result,
-too. Parts are transposed without einops: where tokens are few, the host's time for each of them
-counts.
+calls `update_memory`, whose memory need not be filled with zeros first. A kernel that returns a
+part in a tensor of its own hands it to `add`; the first part of all tokens is taken as it is. So
+where one call brings everything, nothing is copied, cast or filled. A kernel that takes an output
+argument asks `alloc` for memory: parts that fill the result's own memory become the result. Parts
+are transposed without einops, because host time counts when tokens are few.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -348,7 +347,7 @@ class GradAccumulator(_Accumulator):
         return found[0] if found[0].dtype == self._end and found[0].is_contiguous() else None
 
     def flush(self) -> Tensor:
-        """Sum what there is now, and return it: nothing lent is read any more.
+        """Sum all parts, and return the sum: borrowed memory is not read after this.
 
         >>> total, borrowed = GradAccumulator(torch.zeros(1, 2, 1, 1)), torch.ones(1, 2, 1, 1)
         >>> total.add_borrowed(slice(0, 2), borrowed)
@@ -366,7 +365,7 @@ class GradAccumulator(_Accumulator):
         return self._update()[0]
 
     def update_memory(self) -> tuple[Tensor | None, Tensor]:
-        """Return (before, sum) for a kernel that adds by itself, as `OutputAccumulator.update_memory`."""
+        """Return (before, sum) for a kernel that adds by itself."""
         before, (total,) = self._update_memory()
         return None if before is None else before[0], total
 

@@ -122,8 +122,8 @@ class Residuals:
 class Grads(NamedTuple):
     """Accumulators of the gradients of this rank's queries, and of these keys and values.
 
-    A kernel that has dk and dv complete may leave dq for `dq.deferred`, if that is there: so dk and dv
-    travel meanwhile, if nothing else has to come before that.
+    A kernel that has finished dk and dv may put off dq (`dq.deferred`, if given), so that dk and dv
+    can start their transfer.
     """
 
     dq: GradAccumulator

@@ -171,10 +171,10 @@ def reduce_by_copy_engine(
 ) -> bool:
     """Tell whether copy engines should fetch gradients, beside kernels that still compute.
 
-    At least half of the transfer must hide behind compute that is left on every rank. That is the
-    rest of the call for own keys, if it is `own_low_priority` (it ran at low priority while the others'
-    keys came and in the gaps of their calls), and dq, if the kernel makes dk and dv first. With
-    several rounds the gradients of each but the last travel while the next round computes.
+    At least half of the transfer must hide behind compute that is left on every rank: the rest of
+    the call for own keys, if it runs at low priority (`own_low_priority`), and dq, if the kernel
+    makes dk and dv first. With several rounds the gradients of each round but the last are sent
+    while the next round computes.
     """
     if len(rounds) != 1:
         return True

@@ -193,8 +193,8 @@ ATTENTION = [
         "keys and values come by a copy each",
         "comm/fabric_copies.py:CopyChannel._launch_copies",
         "for place, t in zip(self.received, buffer.peer_view(rank, form)):",
-        "for place, t in ((a, b) for pair in zip(self.received, buffer.peer_view(rank, form)) for a, b "
-        "in zip(*(x.split(self.own.k.shape[-1], -1) for x in pair))):",
+        "for place, t in ((a, b) for pair in zip(self.received, buffer.peer_view(rank, form)) "
+        "for a, b in zip(*(x.split(self.own.k.shape[-1], -1) for x in pair))):",
     ),
     Mutant(
         "few tokens get the kernel that computes fastest", "plan/prepare.py:settle_transport",
@@ -386,7 +386,7 @@ SILENT = [
         "if more > 0", "if False",
     ),
     Mutant(
-        "notes of any kind are read", "ranks/agreement.py:read",
+        "notes of any kind are read", "ranks/agreement.py:read_note",
         "(ValueError, TypeError, AttributeError, OverflowError, RecursionError)",
         "ZeroDivisionError",
     ),
@@ -450,7 +450,8 @@ FAILING = [
         "guard.reset()", "pass",
     ),
     Mutant(
-        "devices forget while others wait", "ranks/steps.py:Steps.clear_failure", "guard.wait()", "pass",
+        "devices forget while others wait", "ranks/steps.py:Steps.clear_failure",
+        "guard.wait()", "pass",
     ),
     Mutant(
         "a plan keeps what a device found to itself", "ranks/ring.py:Ring.gather_notes",
@@ -461,7 +462,8 @@ FAILING = [
         "if any(troubles)", 'if not message.startswith(b"\\0")',
     ),
     Mutant(
-        "devices tell nobody of a failure", "ranks/failures.py:notify_peers", "guard.fail()", "pass",
+        "devices tell nobody of a failure", "ranks/failures.py:notify_peers",
+        "guard.fail()", "pass",
     ),
     Mutant(
         "devices tell nobody of a call's", "ranks/steps.py:Steps._break", "guard.fail()", "pass",

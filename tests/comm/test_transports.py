@@ -152,8 +152,10 @@ def test_any_length_any_ring_any_memory(case, size):
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_keys_pulled_from_shared_memory(layout):
     for size, at_once, how in (
-        (2, 9, dict(own_low_priority=True)), (3, 1, dict(own_low_priority=True)), (4, 9, dict(by_copy_engine=True)),
-        (4, 2, {}), (4, 9, dict(late=True, by_copy_engine=False)), (3, 9, dict(late=True, own_low_priority=True)),
+        (2, 9, dict(own_low_priority=True)), (3, 1, dict(own_low_priority=True)),
+        (4, 9, dict(by_copy_engine=True)),
+        (4, 2, {}), (4, 9, dict(late=True, by_copy_engine=False)),
+        (3, 9, dict(late=True, own_low_priority=True)),
         (2, 9, dict(together=True)), (4, 9, dict(together=True)),
         (2, 9, dict(own_apart=True)), (4, 9, dict(own_apart=True)),
     ):  # fmt: skip

@@ -139,10 +139,12 @@ CASES: dict[str, tuple[Callable[[Case], Case], str | None, str]] = {
     ),
     "other labels": (here(labels=[LABELS[:, AT] + 1]), "labels", "4 labels here are not"),
     "mean of means": (
-        told(RankNumbers(2.25, 9.0, 4), RankNumbers(2.75, 8.25, 3)), "mean of means", "own 4, 3 labels",
+        told(RankNumbers(2.25, 9.0, 4), RankNumbers(2.75, 8.25, 3)),
+        "mean of means", "own 4, 3 labels",
     ),
     "the same mean of means": (
-        told(RankNumbers(2.5, 9.0, 4), RankNumbers(2.5, 8.25, 3)), "mean of means", "own 4, 3 labels",
+        told(RankNumbers(2.5, 9.0, 4), RankNumbers(2.5, 8.25, 3)),
+        "mean of means", "own 4, 3 labels",
     ),
     "too large": (lambda c: replace(c, size=2.0), "gradient size", "2 times too large"),
     "too small": (lambda c: replace(c, size=0.5), "gradient size", "2 times too small"),

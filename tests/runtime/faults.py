@@ -21,7 +21,8 @@ ATTENTION = [
         "self._parts.insert(0, (self._whole, self._wide))", "pass",
     ),
     Mutant(
-        "every call of a kernel rounds as the last", "runtime/accumulate.py:_Accumulator._update_memory",
+        "every call of a kernel rounds as the last",
+        "runtime/accumulate.py:_Accumulator._update_memory",
         "self._end if self._calls == 1 else", "self._end if self._calls else",
     ),
     Mutant(
@@ -553,7 +554,8 @@ COMPILED = [
         "who is gone is None", "runtime/handles.py:object_of", "if thing is None:", "if False:",
     ),
     Mutant(
-        "a plan goes before backward", "runtime/handles.py:object_of", "_kept_alive[handle] = thing",
+        "a plan goes before backward", "runtime/handles.py:object_of",
+        "_kept_alive[handle] = thing",
         "_kept_alive[handle] = None",
     ),
     Mutant(
@@ -565,6 +567,7 @@ COMPILED = [
         "_kept_alive.popitem()",
     ),
     Mutant(
-        "all plans stay", "runtime/handles.py:object_of", "if len(_kept_alive) > _MOST_KEPT:", "if False:",
+        "all plans stay", "runtime/handles.py:object_of",
+        "if len(_kept_alive) > _MOST_KEPT:", "if False:",
     ),
 ]  # fmt: skip
