@@ -27,12 +27,6 @@ class PushedRows(Guard):
     long it waits at most, in seconds.
     """
 
-    rank: int
-    ranks: int
-    memories: Sequence[Tensor]
-    slot: int
-    patience: int
-
     def __init__(
         self,
         device: torch.device,
@@ -42,8 +36,11 @@ class PushedRows(Guard):
         patience: float,
     ) -> None:
         super().__init__(device, *(memory.data_ptr() for memory in memories))
-        self.rank, self.ranks, self.memories = rank, len(memories), memories
-        self.slot, self.patience = slot, int(patience * 1e9)
+        self.rank: int = rank
+        self.ranks: int = len(memories)
+        self.memories: Sequence[Tensor] = memories
+        self.slot: int = slot
+        self.patience: int = int(patience * 1e9)
 
     @staticmethod
     def words_for(slot: int, ranks: int) -> int:

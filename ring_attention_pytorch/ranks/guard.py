@@ -33,15 +33,13 @@ class Guard:
     device, beside the `addresses` that the kernels need; `_triton_guard` says how.
     """
 
-    state: Tensor
-
     def __init__(self, device: torch.device, *addresses: int) -> None:
         self.device = device
         with torch.inference_mode(False):  # else nobody could write them outside of that
             self._flags = torch.zeros(5, dtype=torch.int64, pin_memory=device.type == "cuda")
             self._anything = self._flags[0]  # read in 0.15 us
             state = [0, 0, 0, self._flags.data_ptr(), *addresses]
-            self.state = torch.tensor(state, dtype=torch.int64, device=device)
+            self.state: Tensor = torch.tensor(state, dtype=torch.int64, device=device)
         self.wait()
 
     def trouble(self) -> str | None:
@@ -79,15 +77,13 @@ class Board(Guard):
     ranks come to the same meetings in the same order.
     """
 
-    rank: int
-    ranks: int
-    patience: int
-
     def __init__(
         self, device: torch.device, rank: int, boards: Sequence[Tensor], patience: float
     ) -> None:
         super().__init__(device, *(board.data_ptr() for board in boards))
-        self.rank, self.ranks, self.patience = rank, len(boards), int(patience * 1e9)
+        self.rank: int = rank
+        self.ranks: int = len(boards)
+        self.patience: int = int(patience * 1e9)
         self._boards = boards
         self._kinds: dict[int, str] = {}  # of meetings, by their numbers
 
