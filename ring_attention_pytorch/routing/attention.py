@@ -122,7 +122,11 @@ class HeavyAttention(nn.Module):
         return self.with_null(q, out, lse)
 
     def with_null(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-        """Add the null key to attention out `[b, K, h, d]`, lse `[b, h, K]`: `[b, K, h * d]`."""
+        """Add the null key to attention out `[b, K, h, d]`, lse `[b, h, K]`: `[b, K, h * d]`.
+
+        As in `rowwise.merge_` its weight is a sigmoid of the difference to lse. Every query sees
+        it, so no weight is of nothing.
+        """
         wide = accumulation_dtype(q.dtype)
         null_k, null_v = self.null_kv.to(wide)
         score = einsum(q.to(wide), null_k, "b k h d, h d -> b h k")
