@@ -39,15 +39,11 @@ class WrongArgument(ValueError, TypeError):
 class Arguments:
     """The arguments of a function: names and types are those of its parameters, or say why not."""
 
-    name: str
-    signature: inspect.Signature
-    call: Callable[..., Any]
-
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         *_, owner, own = ("", *function.__qualname__.split("."))
-        self.name = name or (owner if own == "__init__" else own)
-        self.signature = inspect.signature(function)
-        self.call = _checked(function)
+        self.name: str = name or (owner if own == "__init__" else own)
+        self.signature: inspect.Signature = inspect.signature(function)
+        self.call: Callable[..., Any] = _checked(function)
 
     def refusal(self, error: Exception, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
         """Say what is wrong with arguments if this error is about them; None if it is not."""

@@ -66,15 +66,13 @@ class KernelChannel(SharedChannel):
     """
 
     fabric: OneStream
-    mine: Arrangement
-    overlap: bool
 
     def __init__(
         self, fabric: OneStream, program: Program, own: KVBlock, totals: KVGrads | None
     ) -> None:
         super().__init__(fabric, program, own, totals)
-        self.mine = fabric.arranged[fabric.ring.rank]
-        self.overlap = fabric.overlap and not are_timed()  # timed calls must not overlap
+        self.mine: Arrangement = fabric.arranged[fabric.ring.rank]
+        self.overlap: bool = fabric.overlap and not are_timed()  # timed calls must not overlap
 
     def put(self, transfer: Transfer) -> None:
         self.received = self._written()

@@ -119,15 +119,13 @@ class Messages:
 class MessageChannel:
     """One call by messages."""
 
-    fabric: Messages
-    program: Program
-    own: KVBlock
-    totals: KVGrads | None
-
     def __init__(
         self, fabric: Messages, program: Program, own: KVBlock, totals: KVGrads | None = None
     ) -> None:
-        self.fabric, self.program, self.own, self.totals = fabric, program, own, totals
+        self.fabric: Messages = fabric
+        self.program: Program = program
+        self.own: KVBlock = own
+        self.totals: KVGrads | None = totals
         self.under_way: dict[Transfer, Exchange] = {}
 
     def put(self, transfer: Transfer) -> None:

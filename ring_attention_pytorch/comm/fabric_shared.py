@@ -136,19 +136,15 @@ class SharedMemory:
 class SharedChannel:
     """One call through symmetric memory; gradients are computed where their owners read them."""
 
-    fabric: Any  # a `SharedMemory`, narrowed by subclasses
-    program: Program
-    own: KVBlock
-    space: SymmetricWorkspace
-    received: list[Tensor]  # keys of the current round
-    totals: KVGrads | Any  # None is forward
-
     def __init__(
         self, fabric: SharedMemory, program: Program, own: KVBlock, totals: KVGrads | None
     ) -> None:
-        self.fabric, self.program, self.own, self.totals = fabric, program, own, totals
-        self.space = fabric.space
-        self.received = []
+        self.fabric: Any = fabric  # a `SharedMemory`: which, a subclass says
+        self.program: Program = program
+        self.own: KVBlock = own
+        self.totals: KVGrads | Any = totals  # None is forward
+        self.space: SymmetricWorkspace = fabric.space
+        self.received: list[Tensor] = []  # where the keys of a round come to
         if len(program.blocks) > 1:
             self._begin(len(program.blocks) - 1)
 

@@ -72,19 +72,14 @@ class Gather(ScheduledTransport):
 class GatherCall:
     """One call of a gather: which keys are here, and sums of their gradients."""
 
-    program: Program
-    blocks: dict[int, KVBlock]
-    totals: KVGrads | Any  # None is forward
-    held: LocalChunks
-    channel: Channel
-
     def __init__(
         self, gather: Gather, program: Program, own: KVBlock, totals: KVGrads | None = None
     ) -> None:
-        self.program, self.totals = program, totals
-        self.held = gather.known[totals is not None]
-        self.channel = gather.fabric.channel(program, own, totals)
-        self.blocks = {0: own}
+        self.program: Program = program
+        self.totals: KVGrads | Any = totals  # None is forward
+        self.held: LocalChunks = gather.known[totals is not None]
+        self.channel: Channel = gather.fabric.channel(program, own, totals)
+        self.blocks: dict[int, KVBlock] = {0: own}
         self.sums: dict[int, KVGrads] = {}  # by block
 
     def start(self, number: int) -> None:

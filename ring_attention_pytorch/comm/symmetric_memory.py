@@ -47,12 +47,6 @@ class SymmetricBuffer:
     Views of the memory as tensors are cached: with few tokens host time counts.
     """
 
-    nbytes: int
-    slot: int
-    device: torch.device
-    captured: bool
-    barrier: Callable[[str], Barrier]
-    rank: int
     memory: Tensor
     slots: list[Tensor]
     handle: object
@@ -65,8 +59,12 @@ class SymmetricBuffer:
         barrier: Callable[[str], Barrier],
         slots: int = 2,
     ) -> None:
-        self.nbytes, self.slot, self.device, self.captured = nbytes, 0, device, False
-        self.barrier, self.rank = barrier, group.rank()
+        self.nbytes: int = nbytes
+        self.slot: int = 0
+        self.device: torch.device = device
+        self.captured: bool = False
+        self.barrier: Callable[[str], Barrier] = barrier
+        self.rank: int = group.rank()
         self.memory, self.slots, self.handle = allocate(group, device, (slots, nbytes), torch.uint8)
         self.views: dict[tuple[int, int, Form], list[Tensor]] = {}
         self.tables: dict[Hashable, Any] = {}
@@ -194,19 +192,17 @@ class SymmetricWorkspace:
     All of them use the barriers of one `board`, in one order.
     """
 
-    device: torch.device
-    steps: Steps
     memory: Tensor
     handle: object
-    board: Board
     keys: SymmetricBuffer
     grads: SymmetricBuffer
     swaps: SymmetricBuffer
 
     def __init__(self, group: ProcessGroup, device: torch.device):
-        self.device, self.steps = device, Ring(group).steps
+        self.device: torch.device = device
+        self.steps: Steps = Ring(group).steps
         self.memory, boards, self.handle = allocate(group, device, (2, group.size()), torch.int64)
-        self.board = Board(device, group.rank(), boards, timeout_of(group).total_seconds())
+        self.board: Board = Board(device, group.rank(), boards, timeout_of(group).total_seconds())
         for name in _SLOTS:
             setattr(self, name, self._buffer(group, name, 1 << 10))
         self.outgrown: list[SymmetricBuffer] = []  # still used by graphs that were captured

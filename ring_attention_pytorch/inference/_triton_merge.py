@@ -1,6 +1,9 @@
 # ruff: noqa: C901, PLR0913, PLR0915 - a kernel takes every size by itself, forks early
 """Merge partial results: of splits, and of ranks that share memory, in one kernel.
 
+The formula is that of `rowwise.merge`. It is written again here because the kernel also exchanges
+rows, counts tokens and checks who has come: one launch.
+
 Each rank pushes its rows to all ranks and waits for theirs. A word of 64 bits is a number under the
 number of the call, so whoever sees that this call has come has the number, too, and nobody need
 signal:

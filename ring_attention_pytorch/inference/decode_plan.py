@@ -45,14 +45,11 @@ class DecodePlan:
     It has the pools, and not the cache: that keeps its plans, so memory would stay.
     """
 
-    asked: Asked
-    pools: Pools
-    ring: Ring
-    tuning: Tuning
-
     def __init__(self, pools: Pools, asked: Asked, tuning: Tuning | None = None) -> None:
-        self.pools, self.asked, self.ring = pools, asked, pools.ring
-        self.tuning = tuning or Tuning()
+        self.pools: Pools = pools
+        self.asked: Asked = asked
+        self.ring: Ring = pools.ring
+        self.tuning: Tuning = tuning or Tuning()
         b, n, h, _ = asked.shape
         self.rows, self.width = b * n * h, pools.sizes.value_dim
         self.purpose = crc32(repr((asked, self.width)).encode()) % _PURPOSES

@@ -20,8 +20,6 @@ class GivenKeys:
     `[b, h_kv, n, d]`, v `[b, h_kv, n, d_v]`.
     """
 
-    pools: Pools
-
     def __init__(self, ring: Ring, q: Tensor, key_heads: int, value_dim: int) -> None:
         """Prepare for queries `[b, n, h, d]` like q."""
         b, device = q.shape[0], q.device
@@ -31,7 +29,7 @@ class GivenKeys:
             zeros = torch.zeros(b, dtype=torch.int32, device=device)
             lineage = torch.zeros(1 + b, dtype=torch.int32, device=device)
             self._none = torch.zeros(16, dtype=q.dtype, device=device)
-        self.pools = Pools(
+        self.pools: Pools = Pools(
             ring, device, q.dtype, sizes, Pages(_ENDLESS, 1), (0, 0), [self._none], [self._none],
             [zeros], [zeros], pages, [zeros], zeros, zeros, zeros, lineage,
         )  # fmt: skip

@@ -84,12 +84,10 @@ class PageTable:
     [[0, 1, 2], [0, 1, 3]]
     """
 
-    pages: Pages
-    rank: int
-    size: int
-
     def __init__(self, sequences: int, pages: Pages, rank: int, size: int) -> None:
-        self.pages, self.rank, self.size = pages, rank, size
+        self.pages: Pages = pages
+        self.rank: int = rank
+        self.size: int = size
         self.of: list[list[int]] = [[] for _ in range(sequences)]
         self._free = list(range(size))
 

@@ -98,6 +98,9 @@ def attend_in_blocks(
 def merged(out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Merge partial results along their first dimension; `sinks` `[h]` are keys without value.
 
+    The formula is that of `rowwise.merge`, rounded as in decoding: each weight is relative to the
+    lse of all parts and sinks.
+
     Args:
         out: `[parts, ..., h, d_v]`.
         lse: `[parts, ..., h]`, -inf where a part has seen nothing.

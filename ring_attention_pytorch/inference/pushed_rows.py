@@ -9,9 +9,8 @@ from torch.distributed import ProcessGroup
 
 from ring_attention_pytorch.comm.symmetric_memory import allocate, shared_by
 from ring_attention_pytorch.ranks.failures import timeout_of
-from ring_attention_pytorch.ranks.guard import Guard
+from ring_attention_pytorch.ranks.guard import SharedGuard
 from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.runtime.streams import capturing, current_stream
 
 _FAILED = -1
 _WORDS = 1 << 22  # in the rows of one call, of all ranks together: 64 MiB for two calls
@@ -19,19 +18,12 @@ _WORDS = 1 << 22  # in the rows of one call, of all ranks together: 64 MiB for t
 _rows: WeakKeyDictionary[ProcessGroup, "PushedRows | None"] = WeakKeyDictionary()
 
 
-class PushedRows(Guard):
+class PushedRows(SharedGuard):
     """Memory in which all ranks of a group write their rows, and what is checked there.
 
-    `_triton_merge` says how it is laid out: every rank has `memories[rank]`, int64 zeros,
-    `words_for(slot, ranks)` of them; `slot` are those for the rows of one rank. `patience` is how
-    long it waits at most, in seconds.
+    `_triton_merge` says how it is laid out: every rank's memory has `words_for(slot, ranks)` words;
+    `slot` are those for the rows of one rank.
     """
-
-    rank: int
-    ranks: int
-    memories: Sequence[Tensor]
-    slot: int
-    patience: int
 
     def __init__(
         self,
@@ -41,9 +33,8 @@ class PushedRows(Guard):
         slot: int,
         patience: float,
     ) -> None:
-        super().__init__(device, *(memory.data_ptr() for memory in memories))
-        self.rank, self.ranks, self.memories = rank, len(memories), memories
-        self.slot, self.patience = slot, int(patience * 1e9)
+        super().__init__(device, rank, memories, patience)
+        self.slot: int = slot
 
     @staticmethod
     def words_for(slot: int, ranks: int) -> int:
@@ -52,17 +43,7 @@ class PushedRows(Guard):
 
     handle: object = None  # keeps the memory
 
-    def fail(self) -> None:
-        if self.device.type != "cuda":
-            self._mark_failed()
-            return
-        stream = torch.cuda.Stream(self.device)  # the current one may be waiting
-        with torch.cuda.stream(stream):
-            self._mark_failed()
-        if not capturing(self.device):
-            current_stream(self.device).wait_stream(stream)
-
-    def _mark_failed(self) -> None:
+    def mark_failed(self) -> None:
         self.state[0] = 1
         for memory in self.memories:
             memory[self.rank - self.ranks] = _FAILED
@@ -71,16 +52,11 @@ class PushedRows(Guard):
         if came == _FAILED:
             return f"rank {rank} has failed, while this one decoded"
         if came >> 32 != expected >> 32:
-            seconds = self.patience / 1e9
-            return f"rank {rank} did not come within {seconds:g} s: attention to a cache"
+            return self.late(rank, "attention to a cache")
         return (
             f"rank {rank} has called attention to a cache with other shapes or options, or its "
             "cache has sequences of other lengths, order or padding"
         )
-
-    def reset(self) -> None:
-        self.memories[self.rank].zero_()
-        super().reset()
 
 
 def pushed_rows(ring: Ring, device: torch.device) -> PushedRows | None:

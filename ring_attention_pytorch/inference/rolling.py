@@ -49,10 +49,8 @@ class Windows(NamedTuple):
 class RollingTokens:
     """The last tokens of the layers of one window, on every rank, in pools that `whole` has."""
 
-    pools: Pools
-
     def __init__(self, whole: Pools, windows: Windows, window: int) -> None:
-        self.pools = replace(
+        self.pools: Pools = replace(
             whole, ring=Ring.alone(), pages=Pages(whole.pages.page, 1),
             window=window, spare=windows.spare,
         )  # fmt: skip

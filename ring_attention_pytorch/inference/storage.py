@@ -33,17 +33,11 @@ class PagedStorage:
     Layers with a window are kept in a circle of pages each (`rolling`).
     """
 
-    ring: Ring
-    dtype: torch.dtype
-    device: torch.device
     sequences: int
     key_heads: int
     head_dim: int
     value_dim: int
     layers: int
-    pages: Pages
-    pools: Pools
-    lengths_of: Tensor
 
     def __init__(
         self,
@@ -55,20 +49,22 @@ class PagedStorage:
         device: torch.device,
         windows: Windows,
     ) -> None:
-        self.ring, self.dtype, self.device = ring, dtype, device
+        self.ring: Ring = ring
+        self.dtype: torch.dtype = dtype
+        self.device: torch.device = device
         self.sequences, self.key_heads, self.head_dim, self.value_dim, self.layers = sizes
         self.scales = int(dtype in SCALED)  # of a key or value of a head
         # of queries, and of what is appended
         self.dtypes: tuple[torch.dtype, ...] = WIDE if self.scales else (dtype,)
-        self.pages = Pages(page, ring.size)
+        self.pages: Pages = Pages(page, ring.size)
         self.fixed = capacity is not None
         turns = 0 if capacity is None else self.pages.turns(capacity)
         self._table = PageTable(self.sequences, self.pages, ring.rank, self.sequences * turns)
         with torch.inference_mode(False):
             # so that each layer's begin at a multiple of 16 bytes
             wide = -(-self.sequences // 4) * 4
-            self.lengths_of = self._ints(self.layers, wide)[:, : self.sequences]
-            self.pools = self._empty(sizes, turns, windows)
+            self.lengths_of: Tensor = self._ints(self.layers, wide)[:, : self.sequences]
+            self.pools: Pools = self._empty(sizes, turns, windows)
         self.lineage = Lineage(self.sequences, self.layers)  # a number of all that it holds
         self._lengths = [[0] * self.sequences for _ in range(self.layers)]
         self.captured = False  # whether graphs hold addresses of this cache, and advance lengths

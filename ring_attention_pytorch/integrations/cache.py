@@ -81,11 +81,6 @@ class RingHFCache(Cache):
     (torch.Size([1, 6]), 5)
     """
 
-    ring: Ring
-    config: Any  # the text model's, of a class of its own
-    dtype: torch.dtype | None
-    windows: list[int | None]
-
     @checked
     def __init__(
         self,
@@ -99,13 +94,15 @@ class RingHFCache(Cache):
         check_tokens: bool = True,
         group: Group = None,
     ):
-        self.ring = as_ring(group)
-        self.config = config.get_text_config(decoder=True)
+        self.ring: Ring = as_ring(group)
+        # the text model's, of a class of its own
+        self.config: Any = config.get_text_config(decoder=True)
         self.sizes: dict[str, Any] = {"capacity": capacity, "page": page, "spare": spare}
         same = self.sizes | {"dtype": str(dtype), "kernel": kernel, "check": check_tokens}
         agree(self.ring, _CALLER, same, check=self._check_model)
-        self.dtype, windows = dtype, windows_of(self.config)
-        self.windows = [None] * len(windows) if spare is None else windows
+        self.dtype: torch.dtype | None = dtype
+        windows = windows_of(self.config)
+        self.windows: list[int | None] = [None] * len(windows) if spare is None else windows
         self.kernel = kernel
         self.check_tokens = check_tokens
         self.keys: RingCache | None = None

@@ -33,12 +33,10 @@ class NoTensor(ValueError, AttributeError):
 class RingMask:
     """What attention gets as its mask: what is visible, in whose block, or why there is none."""
 
-    forward: Any
-    visible: Visible
-    error: ValueError | None
-
     def __init__(self, forward: Any, visible: Visible | None, error: ValueError | None):
-        self.forward, self.visible, self.error = forward, visible or _ALL, error
+        self.forward: Any = forward
+        self.visible: Visible = visible or _ALL
+        self.error: ValueError | None = error
         self.compared = False  # ranks have compared it
 
     def __getattr__(self, name: str) -> Any:

@@ -159,12 +159,6 @@ class RingForward:
             is the sum of its own, divided by it, as transformers has it. None is this batch.
     """
 
-    batch: ShardedBatch
-    options: dict[str, Any]
-    loss_group: Group
-    check_positions: bool
-    inputs: dict[str, Any]
-
     def __init__(
         self,
         batch: ShardedBatch,
@@ -174,10 +168,12 @@ class RingForward:
         options: dict[str, Any],
     ):
         agree(batch.ring, "ring_forward", {}, check=partial(_check, batch, options))
-        self.batch, self.options = batch, options
-        self.loss_group, self.check_positions = loss_group, check_positions
+        self.batch: ShardedBatch = batch
+        self.options: dict[str, Any] = options
+        self.loss_group: Group = loss_group
+        self.check_positions: bool = check_positions
         self.num_items: Tensor | None = None
-        self.inputs = _inputs(batch, labels)
+        self.inputs: dict[str, Any] = _inputs(batch, labels)
         self._plans: PlanCache[RingPlan] = PlanCache()
         self.same: list[Tensor | None] = [self.inputs["position_ids"]]
         self.wholes: list[str] = []

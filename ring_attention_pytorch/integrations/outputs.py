@@ -30,17 +30,15 @@ class Outermost:
         after: gets the module and what it returned; None, if it raised.
     """
 
-    here: Callable[[], bool]
-    before: Callable[[nn.Module], None]
-    after: Callable[[nn.Module, Any], None]
-
     def __init__(
         self,
         here: Callable[[], bool],
         before: Callable[[nn.Module], None],
         after: Callable[[nn.Module, Any], None],
     ):
-        self.here, self.before, self.after = here, before, after
+        self.here: Callable[[], bool] = here
+        self.before: Callable[[nn.Module], None] = before
+        self.after: Callable[[nn.Module, Any], None] = after
 
     def __enter__(self) -> "Outermost":
         self._handle = register_module_forward_pre_hook(self._begins)

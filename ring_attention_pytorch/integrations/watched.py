@@ -97,17 +97,13 @@ class Watched:
         losses: how many were computed of all ranks' tokens.
     """
 
-    block: Block
-    model: nn.Module | None
-    attended: bool
-    losses: int
-    placed: bool
-    pooled: bool
-
     def __init__(self, block: Block, model: nn.Module | None = None):
-        self.block, self.model, self.attended, self.losses = block, model, False, 0
-        self.placed = False  # the batch's positions went into an embedding that is known
-        self.pooled = False  # a head has the last tokens of whole sequences
+        self.block: Block = block
+        self.model: nn.Module | None = model
+        self.attended: bool = False
+        self.losses: int = 0
+        self.placed: bool = False  # the batch's positions went into an embedding that is known
+        self.pooled: bool = False  # a head has the last tokens of whole sequences
         self._before, self._hooks = len(block.wholes), ExitStack()
         self.parts = Parts() if model is None else parts_of(model)
         for place in self.parts.places:

@@ -99,18 +99,6 @@ class RingAttention(HeadProjections):
     torch.Size([1, 7, 32])
     """
 
-    spread: ShardConfig
-    causal: bool
-    window: int | None
-    softclamp: float | None
-    dropout: float
-    force_regular_attn: bool
-    bucket_size: int
-    kept: GraphCache | None
-    rotary_restart: bool
-    rotary_embed: RingRotaryEmbedding | None
-    watched: bool
-
     @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
@@ -158,18 +146,22 @@ class RingAttention(HeadProjections):
             check_summaries(
                 causal, max_lookback_seq_len, dropout, in_graphs, ulysses, force_regular_attn
             )
-        self.spread = ShardConfig.make(
+        self.spread: ShardConfig = ShardConfig.make(
             ring_attn, auto=auto_shard_seq, causal=causal, ring_seq_size=ring_seq_size,
             layout=layout, striped=striped_ring_attn, group=group,
         )  # fmt: skip
-        self.causal, self.window = causal, max_lookback_seq_len
-        self.softclamp, self.dropout = softclamp, dropout
+        self.causal: bool = causal
+        self.window: int | None = max_lookback_seq_len
+        self.softclamp: float | None = softclamp
+        self.dropout: float = dropout
         self.over_ring = over_ring
         self.kernel: KernelOption | None = "triton" if use_cuda_kernel else kernel
-        self.force_regular_attn, self.bucket_size = force_regular_attn, bucket_size
-        self.kept = GraphCache() if in_graphs else None
+        self.force_regular_attn: bool = force_regular_attn
+        self.bucket_size: int = bucket_size
+        self.kept: GraphCache | None = GraphCache() if in_graphs else None
 
-        self.rotary_restart, self.rotary_embed = rotary_restart, None
+        self.rotary_restart: bool = rotary_restart
+        self.rotary_embed: RingRotaryEmbedding | None = None
         if rotary_embed:
             self.rotary_embed = RingRotaryEmbedding(dim_head, theta=rotary_embed_theta)
         key_heads = heads // num_grouped_query_heads
@@ -178,7 +170,7 @@ class RingAttention(HeadProjections):
         if attn_summaries is not None:
             self.summaries = attn_summaries.layer(dim, dim_head, heads, key_heads)
         self.rotate_summaries(self.rotary_embed, rotary_restart)
-        self.watched = False  # by `watch_averaging`
+        self.watched: bool = False  # by `watch_averaging`
 
     def rotate_summaries(self, rotary: RingRotaryEmbedding | None, restart: bool) -> None:
         """Rotate summaries, if there are any, by the embedding that gives `forward` its angles."""

@@ -104,13 +104,10 @@ class Decoder(Protocol):
 class CachedTransformer:
     """A `RingTransformer` with what its layers keep of all tokens that it has read."""
 
-    model: Any  # a RingTransformer, which is above
-    ring: Ring
-    caches: list[LayerCache]
-
     def __init__(self, model: Any, reading: Reading) -> None:
-        self.model, self.ring = model, reading.ring
-        self.caches = caches_of([attn for attn, _ in model.layers], reading)
+        self.model: Any = model  # a RingTransformer, which is above
+        self.ring: Ring = reading.ring
+        self.caches: list[LayerCache] = caches_of([attn for attn, _ in model.layers], reading)
 
     def prefill(self, ids: Tensor) -> None:
         ring, length = self.ring, ids.shape[1]

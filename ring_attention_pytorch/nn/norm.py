@@ -10,14 +10,12 @@ from ring_attention_pytorch.arguments import check_least, checked, checks_of
 class RMSNorm(nn.Module):
     """A layer that scales tokens to length sqrt(dim), times gamma (Zhang and Sennrich 2019)."""
 
-    gamma: nn.Parameter
-
     @checked
     def __init__(self, dim: int):
         super().__init__()
         with checks_of("RMSNorm"):
             check_least(1, dim=dim)
-        self.gamma = nn.Parameter(torch.ones(dim))
+        self.gamma: nn.Parameter = nn.Parameter(torch.ones(dim))
 
     @checked
     def forward(self, x: Tensor) -> Tensor:

@@ -34,9 +34,6 @@ class RingRotaryEmbedding(nn.Module):
     [2.0, 0.019999999552965164, 2.0, 0.019999999552965164]
     """
 
-    ring: bool
-    layout: Layout | None
-    group: Group
     inv_freq: Tensor
 
     @checked
@@ -61,7 +58,9 @@ class RingRotaryEmbedding(nn.Module):
                 f"buckets must be 1, got {buckets}: striped layouts here deal single tokens, "
                 "whatever the tile length"
             )
-        self.ring, self.layout, self.group = ring, resolve_layout(layout, striped), group
+        self.ring: bool = ring
+        self.layout: Layout | None = resolve_layout(layout, striped)
+        self.group: Group = group
         if self.layout is not None and not ring:
             raise ValueError(f"layout={self.layout!r} needs ring=True")
         # a buffer, since checkpoints have it; `_apply` keeps it in float32

@@ -93,15 +93,6 @@ class RingTransformer(Generation, nn.Module):
     torch.Size([1, 9, 256])
     """
 
-    spread: ShardConfig
-    causal: bool
-    rotary_restart: bool
-    force_regular_attn: bool
-    ignore_index: int
-    token_emb: nn.Embedding
-    rotary_emb: Any
-    to_logits: nn.Sequential
-
     @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
@@ -144,15 +135,17 @@ class RingTransformer(Generation, nn.Module):
             raise ValueError(
                 f"max_lookback_seq_len: give one for each of {depth} blocks, got {got}"
             )
-        self.spread = ShardConfig.make(
+        self.spread: ShardConfig = ShardConfig.make(
             ring_attn, auto=auto_shard_seq, causal=causal, ring_seq_size=ring_seq_size,
             layout=layout, striped=striped_ring_attn, group=group,
         )  # fmt: skip
-        self.causal, self.rotary_restart = causal, rotary_restart
-        self.force_regular_attn, self.ignore_index = force_regular_attn, ignore_index
+        self.causal: bool = causal
+        self.rotary_restart: bool = rotary_restart
+        self.force_regular_attn: bool = force_regular_attn
+        self.ignore_index: int = ignore_index
 
-        self.token_emb = nn.Embedding(num_tokens, dim)
-        self.rotary_emb = RingRotaryEmbedding(dim_head, theta=rotary_embed_theta)
+        self.token_emb: nn.Embedding = nn.Embedding(num_tokens, dim)
+        self.rotary_emb: Any = RingRotaryEmbedding(dim_head, theta=rotary_embed_theta)
         self.layers: Any = nn.ModuleList()  # of pairs: attention, feed-forward
         for lookback in max_lookback_seq_len:
             attn = RingAttention(
@@ -165,7 +158,9 @@ class RingTransformer(Generation, nn.Module):
             )  # fmt: skip
             attn.rotate_summaries(self.rotary_emb, rotary_restart)
             self.layers.append(nn.ModuleList([attn, feed_forward(dim, ff_mult)]))
-        self.to_logits = nn.Sequential(RMSNorm(dim), nn.Linear(dim, num_tokens, bias=False))
+        self.to_logits: nn.Sequential = nn.Sequential(
+            RMSNorm(dim), nn.Linear(dim, num_tokens, bias=False)
+        )
 
     @typed(report_to_group_of_module("RingTransformer"))
     def forward(  # noqa: PLR0913 - a public entry point

@@ -123,12 +123,10 @@ class RingError(RuntimeError):
         ranks: the ranks of the group that it waited for.
     """
 
-    step: Step | None
-    ranks: tuple[int, ...]
-
     def __init__(self, text: str, step: Step | None = None, ranks: Sequence[int] = ()):
         super().__init__(text)
-        self.step, self.ranks = step, tuple(ranks)
+        self.step: Step | None = step
+        self.ranks: tuple[int, ...] = tuple(ranks)
 
     @classmethod
     def waiting(
@@ -151,11 +149,9 @@ class RingError(RuntimeError):
 class Missing(RuntimeError):
     """An exchange over the host to which some `ranks` did not come; all of them, if it has none."""
 
-    ranks: tuple[int, ...]
-
     def __init__(self, text: str, ranks: Iterable[int]) -> None:
         super().__init__(text)
-        self.ranks = tuple(ranks)
+        self.ranks: tuple[int, ...] = tuple(ranks)
 
 
 def _why(cause: BaseException) -> str:

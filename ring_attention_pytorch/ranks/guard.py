@@ -33,15 +33,13 @@ class Guard:
     device, beside the `addresses` that the kernels need; `_triton_guard` says how.
     """
 
-    state: Tensor
-
     def __init__(self, device: torch.device, *addresses: int) -> None:
         self.device = device
         with torch.inference_mode(False):  # else nobody could write them outside of that
             self._flags = torch.zeros(5, dtype=torch.int64, pin_memory=device.type == "cuda")
             self._anything = self._flags[0]  # read in 0.15 us
             state = [0, 0, 0, self._flags.data_ptr(), *addresses]
-            self.state = torch.tensor(state, dtype=torch.int64, device=device)
+            self.state: Tensor = torch.tensor(state, dtype=torch.int64, device=device)
         self.wait()
 
     def trouble(self) -> str | None:
@@ -71,24 +69,54 @@ class Guard:
         """Let the others know at once that this rank has failed, if they can know it from here."""
 
 
-class Board(Guard):
-    """A guard of ranks that share memory: they meet there, each for a purpose.
+class SharedGuard(Guard):
+    """A guard in memory that ranks share: `memories[rank]` of each, int64 zeros, as seen from here.
 
-    Every rank has a board `[2, ranks]`, int64 zeros, which all ranks can write; `boards` are those
-    of all ranks, as this one sees them. `patience` is how long it waits at most, in seconds. All
-    ranks come to the same meetings in the same order.
+    `patience` is how long it waits for another rank at most, in seconds.
     """
 
-    rank: int
-    ranks: int
-    patience: int
+    def __init__(
+        self, device: torch.device, rank: int, memories: Sequence[Tensor], patience: float
+    ) -> None:
+        super().__init__(device, *(memory.data_ptr() for memory in memories))
+        self.rank: int = rank
+        self.ranks: int = len(memories)
+        self.memories: Sequence[Tensor] = memories
+        self.patience: int = int(patience * 1e9)
+
+    def fail(self) -> None:
+        if self.device.type != "cuda":
+            self.mark_failed()
+            return
+        stream = torch.cuda.Stream(self.device)  # the current one may be waiting
+        with torch.cuda.stream(stream):
+            self.mark_failed()
+        if not capturing(self.device):
+            current_stream(self.device).wait_stream(stream)  # what comes later knows it
+
+    def mark_failed(self) -> None:
+        """Write in all ranks' memory that this rank has failed, on the current stream."""
+        raise NotImplementedError
+
+    def late(self, rank: int, purpose: str) -> str:
+        """Say that this rank did not come in time."""
+        return f"rank {rank} did not come within {self.patience / 1e9:g} s: {purpose}"
+
+    def reset(self) -> None:
+        self.memories[self.rank].zero_()
+        super().reset()
+
+
+class Board(SharedGuard):
+    """A guard of ranks that share memory: they meet there, each for a purpose.
+
+    Every rank's board is `[2, ranks]`. All ranks come to the same meetings in the same order.
+    """
 
     def __init__(
         self, device: torch.device, rank: int, boards: Sequence[Tensor], patience: float
     ) -> None:
-        super().__init__(device, *(board.data_ptr() for board in boards))
-        self.rank, self.ranks, self.patience = rank, len(boards), int(patience * 1e9)
-        self._boards = boards
+        super().__init__(device, rank, boards, patience)
         self._kinds: dict[int, str] = {}  # of meetings, by their numbers
 
         from ring_attention_pytorch.ranks import _triton_guard as kernels
@@ -128,15 +156,8 @@ class Board(Guard):
         for t in tensors:
             self._fill_nan(self.state, self.rank, t.data_ptr(), t.nbytes)
 
-    def fail(self) -> None:
-        if self.device.type != "cuda":
-            self._fail(self.state, self.rank)
-            return
-        stream = torch.cuda.Stream(self.device)  # the current one may be waiting
-        with torch.cuda.stream(stream):
-            self._fail(self.state, self.rank)
-        if not capturing(self.device):
-            current_stream(self.device).wait_stream(stream)  # what comes later knows it
+    def mark_failed(self) -> None:
+        self._fail(self.state, self.rank)
 
     def explained(self, rank: int, expected: int, came: int) -> str:
         purpose = self._purpose(expected)
@@ -145,17 +166,13 @@ class Board(Guard):
         if came == -1:
             return f"rank {rank} has failed, which this one waited for: {purpose}"
         if came >> 32 != expected >> 32:
-            return f"rank {rank} did not come within {self.patience / 1e9:g} s: {purpose}"
+            return self.late(rank, purpose)
         return f"rank {rank} has come for {self._purpose(came)}, and this one for {purpose}"
 
     def _purpose(self, word: int) -> str:
         plan, number = divmod(word % (_PLANS * _KINDS), _KINDS)
         kind = self._kinds.get(number, "what this rank has never done")
         return f"{kind} by plan {plan}" if plan else kind
-
-    def reset(self) -> None:
-        self._boards[self.rank].zero_()
-        super().reset()
 
 
 @prepared(Board.fill_nan)

@@ -105,10 +105,6 @@ class Ring:
     """
 
     problem: str | None = None
-    group: ProcessGroup | None
-    size: int
-    rank: int
-    first: int
     _total: int = 1  # ranks of the group: PyTorch takes 8 us to tell
 
     def __init__(self, group: ProcessGroup | DeviceMesh | None = None, size: int | None = None):
@@ -137,12 +133,14 @@ class Ring:
         if total == 1 and (size is None or size >= 1):
             size = None  # alone, a ring of any size is this process
         self.group = group
-        self.size = total if size is None else size
+        self.size: int = total if size is None else size
         if self.size < 1 or total % self.size != 0:
             # told to all ranks when they next agree; raising here would leave the others waiting
             self.problem = f"ring_size must divide the group's {total} ranks, got {size}"
             self.size = total
-        self.rank, self.first, self._total = place % self.size, place - place % self.size, total
+        self.rank: int = place % self.size
+        self.first: int = place - place % self.size
+        self._total = total
 
     @cached_property
     def steps(self) -> Steps:
@@ -311,16 +309,13 @@ class Ring:
 class SubRing(Ring):
     """A ring of some places of a whole ring, whose messages go by way of the whole."""
 
-    whole: Ring
-    places: tuple[int, ...]
-    group: ProcessGroup | None
-    size: int
-    rank: int
-    first: int
-
     def __init__(self, whole: Ring, places: Sequence[int]):
-        self.whole, self.places, self.group = whole, tuple(places), None
-        self.size, self.rank, self.first = len(self.places), self.places.index(whole.rank), 0
+        self.whole: Ring = whole
+        self.places: tuple[int, ...] = tuple(places)
+        self.group: ProcessGroup | None = None
+        self.size: int = len(self.places)
+        self.rank: int = self.places.index(whole.rank)
+        self.first: int = 0
 
     @cached_property
     def steps(self) -> Steps:

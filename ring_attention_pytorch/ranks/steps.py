@@ -35,15 +35,14 @@ class Steps:
     from there.
     """
 
-    calls: int
-    hops: int  # exchanges of this call so far
-
     def __init__(
         self, met: list[int] | None = None, group: "ref[ProcessGroup] | None" = None
     ) -> None:
         self._group = group  # whose ranks may wait for one that fails
         self._met = [0] if met is None else met  # notes compared so far, in all rings of a group
-        self._since = self.calls = self.hops = 0
+        self._since = 0
+        self.calls: int = 0
+        self.hops: int = 0  # exchanges of this call so far
         self._base: int | None = 0  # what tags of this call are made from
         self.about: tuple[int, str] = (0, "no call")  # number of a plan, and what is done
         self.broken: str | None = None  # what broke it, until all ranks compare notes again

@@ -40,19 +40,6 @@ class HeavyAttention(nn.Module):
     A learned null key and value, which every query sees, is merged on the rank of the query.
     """
 
-    heads: int
-    dim_head: int
-    routes: int
-    kernel: KernelOption | None
-    multiply_queries: bool
-    multiply_keys: bool
-    norm: RMSNorm
-    to_q: nn.Linear
-    to_kv: nn.Linear
-    null_kv: nn.Parameter
-    to_out: nn.Linear
-    rotary_embed: RingRotaryEmbedding | None
-
     def __init__(
         self,
         dim: int,
@@ -66,16 +53,21 @@ class HeavyAttention(nn.Module):
         multiply_keys: bool = False,
     ):
         super().__init__()
-        self.heads, self.dim_head = heads, dim_head
-        self.routes, self.kernel = routes, kernel
-        self.multiply_queries, self.multiply_keys = multiply_queries, multiply_keys
+        self.heads: int = heads
+        self.dim_head: int = dim_head
+        self.routes: int = routes
+        self.kernel = kernel
+        self.multiply_queries: bool = multiply_queries
+        self.multiply_keys: bool = multiply_keys
         inner = heads * dim_head
-        self.norm = RMSNorm(dim)
-        self.to_q = nn.Linear(dim, inner, bias=False)
-        self.to_kv = nn.Linear(dim, 2 * inner, bias=False)
-        self.null_kv = nn.Parameter(torch.randn(2, heads, dim_head))
-        self.to_out = nn.Linear(inner, dim, bias=False)
-        self.rotary_embed = RingRotaryEmbedding(dim_head) if rotary else None
+        self.norm: RMSNorm = RMSNorm(dim)
+        self.to_q: nn.Linear = nn.Linear(dim, inner, bias=False)
+        self.to_kv: nn.Linear = nn.Linear(dim, 2 * inner, bias=False)
+        self.null_kv: nn.Parameter = nn.Parameter(torch.randn(2, heads, dim_head))
+        self.to_out: nn.Linear = nn.Linear(inner, dim, bias=False)
+        self.rotary_embed: RingRotaryEmbedding | None = (
+            RingRotaryEmbedding(dim_head) if rotary else None
+        )
 
     def queries(self, tokens: Tensor, positions: Tensor, gates: Tensor | None) -> Tensor:
         """Compute the queries `[b, K, h, d]` of tokens `[b, K, dim]`."""
@@ -130,7 +122,11 @@ class HeavyAttention(nn.Module):
         return self.with_null(q, out, lse)
 
     def with_null(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-        """Add the null key to attention out `[b, K, h, d]`, lse `[b, h, K]`: `[b, K, h * d]`."""
+        """Add the null key to attention out `[b, K, h, d]`, lse `[b, h, K]`: `[b, K, h * d]`.
+
+        As in `rowwise.merge_` its weight is a sigmoid of the difference to lse. Every query sees
+        it, so no weight is of nothing.
+        """
         wide = accumulation_dtype(q.dtype)
         null_k, null_v = self.null_kv.to(wide)
         score = einsum(q.to(wide), null_k, "b k h d, h d -> b h k")
@@ -213,15 +209,6 @@ class ConditionalRoutedAttention(nn.Module):
     torch.Size([1, 20, 16])
     """
 
-    num_heavy_tokens_q: Tokens
-    num_heavy_tokens_kv: Tokens
-    spread: ShardConfig
-    light_attn: RingAttention | None
-    q_router: CoordinateDescentRouter
-    kv_router: CoordinateDescentRouter
-    heavy_attn: HeavyAttention
-    null_q_token: nn.Parameter | None
-
     causal = False  # whether no token sees or moves a later one
 
     @checked
@@ -261,10 +248,11 @@ class ConditionalRoutedAttention(nn.Module):
             light_heads=light_heads, light_dim_head=light_dim_head,
             light_window_size=light_window_size,
         )  # fmt: skip
-        self.num_heavy_tokens_q, self.num_heavy_tokens_kv = num_heavy_tokens_q, num_heavy_tokens_kv
+        self.num_heavy_tokens_q: Tokens = num_heavy_tokens_q
+        self.num_heavy_tokens_kv: Tokens = num_heavy_tokens_kv
         over: dict[str, Any] = dict(ring_attn=ring_attn, layout=layout, group=group)
-        self.spread = ShardConfig.make(**over)
-        self.light_attn = None
+        self.spread: ShardConfig = ShardConfig.make(**over)
+        self.light_attn: RingAttention | None = None
         if has_light_attn:
             self.light_attn = RingAttention(
                 dim, dim_head=light_dim_head, heads=light_heads, causal=self.causal,
@@ -273,13 +261,17 @@ class ConditionalRoutedAttention(nn.Module):
                 **over,
             )  # fmt: skip
         options = router_options(router_kwargs, router_straight_through, use_triton) | over
-        self.q_router = CoordinateDescentRouter(dim, **options)
-        self.kv_router = CoordinateDescentRouter(dim, num_routing_tokens=num_routed_kv, **options)
-        self.heavy_attn = HeavyAttention(
+        self.q_router: CoordinateDescentRouter = CoordinateDescentRouter(dim, **options)
+        self.kv_router: CoordinateDescentRouter = CoordinateDescentRouter(
+            dim, num_routing_tokens=num_routed_kv, **options
+        )
+        self.heavy_attn: HeavyAttention = HeavyAttention(
             dim, heavy_dim_head, heavy_heads, num_routed_kv, kernel=kernel, rotary=rotary_emb,
             multiply_queries=multiply_queries_by_score, multiply_keys=multiply_keys_by_score,
         )  # fmt: skip
-        self.null_q_token = nn.Parameter(torch.randn(dim)) if use_null_q_tokens else None
+        self.null_q_token: nn.Parameter | None = (
+            nn.Parameter(torch.randn(dim)) if use_null_q_tokens else None
+        )
 
     @typed(report_to_group_of_module("ConditionalRoutedAttention"))
     def forward(

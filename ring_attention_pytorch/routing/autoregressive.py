@@ -83,8 +83,6 @@ class ConditionalRoutedAutoregressiveAttention(ConditionalRoutedAttention):
     torch.Size([1, 20, 16])
     """
 
-    window: int
-
     causal = True
 
     @checked
@@ -98,7 +96,7 @@ class ConditionalRoutedAutoregressiveAttention(ConditionalRoutedAttention):
     ):
         # has_light_attn is given here, so that Python refuses it among the options
         super().__init__(dim, has_light_attn=True, light_window_size=light_window_size, **options)
-        self.window = light_window_size if heavy_window_size is None else heavy_window_size
+        self.window: int = light_window_size if heavy_window_size is None else heavy_window_size
         check_least(1, heavy_window_size=self.window)
         refuse_blocks(self.q_router, "windows")
 

@@ -40,10 +40,6 @@ class ConditionalRoutedTransformerBlock(nn.Module):
     torch.Size([1, 20, 16])
     """
 
-    spread: ShardConfig
-    conditional_attn: ConditionalRoutedAttention
-    conditional_ff: ConditionalRoutedFeedForward
-
     @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
@@ -69,7 +65,7 @@ class ConditionalRoutedTransformerBlock(nn.Module):
         if heavy_window_size is not None and not causal:
             raise ValueError("heavy_window_size is of a causal block: others choose from the whole")
         over: dict[str, Any] = dict(ring_attn=ring_attn, layout=layout, group=group)
-        self.spread = ShardConfig.make(causal=causal, **over)
+        self.spread: ShardConfig = ShardConfig.make(causal=causal, **over)
         both: dict[str, Any] = dict(
             over, router_straight_through=router_straight_through, router_kwargs=router_kwargs,
             use_triton=use_triton,
@@ -79,12 +75,12 @@ class ConditionalRoutedTransformerBlock(nn.Module):
             attention = ConditionalRoutedAutoregressiveAttention
             window = light_window_size if heavy_window_size is None else heavy_window_size
             both["heavy_window_size"] = window
-        self.conditional_attn = attention(
+        self.conditional_attn: ConditionalRoutedAttention = attention(
             dim, num_heavy_tokens_q=num_heavy_attn_tokens_q,
             num_heavy_tokens_kv=num_heavy_attn_tokens_kv, light_window_size=light_window_size,
             **both, **attention_options,
         )  # fmt: skip
-        self.conditional_ff = ConditionalRoutedFeedForward(
+        self.conditional_ff: ConditionalRoutedFeedForward = ConditionalRoutedFeedForward(
             dim, num_heavy_tokens=num_heavy_ff_tokens, light_ff_mult=light_ff_mult,
             heavy_ff_mult=heavy_ff_mult, **both,
         )  # fmt: skip

@@ -59,15 +59,6 @@ class ConditionalRoutedCrossAttention(nn.Module):
     torch.Size([1, 9, 16])
     """
 
-    num_tokens_q: Tokens | None
-    num_tokens_kv: Tokens
-    spread: ShardConfig
-    q_router: CoordinateDescentRouter | None
-    kv_router: CoordinateDescentRouter
-    to_routing_tokens: nn.Linear | None
-    heavy_attn: HeavyAttention
-    null_q_token: nn.Parameter | None
-
     @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
@@ -102,25 +93,26 @@ class ConditionalRoutedCrossAttention(nn.Module):
             raise ValueError(
                 f"num_sets_kv must be 1 or kv_routing_tokens={kv_routing_tokens}, got {num_sets_kv}"
             )
-        self.num_tokens_q, self.num_tokens_kv = num_tokens_q, num_tokens_kv
+        self.num_tokens_q: Tokens | None = num_tokens_q
+        self.num_tokens_kv: Tokens = num_tokens_kv
         over: dict[str, Any] = dict(ring_attn=ring_attn, layout=layout, group=group)
-        self.spread = ShardConfig.make(**over)
+        self.spread: ShardConfig = ShardConfig.make(**over)
         options = router_options(router_kwargs, router_straight_through, use_triton) | over
-        self.q_router = None
+        self.q_router: CoordinateDescentRouter | None = None
         if num_tokens_q is not None:
             self.q_router = CoordinateDescentRouter(dim, **options)
-        self.kv_router = CoordinateDescentRouter(
+        self.kv_router: CoordinateDescentRouter = CoordinateDescentRouter(
             dim, num_routing_tokens=kv_routing_tokens, route_block_size=route_block_size,
             learned_routing_tokens=route_kv_by_source, **options,
         )  # fmt: skip
-        self.to_routing_tokens = None
+        self.to_routing_tokens: nn.Linear | None = None
         if route_kv_by_source:
             self.to_routing_tokens = nn.Linear(dim, kv_routing_tokens * dim, bias=False)
-        self.heavy_attn = HeavyAttention(
+        self.heavy_attn: HeavyAttention = HeavyAttention(
             dim, dim_head, heads, kv_routing_tokens, kernel=kernel,
             multiply_keys=multiply_keys_by_score,
         )  # fmt: skip
-        self.null_q_token = None
+        self.null_q_token: nn.Parameter | None = None
         if use_null_q_tokens and num_tokens_q is not None:
             self.null_q_token = nn.Parameter(torch.randn(dim))
 

@@ -46,13 +46,6 @@ class ConditionalRoutedFeedForward(nn.Module):
     torch.Size([1, 20, 16])
     """
 
-    num_heavy_tokens: Tokens
-    window: int | None
-    spread: ShardConfig
-    router: CoordinateDescentRouter
-    light_ff: nn.Sequential
-    heavy_ff: nn.Sequential
-
     @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
@@ -73,15 +66,16 @@ class ConditionalRoutedFeedForward(nn.Module):
         check_count("num_heavy_tokens", num_heavy_tokens)
         check_least(1, dim=dim, heavy_window_size=heavy_window_size)
         check_least(1 / dim, light_ff_mult=light_ff_mult, heavy_ff_mult=heavy_ff_mult)
-        self.num_heavy_tokens, self.window = num_heavy_tokens, heavy_window_size
+        self.num_heavy_tokens: Tokens = num_heavy_tokens
+        self.window: int | None = heavy_window_size
         over: dict[str, Any] = dict(ring_attn=ring_attn, layout=layout, group=group)
-        self.spread = ShardConfig.make(**over)
+        self.spread: ShardConfig = ShardConfig.make(**over)
         options = router_options(router_kwargs, router_straight_through, use_triton) | over
-        self.router = CoordinateDescentRouter(dim, **options)
+        self.router: CoordinateDescentRouter = CoordinateDescentRouter(dim, **options)
         if heavy_window_size is not None:
             refuse_blocks(self.router, "heavy_window_size")
-        self.light_ff = feed_forward(dim, light_ff_mult)
-        self.heavy_ff = feed_forward(dim, heavy_ff_mult)
+        self.light_ff: nn.Sequential = feed_forward(dim, light_ff_mult)
+        self.heavy_ff: nn.Sequential = feed_forward(dim, heavy_ff_mult)
 
     @typed(report_to_group_of_module("ConditionalRoutedFeedForward"))
     def forward(

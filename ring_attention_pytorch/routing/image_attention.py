@@ -52,10 +52,6 @@ class ConditionalRoutedImageAttention(ConditionalRoutedAttention):
     torch.Size([1, 6, 7, 16])
     """
 
-    side: int
-    channel_first: bool
-    window_attn: RingAttention
-
     @checked
     def __init__(
         self,
@@ -70,8 +66,9 @@ class ConditionalRoutedImageAttention(ConditionalRoutedAttention):
         if given := {"has_light_attn", "rotary_emb"} & set(options):
             raise ValueError(f"{', '.join(given)}: not of image attention")
         super().__init__(dim, has_light_attn=False, light_window_size=light_window_size, **options)
-        self.side, self.channel_first = light_window_size, channel_first
-        self.window_attn = RingAttention(
+        self.side: int = light_window_size
+        self.channel_first: bool = channel_first
+        self.window_attn: RingAttention = RingAttention(
             dim, dim_head=light_dim_head, heads=light_heads, kernel=options.get("kernel")
         )
 

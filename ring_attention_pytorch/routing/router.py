@@ -164,16 +164,6 @@ class CoordinateDescentRouter(nn.Module):
     (torch.Size([2, 3]), torch.Size([2, 3, 8]))
     """
 
-    dim: int
-    routes: int
-    straight_through: bool
-    eps: float
-    passes: Passes
-    steps: tuple[int, float, float | None, float] | None
-    cosine_scale: float | None
-    spread: ShardConfig
-    routing_token: nn.Parameter | None
-
     @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
@@ -213,15 +203,19 @@ class CoordinateDescentRouter(nn.Module):
             raise ValueError(
                 f"cosine_sim_scale must be positive and finite, got {cosine_sim_scale}"
             )
-        self.dim, self.routes, self.straight_through = dim, num_routing_tokens, straight_through
+        self.dim: int = dim
+        self.routes: int = num_routing_tokens
+        self.straight_through: bool = straight_through
         self.fetch_k_ratio = fetch_k_ratio
-        self.eps = float(eps)
-        self.passes = TRITON if use_triton else PLAIN
-        self.steps = None if n_iters is None else (n_iters, float(eps), eps_init, float(decay))
-        self.cosine_scale = cosine_sim_scale if cosine_sim_routing else None
+        self.eps: float = float(eps)
+        self.passes: Passes = TRITON if use_triton else PLAIN
+        self.steps: tuple[int, float, float | None, float] | None = (
+            None if n_iters is None else (n_iters, float(eps), eps_init, float(decay))
+        )
+        self.cosine_scale: float | None = cosine_sim_scale if cosine_sim_routing else None
         self.route_block_size = route_block_size
-        self.spread = ShardConfig.make(ring_attn, layout=layout, group=group)
-        self.routing_token = None
+        self.spread: ShardConfig = ShardConfig.make(ring_attn, layout=layout, group=group)
+        self.routing_token: nn.Parameter | None = None
         if not learned_routing_tokens:
             self.routing_token = nn.Parameter(torch.randn(num_routing_tokens, dim))
 

@@ -32,9 +32,6 @@ class Launch:
     driver.
     """
 
-    kernel: Any
-    programs: int
-
     def __init__(
         self,
         kernel: Any,
@@ -45,7 +42,9 @@ class Launch:
         launch_pdl: bool = False,
         **constants: Any,
     ) -> None:
-        self.kernel, self.programs, self.fixed = kernel, programs, fixed
+        self.kernel: Any = kernel
+        self.programs: int = programs
+        self.fixed = fixed
         self.options: dict[str, int] = {"num_warps": num_warps}
         if num_stages is not None:
             self.options["num_stages"] = num_stages

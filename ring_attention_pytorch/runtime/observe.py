@@ -118,10 +118,6 @@ class Record:
     side streams at the end of each part: recorded calls for two parts do not run side by side.
     """
 
-    device: torch.device
-    place: int
-    direction: str
-    ranks: Sequence[int]
     start: Any  # an event of CUDA, or seconds
     stop: Any
 
@@ -129,9 +125,11 @@ class Record:
         both = plan.schedule
         self.program: Program = both.backward if direction == "backward" else both.forward
         self.shape: KVShape = plan.chosen.shape
-        self.device, self.place, self.direction = plan.device, plan.place, direction
+        self.device: torch.device = plan.device
+        self.place: int = plan.place
+        self.direction: str = direction
         whole = plan.ulysses is None
-        self.ranks = range(plan.ring.size) if whole else plan.ulysses.ring.places
+        self.ranks: Sequence[int] = range(plan.ring.size) if whole else plan.ulysses.ring.places
         self.spans: list[Span] = []
         self._open: list[_Range] = []
         self._computing: Any = None

@@ -70,11 +70,9 @@ class Recordings:
     other ranks have left that, too.
     """
 
-    by: Any  # a class of recordings
-    follow: Callable[[], Hashable]
-
     def __init__(self, by: Any, follow: Callable[[], Hashable] = _nothing) -> None:
-        self.by, self.follow = by, follow
+        self.by: Any = by  # a class of recordings
+        self.follow: Callable[[], Hashable] = follow
         self._recordings: dict[Hashable, Recording] = {}
         self._memory: Hashable = None
         self._last: torch.cuda.Stream | None = None  # on which one ran that has memory

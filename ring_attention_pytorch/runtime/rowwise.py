@@ -1,7 +1,8 @@
 """Passes over the rows of results: in plain PyTorch, and on GPUs by one kernel each.
 
 Attention to all keys is that to parts of them, merged by lse. `merge` makes a new result, which has
-gradients. `merge_` goes on with a running one, in place, and `merge_sinks_` ends that.
+gradients. `merge_` goes on with a running one, in place, and `merge_sinks_` ends that. Their bits
+differ: one rounds a softmax, the other a chain of sigmoids.
 """
 
 from collections.abc import Sequence

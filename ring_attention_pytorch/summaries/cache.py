@@ -32,27 +32,21 @@ class SummaryCache:
         starts: of each sample, tokens before this one are padding and never seen; None is 0.
     """
 
-    rule: Cells
-    ring: Ring
-    length: int
-    cells: int  # that have summaries already
-    start: int  # position of the first token kept
-    widths: tuple[int, ...]  # of keys before and after rotary embedding, of values
-    recent: Tensor
-    far: Tensor
-    numbers: Tensor  # of the cells of summaries; -1 is none
-    starts: Tensor | None
-
     def __init__(
         self, rule: Cells, ring: Ring, like: Tensor, starts: Sequence[int] | None = None
     ) -> None:
-        self.rule, self.ring = rule, ring
-        self.length = self.cells = self.start = 0
-        self.widths = (like.shape[-1],) * 3
-        self.recent = torch.cat((like,) * 3, -1)
-        self.far = torch.cat((like,) * 2, -1)
-        self.numbers = like.new_empty(like.shape[:2], dtype=torch.long)
-        self.starts = None
+        self.rule: Cells = rule
+        self.ring: Ring = ring
+        self.length: int = 0
+        self.cells: int = 0  # that have summaries already
+        self.start: int = 0  # position of the first token kept
+        # of keys before and after rotary embedding, of values
+        self.widths: tuple[int, ...] = (like.shape[-1],) * 3
+        self.recent: Tensor = torch.cat((like,) * 3, -1)
+        self.far: Tensor = torch.cat((like,) * 2, -1)
+        # of the cells of summaries; -1 is none
+        self.numbers: Tensor = like.new_empty(like.shape[:2], dtype=torch.long)
+        self.starts: Tensor | None = None
         if starts is not None:
             self.starts = torch.tensor(starts, device=like.device)[:, None]
 

@@ -13,15 +13,14 @@ from ring_attention_pytorch.summaries.plan import SummaryPlan
 class CachedSummaries:
     """A layer with its window on all ranks, and its summaries spread over them."""
 
-    attn: Any  # a layer of attention with summaries
-    reading: Reading
-    cache: SummaryCache
-
     def __init__(self, attn: Any, reading: Reading) -> None:
-        self.attn, self.reading = attn, reading
+        self.attn: Any = attn  # a layer of attention with summaries
+        self.reading = reading
         shape = reading.samples, 0, attn.heads_here()[1], attn.dim_head
         like = torch.empty(shape, dtype=reading.dtype, device=reading.device)
-        self.cache = SummaryCache(attn.summaries.rule, reading.ring, like, reading.starts)
+        self.cache: SummaryCache = SummaryCache(
+            attn.summaries.rule, reading.ring, like, reading.starts
+        )
 
     @property
     def length(self) -> int:

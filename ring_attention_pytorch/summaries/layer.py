@@ -93,24 +93,17 @@ class SummaryLayer(nn.Module):
     `stride` tokens like it do.
     """
 
-    rule: Cells
-    key_weights: nn.Parameter
-    value_weights: nn.Parameter
-    key_query: nn.Parameter | None  # these two if cells are pooled by attention
-    value_query: nn.Parameter | None
-    gates: nn.Linear | None  # one of these two
-    bias: nn.Parameter | None
-    rotary: Callable[[Tensor], Tensor] | None
-    restart: bool
-
     def __init__(
         self, given: Summaries, dim: int, dim_head: int, heads: int, key_heads: int
     ) -> None:
         super().__init__()
-        self.rule = given.rule
-        self.key_weights = nn.Parameter(torch.zeros(key_heads, self.rule.block))
-        self.value_weights = nn.Parameter(torch.zeros(key_heads, self.rule.block))
-        self.key_query = self.value_query = self.bias = self.gates = None
+        self.rule: Cells = given.rule
+        self.key_weights: nn.Parameter = nn.Parameter(torch.zeros(key_heads, self.rule.block))
+        self.value_weights: nn.Parameter = nn.Parameter(torch.zeros(key_heads, self.rule.block))
+        self.key_query: nn.Parameter | None = None  # these two if cells are pooled by attention
+        self.value_query: nn.Parameter | None = None
+        self.gates: nn.Linear | None = None  # one of these two
+        self.bias: nn.Parameter | None = None
         if given.pool == "attention":
             self.key_query = nn.Parameter(torch.zeros(key_heads, dim_head))
             self.value_query = nn.Parameter(torch.zeros(key_heads, dim_head))
@@ -118,7 +111,8 @@ class SummaryLayer(nn.Module):
             self.gates = nn.Linear(dim, 2 * heads)
         else:
             self.bias = nn.Parameter(torch.full((heads,), log(self.rule.stride)))
-        self.rotary, self.restart = None, False
+        self.rotary: Callable[[Tensor], Tensor] | None = None
+        self.restart: bool = False
 
     def rotate_by(self, rotary: Callable[[Tensor], Tensor], restart: bool) -> None:
         """Rotate summaries by their cells' last positions, with `restart` those in documents.

@@ -46,15 +46,13 @@ class TokenFile:
         ValueError: the file is not a whole number of tokens.
     """
 
-    tokens: Tensor
-
     @checked
     def __init__(self, path: str | Path, dtype: torch.dtype = torch.uint16):
         size = Path(path).stat().st_size
         if size % dtype.itemsize:
             raise ValueError(f"{path} has {size} bytes, no whole number of tokens of {dtype}")
         tokens = size // dtype.itemsize
-        self.tokens = torch.from_file(str(path), size=tokens, dtype=dtype)
+        self.tokens: Tensor = torch.from_file(str(path), size=tokens, dtype=dtype)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -105,13 +103,6 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
     [[3, 4]] [[-100, 5]]
     """
 
-    length: int
-    batch_size: int
-    replica: int
-    replicas: int
-    seed: int | None
-    layout: Layout
-
     @checked
     def __init__(  # noqa: PLR0913 - a public entry point
         self,
@@ -141,9 +132,13 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
         if seed is not None and not isinstance(source, TokenFile | Sequence):
             raise ValueError("documents that can't be indexed can't be shuffled; leave seed out")
         self.source: Any = source
-        self.length, self.batch_size = length, batch_size
+        self.length: int = length
+        self.batch_size: int = batch_size
         self.place: dict[str, Any] = dict(rank=rank, ring_size=ring_size)
-        self.replica, self.replicas, self.seed, self.layout = replica, replicas, seed, layout
+        self.replica: int = replica
+        self.replicas: int = replicas
+        self.seed: int | None = seed
+        self.layout: Layout = layout
         self._done = 0  # batches of all replicas, in this process
         self._batches: Iterator[Any] | None = None  # of all replicas, from number `_at` on
         self._at = 0

@@ -158,6 +158,29 @@ def test_functions_are_short(file):
         assert lines(function) <= 60 or name in MAY_BE_LONG, f"{name}: {lines(function)} lines"
 
 
+def assigned(init: ast.FunctionDef) -> set[str]:
+    """Attributes of self that a function assigns, each by itself: not those of an unpacked call."""
+    found = set()
+    for node in ast.walk(init):
+        targets = getattr(node, "targets", []) + [getattr(node, "target", None)]
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            targets += getattr(targets[0], "elts", [])
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            found |= {t.attr for t in targets if isinstance(t, ast.Attribute)}
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_attributes_are_declared_where_they_are_assigned(file):
+    for owner in ast.walk(ast.parse(file.read_text())):
+        body = owner.body if isinstance(owner, ast.ClassDef) else []
+        declared = {
+            node.target.id for node in body if isinstance(node, ast.AnnAssign) and not node.value
+        }
+        made = [node for node in body if getattr(node, "name", "") == "__init__"]
+        assert not declared & {name for init in made for name in assigned(init)}, owner.name
+
+
 def test_there_is_no_drawer_for_odds_and_ends():
     assert not [f for f in FILES if f.stem in ("utils", "util", "helpers", "common", "misc")]
 
