@@ -321,7 +321,7 @@ ATTENTION = [
     Mutant(
         "layers that drop otherwise have graphs anew each time",
         "plan/ring_plan.py:RingPlan.for_layer",
-        "self._layers.of(number, of_layer, _LAYERS)", "of_layer()",
+        "self._own.layers.of(number, of_layer, _LAYERS)", "of_layer()",
     ),
     Mutant(
         "gradients of the hop before last", "runtime/accumulate.py:_Accumulator._update",
