@@ -62,13 +62,6 @@ def by_sample(
     return [(slice(None), masks[0] if masks else visible)]
 
 
-def copied(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Copy a tensor: a caller that reuses its memory would silently change gradients."""
-    if t is None:
-        return None
-    return t.to(dtype, copy=True)
-
-
 def seen_by_any(
     samples: list[tuple[slice, Mask]], visible: Mask, prefixed: bool
 ) -> tuple[Mask, tuple[Mask, ...]]:

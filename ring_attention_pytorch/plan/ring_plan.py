@@ -174,7 +174,10 @@ class RingPlan:
         options = mine.options
         visible = Mask(options.causal, options.window)
         segments = place_tokens(ring, options, visible, lengths)
-        packing = whole_packing(ring, options.documents, options.cu_seqlens, segments[0], len(q))
+        packing = None
+        if options.packed:
+            given = options.documents, options.cu_seqlens
+            packing = whole_packing(ring, *given, segments[0], len(q))
         samples = by_sample(visible, packing, options.prefix, len(q))
         masks = seen_by_any(samples, visible, options.prefix is not None)
         heads = swap_heads(ring, mine, Workload(*segments, *masks), lengths[0]["seed"])
