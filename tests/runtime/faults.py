@@ -14,7 +14,7 @@ ATTENTION = [
     ),
     Mutant(
         "parts have times without what they left", "runtime/observe.py:_RecordedCall.computed",
-        "self._deferred.do()", "",
+        "if self._deferred: self._deferred.do()", "",
     ),
     Mutant(
         "a sum forgets what it runs in", "runtime/accumulate.py:GradAccumulator.finalize",
