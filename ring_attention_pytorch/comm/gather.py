@@ -100,7 +100,11 @@ class GatherCall:
             self.channel.reduce(transfer)
 
     def keys(self, part: Part) -> KVBlock:
-        return some_of(self.blocks[part.block], *self.held.parts[part])
+        keys, (span, segments) = self.blocks[part.block], self.held.parts[part]
+        if span == slice(0, keys.k.shape[1]):
+            return keys
+        mask = None if keys.key_mask is None else keys.key_mask[:, span]
+        return keys._replace(k=keys.k[:, span], v=keys.v[:, span], key_mask=mask, segments=segments)
 
     def grads(self, part: Part, keys: KVBlock) -> KVGrads:
         if len(self.program.blocks) == 1:
@@ -121,11 +125,3 @@ class GatherCall:
         last = part.stage == len(self.program.blocks[part.block].stages) - 1
         if part.block and self.totals is None and last:  # backward, it goes with its gradients
             del self.blocks[part.block]
-
-
-def some_of(keys: KVBlock, span: slice, segments: Segments) -> KVBlock:
-    """Return the keys of some tokens, at these positions, as views."""
-    if span == slice(0, keys.k.shape[1]):
-        return keys
-    mask = None if keys.key_mask is None else keys.key_mask[:, span]
-    return keys._replace(k=keys.k[:, span], v=keys.v[:, span], key_mask=mask, segments=segments)

@@ -53,10 +53,10 @@ class ScheduledTransport:
 
     def stream(self, own_keys: KVBlock) -> Iterator[KVBlock]:
         """Yield the keys of each part: own ones, then all others that anyone needs."""
-        program, nothing = self.schedule.forward, Deferred()
-        call = recorded(self.call(program, own_keys), nothing)
+        program = self.schedule.forward
+        call = recorded(self.call(program, own_keys))
         try:
-            for part in _parts(program, call, nothing):
+            for part in _parts(program, call):
                 keys = call.keys(part)
                 if program.counts(part, keys.segments):
                     yield keys
@@ -74,7 +74,7 @@ class ScheduledTransport:
         When the stream ends, `own`, those of own keys, have what every rank added. What a kernel
         leaves for `deferred` is done while its gradients travel, or left for whoever asked.
         """
-        program, deferred = self.schedule.backward, Deferred() if deferred is None else deferred
+        program = self.schedule.backward
         call = recorded(self.call(program, own_keys, own), deferred)
         try:
             for part in _parts(program, call, deferred):
@@ -89,19 +89,20 @@ class ScheduledTransport:
             raise
 
 
-def _parts(program: Program, call: Call, deferred: Deferred) -> Iterator[Part]:
+def _parts(program: Program, call: Call, deferred: Deferred | None = None) -> Iterator[Part]:
     """Yield the parts; do what a kernel left for `deferred` before anything is waited for.
 
     Its gradients have started by then, if there is nothing else to wait for before that. It is done
     before the next part, too: no two parts have something left for the same queries.
     """
     for wait, start, part in program.steps:
-        if wait:
+        if wait and deferred:
             deferred.do()
         for number in wait:
             call.wait(number)
         for number in start:
             call.start(number)
         if part is not None:
-            deferred.do()
+            if deferred:
+                deferred.do()
             yield part

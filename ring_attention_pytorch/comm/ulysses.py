@@ -26,10 +26,9 @@ from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.observe import spanned
 from ring_attention_pytorch.runtime.replay import Recordings
 from ring_attention_pytorch.runtime.resolved import resolved
-from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.tape import Tape
 from ring_attention_pytorch.runtime.torch_func import Function
-from ring_attention_pytorch.schedule.pieces import KVShape
 
 Heads = tuple[tuple[int, ...], ...]  # which heads each place gets
 
@@ -378,12 +377,3 @@ def _summed(t: Tensor, heads: Heads, into: Tensor | None) -> Tensor:
     for i, head in enumerate(order):
         total[:, :, head] += t[:, :, i]
     return total.to(t.dtype) if into is None else into.copy_(total)
-
-
-def kv_shape_of(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> KVShape:
-    """Return the shapes that a transport works for, after the all-to-all if there is one."""
-    (b, _, heads, d), key_heads = q.shape, k.shape[2]
-    if swap is not None:
-        heads, key_heads = (len(spread.heads[0]) for spread in (swap.queries, swap.keys))
-    wide = wire_dtype(q.dtype) != q.dtype
-    return KVShape(b, heads, key_heads, d, v.shape[3], q.dtype.itemsize, wide)

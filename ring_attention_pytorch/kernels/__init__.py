@@ -142,20 +142,21 @@ def explain(case: KernelRequest, name: str | None = None) -> str:
 
 def refusal(name: str, case: KernelRequest) -> str | None:
     """Say why the kernel of this name can't do the case; None where it can."""
-    can = KERNELS[name].CAN
-    return (
-        _device_refusal(can, case)
-        or _shape_refusal(can, case)
-        or next(
-            (
-                f"has no {_WORDS.get(feature, feature)}"
-                for feature in sorted(FEATURES - can.features)
-                if getattr(case, feature)
-            ),
-            None,
-        )
-        or (None if can.package is None else package_refusal(can.package))
-    )
+    can, sizes = KERNELS[name].CAN, f"got {case.d} and {case.d_v}"
+    if (why := _device_refusal(can, case)) is not None:
+        return why
+    if can.dtypes is not None and case.dtype not in can.dtypes:
+        return f"has no {case.dtype}"
+    if can.max_head_dim is not None and max(case.d, case.d_v) > can.max_head_dim:
+        return f"has no head size above {can.max_head_dim}, {sizes}"
+    if case.d % can.head_dim_multiple or case.d_v % can.head_dim_multiple:
+        return f"needs head sizes that are multiples of {can.head_dim_multiple}, {sizes}"
+    if can.one_head_dim and case.d != case.d_v:
+        return f"needs one head size for q, k and v, {sizes}"
+    for feature in sorted(FEATURES - can.features):
+        if getattr(case, feature):
+            return f"has no {_WORDS.get(feature, feature)}"
+    return None if can.package is None else package_refusal(can.package)
 
 
 def _selected(name: str) -> SelectedKernel:
@@ -213,19 +214,6 @@ def _device_refusal(can: Capabilities, case: KernelRequest) -> str | None:
 def _interprets(device: str) -> bool:
     """Tell whether Triton's interpreter runs kernels there."""
     return device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _shape_refusal(can: Capabilities, case: KernelRequest) -> str | None:
-    sizes = f"got {case.d} and {case.d_v}"
-    if can.dtypes is not None and case.dtype not in can.dtypes:
-        return f"has no {case.dtype}"
-    if can.max_head_dim is not None and max(case.d, case.d_v) > can.max_head_dim:
-        return f"has no head size above {can.max_head_dim}, {sizes}"
-    if case.d % can.head_dim_multiple or case.d_v % can.head_dim_multiple:
-        return f"needs head sizes that are multiples of {can.head_dim_multiple}, {sizes}"
-    if can.one_head_dim and case.d != case.d_v:
-        return f"needs one head size for q, k and v, {sizes}"
-    return None
 
 
 @lru_cache(maxsize=16)

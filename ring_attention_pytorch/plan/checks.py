@@ -1,7 +1,7 @@
 """Checks of tensors and options, and what ranks must have the same of them."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,14 @@ class Signature(tuple):
 
     def __repr__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in zip(self.NAMES, self))
+
+
+class Expected(NamedTuple):
+    """The tensors that a plan is for."""
+
+    signature: Signature
+    sinks: bool  # whether calls have some
+    device: torch.device
 
 
 def autocast_dtype(t: Tensor) -> torch.dtype:
@@ -109,16 +117,18 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def check_tensors(
-    wanted: Signature, with_sinks: bool, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None
+    wanted: Expected, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None
 ) -> None:
-    """Raise ValueError if a call's tensors are not such as a plan of this signature is for."""
+    """Raise ValueError if a call's tensors are not such as a plan is for."""
     check_qkv(*qkv)
     check_per_head("sinks", qkv[0], sinks)
-    if with_sinks != (sinks is not None):
-        made, got = ("with", "none") if with_sinks else ("without", "some")
+    if wanted.sinks != (sinks is not None):
+        made, got = ("with", "none") if wanted.sinks else ("without", "some")
         raise ValueError(f"the plan was made {made} sinks, got {got}; make one for such calls")
-    if (found := Signature.of(*qkv)) != wanted:
-        raise ValueError(f"the plan was made for {wanted!r}; got {found!r}; make one for these")
+    if (found := Signature.of(*qkv)) != wanted.signature:
+        raise ValueError(
+            f"the plan was made for {wanted.signature!r}; got {found!r}; make one for these"
+        )
 
 
 def check_key_mask(key_mask: Tensor | None, k: Tensor) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from hashlib import sha256
 from itertools import chain, groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,24 @@ from ring_attention_pytorch.runtime.interfaces import MaskMod
 from ring_attention_pytorch.schedule.pieces import Workload
 
 Prefix = int | Sequence[int] | Tensor | None
+
+
+class Seen(NamedTuple):
+    """Which keys the queries of a plan see, by their positions.
+
+    Attributes:
+        visible: the mask of causal and window alone.
+        samples: samples that see alike, as slices of the batch, and their masks.
+        packing: the documents of each sample; None if there are none.
+        repeats: whether positions of keys were given, which may repeat.
+        reached: bool `[1, m]`, own keys whose position some query sees; None if all are.
+    """
+
+    visible: Mask
+    samples: list[tuple[slice, Mask]]
+    packing: BatchDocuments | None
+    repeats: bool
+    reached: Tensor | None
 
 
 def by_sample(
@@ -42,13 +60,6 @@ def by_sample(
     if len(groups) > 1:
         return groups
     return [(slice(None), masks[0] if masks else visible)]
-
-
-def copied(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Copy a tensor: a caller that reuses its memory would silently change gradients."""
-    if t is None:
-        return None
-    return t.to(dtype, copy=True)
 
 
 def seen_by_any(

@@ -115,10 +115,6 @@ def _check_bucket_size(o: "Options", call: Call) -> None:
     check_least(1, bucket_size=o.bucket_size)
 
 
-def _check_key_mask(o: "Options", call: Call) -> None:
-    check_key_mask(o.key_mask, call.k)
-
-
 def _check_documents(o: "Options", call: Call) -> None:
     check_documents(o.documents, o.cu_seqlens, call.q.shape)
 
@@ -143,10 +139,6 @@ def _check_positions(o: "Options", call: Call) -> None:
     check_positions(o.query_positions, o.key_positions, call.q, call.k)
 
 
-def _check_sinks(o: "Options", call: Call) -> None:
-    check_per_head("sinks", call.q, o.sinks)
-
-
 def _check_bias(o: "Options", call: Call) -> None:
     check_bias(o.key_bias, call.q, call.k, o.scale, o.softclamp)
 
@@ -157,10 +149,6 @@ def _heads_of_bias(bias: Tensor) -> list[int]:
 
 def _check_dropout(o: "Options", call: Call) -> None:
     check_dropout(o.dropout, o.dropout_seed)
-
-
-def _check_layout(o: "Options", call: Call) -> None:
-    check_layout(o.layout)
 
 
 def _check_transport(o: "Options", call: Call) -> None:
@@ -185,10 +173,6 @@ def _check_calibrate(o: "Options", call: Call) -> None:
         )
 
 
-def _check_notes(o: "Options", call: Call) -> None:
-    check_notes(o.check)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of one ring attention; `ring_attn` says what each option means."""
@@ -196,7 +180,10 @@ class Options:
     # which keys a query sees
     causal: Annotated[bool, Row(agree=itself)] = False
     window: Annotated[int | None, Row(_check_window, itself, feature=True)] = None
-    key_mask: Annotated[Tensor | None, Row(_check_key_mask, presence, feature=True)] = None
+    key_mask: Annotated[
+        Tensor | None,
+        Row(lambda o, call: check_key_mask(o.key_mask, call.k), presence, feature=True),
+    ] = None
     documents: Annotated[
         Tensor | BatchDocuments | None, Row(_check_documents, presence, everywhere=True)
     ] = None
@@ -212,21 +199,23 @@ class Options:
     # what a score is
     scale: Annotated[float | int | None, Row(_check_scale, itself, feature=True)] = None
     softclamp: Annotated[float | int | None, Row(_check_softclamp, itself, feature=True)] = None
-    sinks: Annotated[Tensor | None, Row(_check_sinks, sinks_note)] = None
+    sinks: Annotated[
+        Tensor | None, Row(lambda o, call: check_per_head("sinks", call.q, o.sinks), sinks_note)
+    ] = None
     alibi_slopes: Annotated[Tensor | None, Row(_check_alibi, presence, feature=True)] = None
     key_bias: Annotated[Tensor | None, Row(_check_bias, _heads_of_bias)] = None
     dropout: Annotated[float | int, Row(_check_dropout, float, feature=True)] = 0.0
     dropout_seed: Annotated[int | None, Row(_check_dropout, itself)] = None
 
     # how it is computed
-    layout: Annotated[Layout, Row(_check_layout, str)] = "contiguous"
+    layout: Annotated[Layout, Row(lambda o, call: check_layout(o.layout), str)] = "contiguous"
     kernel: Annotated[str | None, Row(agree=itself)] = None
     transport: Annotated[str | None, Row(_check_transport, itself)] = None
     ulysses: Annotated[int, Row(_check_ulysses, itself)] = 1
     memory: Annotated[int | None, Row(_check_transport, itself)] = None
     bucket_size: Annotated[int, Row(_check_bucket_size)] = 1024
     calibrate: Annotated[bool, Row(_check_calibrate, itself, everywhere=True)] = False
-    check: Annotated[str | None, Row(_check_notes, itself)] = None
+    check: Annotated[str | None, Row(lambda o, call: check_notes(o.check), itself)] = None
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> "Options":

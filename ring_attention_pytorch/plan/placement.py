@@ -215,8 +215,12 @@ def placed(ring: Ring, q: Tensor, given: Mapping[str, Any]) -> Mapping[str, Any]
     return placement.options(given)
 
 
-def own_mask(given: Tensor | None, values: Tensor | None) -> OwnMask:
-    """Return the mask that a plan is made with: as it was given, and the values that are kept."""
+def own_mask(given: Tensor | None) -> OwnMask:
+    """Return the mask that a plan is made with, a copy: a caller may reuse the memory of its own.
+
+    That would silently change gradients.
+    """
+    values = None if given is None else given.to(torch.bool, copy=True)
     placement = current()
     if placement is None or given is not placement.key_mask:
         return OwnMask(values)

@@ -3,11 +3,10 @@
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.transports import make_one_stream, make_transport, owners_at_once
-from ring_attention_pytorch.comm.ulysses import Ulysses, kv_shape_of
+from ring_attention_pytorch.comm.ulysses import Ulysses
 from ring_attention_pytorch.geometry.documents import check_end
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.segments import Segments
@@ -15,7 +14,7 @@ from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.plan.calibrate import calibrated
 from ring_attention_pytorch.plan.checks import check_lengths, segments_of_two
-from ring_attention_pytorch.plan.masks import check_repeats, copied, gather_positions
+from ring_attention_pytorch.plan.masks import check_repeats, gather_positions
 from ring_attention_pytorch.plan.options import Options
 from ring_attention_pytorch.plan.placement import OwnMask, own_mask
 from ring_attention_pytorch.plan.proposal import Proposal
@@ -23,7 +22,7 @@ from ring_attention_pytorch.ranks.agreement import raise_together
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.interfaces import ScoreMods, Transport
-from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
 from ring_attention_pytorch.schedule.cost import choose_transport
 from ring_attention_pytorch.schedule.hardware import (
     H200,
@@ -87,22 +86,23 @@ def swap_heads(ring: Ring, mine: Proposal, blocks: Workload, seed: int) -> Heads
     """Apply the all-to-all, if any, to what the plan is of: tokens, heads and mask."""
     options = mine.options
     q, k, v = mine.shaped
+    slopes = options.alibi_slopes
+    if slopes is not None:  # a copy: a caller may reuse its memory
+        slopes = slopes.to(accumulation_dtype(q.dtype), copy=True)
     terms = ScoreMods(
         mine.scale,
         options.softclamp,
         options.bucket_size,
-        copied(options.alibi_slopes, accumulation_dtype(q.dtype)),
+        slopes,
         options.mask_mod,
         Dropout(options.dropout, seed) if options.dropout else None,
     )
-    key_mask = copied(options.key_mask, torch.bool)
-    own = own_mask(options.key_mask, key_mask)
+    own = own_mask(options.key_mask)
     if not 1 < options.ulysses <= ring.size:
-        return Heads(blocks, terms, key_mask, own, None)
+        return Heads(blocks, terms, own.values, own, None)
     ulysses, queries, keys = Ulysses.make(ring, options.ulysses, blocks[:2], q, k, v)
     blocks = blocks._replace(queries=queries, keys=keys)
-    if key_mask is not None:
-        key_mask = ulysses.whole_mask(key_mask)
+    key_mask = None if own.values is None else ulysses.whole_mask(own.values)
     return Heads(blocks, ulysses.of_heads(terms), key_mask, own, ulysses)
 
 
@@ -128,7 +128,7 @@ def settle_transport(
     """
     options, kernel, blocks, ulysses = mine.options, mine.kernel, heads.blocks, heads.ulysses
     q, k, v = mine.shaped
-    shape = kv_shape_of(q, k, v, ulysses)
+    shape = _shape_of(q, k, v, ulysses)
     memory, named = options.memory, options.transport
     if named is None and memory is None:
         memory = min(rank["room"] for rank in lengths)
@@ -165,6 +165,15 @@ def settle_transport(
     other = together and overlapping
     chosen = TransportChoice(name, machine, memory, at_once, shape, other, concurrent)
     return kernel, together or overlapping, chosen
+
+
+def _shape_of(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> KVShape:
+    """Return the shapes that a transport works for, after the all-to-all if there is one."""
+    (b, _, heads, d), key_heads = q.shape, k.shape[2]
+    if swap is not None:
+        heads, key_heads = (len(spread.heads[0]) for spread in (swap.queries, swap.keys))
+    wide = wire_dtype(q.dtype) != q.dtype
+    return KVShape(b, heads, key_heads, d, v.shape[3], q.dtype.itemsize, wide)
 
 
 def _machine_of(kernel: SelectedKernel, ranks: list[dict[str, int]], like: Tensor) -> Hardware:

@@ -99,7 +99,7 @@ class Proposal(NamedTuple):
             own={
                 "n": q.shape[1],
                 "m": k.shape[1],
-                "seed": own_seed(options.dropout, options.dropout_seed),
+                "seed": own_seed(options.dropout_seed) if options.dropout else 0,
                 "room": memory_left(q, size) if chooses and options.memory is None else 0,
                 **_facts(q),
             },

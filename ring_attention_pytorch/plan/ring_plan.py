@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar, Unpack
+from typing import Any, NamedTuple, TypeVar, Unpack
 from weakref import WeakSet
 
 import torch
@@ -19,8 +19,8 @@ from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.geometry.segments import Segments, segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel
-from ring_attention_pytorch.plan.checks import Signature, check_tensors, like_autocast
-from ring_attention_pytorch.plan.masks import by_sample, positions_seen, reached, seen_by_any
+from ring_attention_pytorch.plan.checks import Expected, Signature, check_tensors, like_autocast
+from ring_attention_pytorch.plan.masks import Seen, by_sample, positions_seen, reached, seen_by_any
 from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.packing import whole_packing
 from ring_attention_pytorch.plan.placement import (
@@ -54,14 +54,31 @@ _LAYERS = 256  # whose plans a plan remembers
 _Results = TypeVar("_Results", bound=tuple[Any, ...])
 
 
+class Agreed(NamedTuple):
+    """The name of a plan's calls, which all ranks give alike, and when they compare notes."""
+
+    number: int = 0  # the ranks' number for this plan
+    of_layer: str = ""  # " of layer 3", as calls of that layer are named
+    always: bool = False  # whether ranks compare notes in each call, and not for the plan only
+
+
 @dataclass(eq=False)
 class Worked:
-    """What is worked out for a plan in its first calls."""
+    """Results of first calls, shared by plans that differ only in dropout."""
 
     tiles: dict[Segments, list[Any]] = field(default_factory=dict)
     calls: dict[bool, int] = field(default_factory=dict)  # of the kernel, by direction
     placements: WeakSet[Placement] = field(default_factory=WeakSet)  # where it may be used
     passed: set[tuple[Any, ...]] = field(default_factory=set)  # kinds of tensors that are right
+
+
+@dataclass(eq=False)
+class Own:
+    """Results of first calls, and plans of layers, that no other plan shares."""
+
+    tiles: dict[Segments, list[Any]] = field(default_factory=dict)  # under this plan's mask
+    layers: "PlanCache[RingPlan]" = field(default_factory=PlanCache)
+    records: dict[str, Record] = field(default_factory=dict)  # of observed calls, by direction
 
 
 @dataclass(frozen=True)
@@ -74,8 +91,9 @@ class RingPlan:
 
     ring: Ring
     query_segments: tuple[Segments, ...]
-    visible: Mask
     layout: Layout
+    expected: Expected
+    seen: Seen
     terms: ScoreMods
     kernel: SelectedKernel
     transport: Transport
@@ -84,33 +102,19 @@ class RingPlan:
     ulysses: Ulysses | None
     key_mask: Tensor | None
     own_mask: OwnMask  # as it was given, before any all-to-all
-    sinks: bool
-    signature: Signature
-    device: torch.device
-    samples: list[tuple[slice, Mask]]  # samples that see alike, and their mask
-    packing: BatchDocuments | None = None  # the documents of each sample
-    repeats: bool = False  # whether positions of keys were given, which may repeat
-    reached: Tensor | None = None  # bool [1, m], own keys whose position some query sees
-    always: bool = False  # whether ranks compare notes in each call, and not here only
-    number: int = field(default=0, compare=False)  # the ranks' number for this plan
-    of_layer: str = ""  # " of layer 3", as calls of that layer are named
+    agreed: Agreed = field(default=Agreed(), compare=False)
     handle: int = field(init=False, compare=False, repr=False)  # its number in traced graphs
     replay: Replay = field(init=False, compare=False, repr=False)  # what may repeat its calls
     recordings: Recordings | None = field(init=False, compare=False, repr=False)
-    records: dict[str, Record] = field(default_factory=dict, init=False, compare=False, repr=False)
-    # what is worked out when asked for, shared with plans that differ only in dropout, and not
     _shared: Worked = field(default_factory=Worked, compare=False, repr=False)
-    _of_mask: dict[Segments, list] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
-    _layers: "PlanCache[RingPlan]" = field(
-        default_factory=PlanCache, init=False, compare=False, repr=False
-    )
+    _own: Own = field(default_factory=Own, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", new_handle(self))
         taped = self.kernel.traits.taped and self.terms.mask_mod is None
-        replay = self.transport.fabric.replay.both(Replay(self.device.type == "cuda", taped))
+        replay = self.transport.fabric.replay.both(
+            Replay(self.expected.device.type == "cuda", taped)
+        )
         recordings = Recordings(Tape, replay.follow) if replay.tape else None
         object.__setattr__(self, "replay", replay)
         object.__setattr__(self, "recordings", recordings)
@@ -170,28 +174,25 @@ class RingPlan:
         options = mine.options
         visible = Mask(options.causal, options.window)
         segments = place_tokens(ring, options, visible, lengths)
-        packing = whole_packing(ring, options.documents, options.cu_seqlens, segments[0], len(q))
+        packing = None
+        if options.packed:
+            given = options.documents, options.cu_seqlens
+            packing = whole_packing(ring, *given, segments[0], len(q))
         samples = by_sample(visible, packing, options.prefix, len(q))
         masks = seen_by_any(samples, visible, options.prefix is not None)
         heads = swap_heads(ring, mine, Workload(*segments, *masks), lengths[0]["seed"])
         kernel, transport, chosen = settle_transport(ring, mine, heads, lengths, len(samples) == 1)
+        unreached = reached(heads.blocks, transport.fabric.ring.rank, q.device)
         return cls(
             ring=ring,
             query_segments=segments[0],
-            visible=visible,
             layout=options.layout,
-            signature=Signature.of(q, k, v),
-            device=q.device,
-            sinks=options.sinks is not None,
-            samples=samples,
-            packing=packing,
-            repeats=options.placed,
+            expected=Expected(Signature.of(q, k, v), options.sinks is not None, q.device),
+            seen=Seen(visible, samples, packing, options.placed, unreached),
             kernel=kernel,
             transport=transport,
             chosen=chosen,
-            reached=reached(heads.blocks, transport.fabric.ring.rank, q.device),
-            always=options.check is not None,
-            number=ring.steps.notes,
+            agreed=Agreed(ring.steps.notes, always=options.check is not None),
             **heads._asdict(),
         )
 
@@ -233,13 +234,14 @@ class RingPlan:
         if is_compiling():
             return _TracedLayer(self, number)
         of_layer = partial(self._of_layer, number, dropout.for_layer(number))
-        return self._layers.of(number, of_layer, _LAYERS)
+        return self._own.layers.of(number, of_layer, _LAYERS)
 
     def _of_layer(self, number: int, dropout: Dropout) -> "RingPlan":
         terms = self.terms._replace(dropout=dropout)
         swap, of_layer = self.ulysses, f" of layer {number}"
         swap = None if swap is None else replace(swap, of_layer=of_layer)
-        found = replace(self, terms=terms, ulysses=swap, of_layer=of_layer)
+        agreed = self.agreed._replace(of_layer=of_layer)
+        found = replace(self, terms=terms, ulysses=swap, agreed=agreed)
         return found.in_graphs() if has_graphs(self) else found
 
     @checked
@@ -308,8 +310,9 @@ class RingPlan:
 
     def call(self, direction: str) -> AbstractContextManager[object]:
         """Return the block of a call; if `always`, all ranks raise where their calls differ."""
-        block = self.ring.call(f"ring attention{self.of_layer}, {direction}", self.number)
-        return in_the_same_call(self.ring, block) if self.always else block
+        number, of_layer, always = self.agreed
+        block = self.ring.call(f"ring attention{of_layer}, {direction}", number)
+        return in_the_same_call(self.ring, block) if always else block
 
     def keys(self, k: Tensor, v: Tensor) -> KVBlock:
         """Make the KV block that the transport wants of this rank's keys, after any all-to-all.
@@ -317,27 +320,29 @@ class RingPlan:
         What nobody may see is 0 in it, so that no kernel comes across NaN there.
         """
         keys = KVBlock(k, v, self.key_mask, self.blocks.keys[self.place], own=True)
-        if self.key_mask is None and self.reached is None:
+        if self.key_mask is None and self.seen.reached is None:
             return keys
-        return keys.without_unseen(self.reached)
+        return keys.without_unseen(self.seen.reached)
 
     def tiles(self, keys: Segments) -> list[tuple[slice, Tiles]]:
         """List samples that see alike, and the tiles that their queries here see of these keys."""
         known = self._shared.tiles
         if keys not in known:
             known[keys] = [
-                (samples, self._of_block(keys, samples, mask)) for samples, mask in self.samples
+                (samples, self._of_block(keys, samples, mask))
+                for samples, mask in self.seen.samples
             ]
         shared = known[keys]
         if self.key_mask is None:
             return shared
-        if self.repeats or keys not in self._of_mask:  # others' keys, or another plan's mask
-            self._of_mask[keys] = [(samples, block.of_another_mask()) for samples, block in shared]
-        return self._of_mask[keys]
+        own = self._own.tiles
+        if self.seen.repeats or keys not in own:  # others' keys, or another plan's mask
+            own[keys] = [(samples, block.of_another_mask()) for samples, block in shared]
+        return own[keys]
 
     def calls(self, back: bool) -> int | None:
         """Count kernel calls in that direction that have tiles; None where samples differ."""
-        if len(self.samples) > 1:
+        if len(self.seen.samples) > 1:
             return None
         known = self._shared.calls
         if back not in known:
@@ -347,6 +352,36 @@ class RingPlan:
                 calls += bool(visible)
             known[back] = calls
         return known[back]
+
+    @property
+    def signature(self) -> Signature:
+        """Shapes, dtype and kind of device of the tensors that the plan is for."""
+        return self.expected.signature
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors that the plan is for."""
+        return self.expected.device
+
+    @property
+    def visible(self) -> Mask:
+        """The mask of causal and window, which documents and prefixes cut further."""
+        return self.seen.visible
+
+    @property
+    def packing(self) -> BatchDocuments | None:
+        """The documents of each sample; None if there are none."""
+        return self.seen.packing
+
+    @property
+    def number(self) -> int:
+        """The number that the ring's ranks have for this plan."""
+        return self.agreed.number
+
+    @property
+    def records(self) -> dict[str, Record]:
+        """What was observed in the last calls, by direction."""
+        return self._own.records
 
     @property
     def schedule(self) -> Schedule:
@@ -366,7 +401,7 @@ class RingPlan:
     @property
     def alone(self) -> bool:
         """Tell whether one call of the kernel is all there is to do."""
-        return len(self.blocks.queries) == 1 == len(self.samples)
+        return len(self.blocks.queries) == 1 == len(self.seen.samples)
 
     @property
     def degree(self) -> int:
@@ -409,7 +444,7 @@ class RingPlan:
             if block is not None:
                 block.check_plan(self)
             if key not in passed:
-                check_tensors(self.signature, self.sinks, (q, k, v), sinks)
+                check_tensors(self.expected, (q, k, v), sinks)
         except ValueError as error:
             self.ring.report_failure(
                 f"raised ValueError: {error}"
@@ -426,8 +461,7 @@ class _TracedLayer(RingPlan):
     # torch 2.11 hands a frozen dataclass its defaults, whatever its __init__ takes
     def __init__(self, plan: RingPlan, number: int, **_defaults: object) -> None:
         for name in (
-            "ring", "layout", "visible", "terms", "kernel", "chosen", "ulysses", "packing",
-            "replay",
+            "ring", "layout", "seen", "terms", "kernel", "chosen", "ulysses", "replay",
         ):  # fmt: skip
             object.__setattr__(self, name, getattr(plan, name))
         object.__setattr__(self, "handle", handle_of_layer(plan.handle, number))

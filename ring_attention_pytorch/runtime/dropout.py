@@ -88,13 +88,13 @@ def check_seed(seed: int | None) -> None:
         raise ValueError(f"dropout_seed must be at least 0 and less than 2 ** 64, got {seed}")
 
 
-def own_seed(rate: float, seed: int | None) -> int:
-    """Return the seed that was given, or one from PyTorch's generator; 0 where nothing is dropped.
+def own_seed(seed: int | None) -> int:
+    """Return the seed that was given, or one from PyTorch's generator.
 
     The ring uses its first rank's seed, but every rank draws one, so that generators stay together.
     """
-    if seed is not None or rate == 0:
-        return seed or 0
+    if seed is not None:
+        return seed
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 

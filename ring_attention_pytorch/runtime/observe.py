@@ -201,7 +201,7 @@ class Record:
 class _RecordedCall:
     """A transport's call whose steps are recorded, with nothing of a part left for later."""
 
-    def __init__(self, record: Record, call: Any, deferred: Deferred) -> None:
+    def __init__(self, record: Record, call: Any, deferred: Deferred | None) -> None:
         self._record, self._call, self._deferred = record, call, deferred
         self.grads = call.grads
 
@@ -216,12 +216,13 @@ class _RecordedCall:
         return self._call.keys(part)
 
     def computed(self, part: Part) -> None:
-        self._deferred.do()
+        if self._deferred:
+            self._deferred.do()
         self._record.end(part)
         self._call.computed(part)
 
 
-def recorded(call: Any, deferred: Deferred) -> Any:
+def recorded(call: Any, deferred: Deferred | None = None) -> Any:
     """Return a transport's call, in such a form that this thread's record hears of its steps."""
     record = _thread.record
     return call if record is None else _RecordedCall(record, call, deferred)

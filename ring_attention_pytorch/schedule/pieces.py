@@ -25,11 +25,6 @@ class Workload(NamedTuple):
     apart: tuple[Mask, ...] = ()
 
     @property
-    def cacheable(self) -> bool:
-        """Tell whether this workload will come again."""
-        return self.visible.cacheable and not self.apart
-
-    @property
     def distances(self) -> tuple[int, ...]:
         """Distances behind a rank at which owners are that anyone needs, 0 first."""
         distances: set[int] = set()
@@ -50,7 +45,7 @@ def cached(make: Callable[..., _T]) -> Callable[..., _T]:
 
     @wraps(make)
     def again(workload: Workload, *args: Any, **kwargs: Any) -> _T:
-        if workload.cacheable:
+        if workload.visible.cacheable and not workload.apart:
             return cached_make(workload, *args, **kwargs)
         return make(workload, *args, **kwargs)
 

@@ -45,7 +45,7 @@ ATTENTION = [
     ),
     Mutant(
         "kernels read keys that are masked", "plan/ring_plan.py:RingPlan.keys",
-        "keys.without_unseen(self.reached)", "keys",
+        "keys.without_unseen(self.seen.reached)", "keys",
     ),
     Mutant(
         "kernels read keys out of reach", "plan/masks.py:reached", "found[:, gap] = False", "pass",

@@ -5,7 +5,7 @@ from tests.faults.mutant import Mutant
 ATTENTION = [
     Mutant(
         "two parts leave something for the same queries", "comm/scheduled_transport.py:_parts",
-        "deferred.do() yield part", "yield part",
+        "if deferred: deferred.do() yield part", "yield part",
     ),
     Mutant(
         "parts that have times run beside others", "comm/fabric_kernels.py:KernelChannel.__init__",
@@ -13,11 +13,11 @@ ATTENTION = [
     ),
     Mutant(
         "what is left is done before gradients start", "comm/scheduled_transport.py:_parts",
-        "if wait:", "if True:",
+        "if wait and deferred:", "if deferred:",
     ),
     Mutant(
         "what is left waits for what comes", "comm/scheduled_transport.py:_parts",
-        "if wait: deferred.do()", "",
+        "if wait and deferred: deferred.do()", "",
     ),
     Mutant(
         "few programs add, though nothing runs beside them", "comm/fused_copies.py:add_up",

@@ -84,7 +84,7 @@ ATTENTION = [
     ),
     Mutant(
         "any plan will do", "plan/checks.py:check_tensors",
-        "!= wanted:", "is None:",
+        "!= wanted.signature:", "is None:",
     ),
 ]  # fmt: skip
 
@@ -112,7 +112,7 @@ SILENT = [
     ),
     Mutant(
         "messages of any layer", "plan/ring_plan.py:RingPlan.call",
-        'f"ring attention{self.of_layer}, {direction}"', 'f"ring attention, {direction}"',
+        'f"ring attention{of_layer}, {direction}"', 'f"ring attention, {direction}"',
     ),
     Mutant(
         "swaps of any layer", "plan/ring_plan.py:RingPlan._of_layer",
@@ -120,7 +120,7 @@ SILENT = [
     ),
     Mutant(
         "sinks beside any plan", "plan/checks.py:check_tensors",
-        "with_sinks != (sinks is not None)", "False",
+        "wanted.sinks != (sinks is not None)", "False",
     ),
     Mutant(
         "predicates of one name are one", "runtime/digests.py:digest_of_function",
@@ -153,7 +153,7 @@ SILENT = [
     ),
     Mutant(
         "cells of another owner's mask", "plan/ring_plan.py:RingPlan.tiles",
-        "if self.repeats or keys not in self._of_mask:", "if keys not in self._of_mask:",
+        "if self.seen.repeats or keys not in own:", "if keys not in own:",
     ),
     Mutant(
         "queries of two sequences in the order of ranks", "plan/prepare.py:place_tokens",
@@ -168,7 +168,7 @@ SILENT = [
 FAILING = [
     Mutant(
         "nobody compares notes in calls", "plan/ring_plan.py:RingPlan.call",
-        "self.always", "False",
+        "if always", "if False",
     ),
 ]  # fmt: skip
 
@@ -267,7 +267,7 @@ KEPT = [
     ),
     Mutant(
         "a layer's plan is made in each call", "plan/ring_plan.py:RingPlan.for_layer",
-        "self._layers.of(number, of_layer, _LAYERS)", "of_layer()",
+        "self._own.layers.of(number, of_layer, _LAYERS)", "of_layer()",
     ),
     Mutant(
         "plans of groups that are gone stay", "plan/plan_cache.py:keep",

@@ -62,7 +62,7 @@ def test_settings_are_part_of_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     monkeypatch.setenv("RING_ATTENTION_CHECK", "always")
-    assert RingPlan.make(Q, Q, Q).always
+    assert RingPlan.make(Q, Q, Q).agreed.always
     monkeypatch.delenv("RING_ATTENTION_CHECK")
     assert RingPlan.make(Q, Q, Q) is plan
 

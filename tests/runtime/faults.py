@@ -14,7 +14,7 @@ ATTENTION = [
     ),
     Mutant(
         "parts have times without what they left", "runtime/observe.py:_RecordedCall.computed",
-        "self._deferred.do()", "",
+        "if self._deferred: self._deferred.do()", "",
     ),
     Mutant(
         "a sum forgets what it runs in", "runtime/accumulate.py:GradAccumulator.finalize",
@@ -322,7 +322,7 @@ ATTENTION = [
     Mutant(
         "layers that drop otherwise have graphs anew each time",
         "plan/ring_plan.py:RingPlan.for_layer",
-        "self._layers.of(number, of_layer, _LAYERS)", "of_layer()",
+        "self._own.layers.of(number, of_layer, _LAYERS)", "of_layer()",
     ),
     Mutant(
         "gradients of the hop before last", "runtime/accumulate.py:_Accumulator._update",

@@ -147,6 +147,11 @@ def more(plan: None, x: Tensor) -> tuple[Tensor]:
     return (x + 1,)
 
 
+def on(plan: RingPlan, device: torch.device) -> RingPlan:
+    """Say that a plan is for another device than it was made on."""
+    return replace(plan, expected=plan.expected._replace(device=device))
+
+
 def plain(plan: RingPlan, given: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
     out, lse = ring_attn(*given[:3], plan=plan, return_lse=True, sinks=given[3])
     return [out, lse, *torch.autograd.grad((out, lse)[: len(cotangents)], given, cotangents)]
@@ -419,7 +424,7 @@ def test_replays_wait_for_those_before(monkeypatch):
 def test_layers_that_drop_otherwise_have_graphs_of_their_own(new_driver):
     q = torch.zeros(1, 4, 2, 8)
     plan = RingPlan.make(q, q, q, kernel="eager", dropout=0.5, dropout_seed=1)
-    plan = replace(plan, device=GPU).in_graphs()
+    plan = on(plan, GPU).in_graphs()
     layer = plan.for_layer(1)
     assert has_graphs(layer)
     assert layer.recordings is not plan.recordings
@@ -429,7 +434,7 @@ def test_layers_that_drop_otherwise_have_graphs_of_their_own(new_driver):
 
 def test_layers_that_drop_nothing_share_theirs(new_driver):
     q = torch.zeros(1, 4, 2, 8)
-    plan = replace(RingPlan.make(q, q, q, kernel="eager"), device=GPU).in_graphs()
+    plan = on(RingPlan.make(q, q, q, kernel="eager"), GPU).in_graphs()
     assert plan.for_layer(1).recordings is plan.recordings
     assert explain_plan(plan).splitlines()[0].endswith("kernel eager, in CUDA graphs")
 
@@ -437,7 +442,7 @@ def test_layers_that_drop_nothing_share_theirs(new_driver):
 def test_what_a_graph_holds_overlaps(new_driver):
     """Whatever fewer calls would spare the host; but of a kernel that merges by itself."""
     q = torch.zeros(1, 4, 2, 8)
-    plan = replace(RingPlan.make(q, q, q, kernel="eager"), device=GPU)
+    plan = on(RingPlan.make(q, q, q, kernel="eager"), GPU)
     other = replace(plan.transport)
     plan.calls(back=False)  # which may be others there
     two = replace(plan, chosen=plan.chosen._replace(overlapping_transport=other))
@@ -454,7 +459,7 @@ def test_what_travels_in_messages_is_refused():
             plan = RingPlan.make(q, q, q, kernel="eager", transport=transport, group=ring)
             for device in (CPU, GPU):
                 with pytest.raises(ValueError, match="memory that GPUs share"):
-                    replace(plan, device=device).in_graphs()
+                    on(plan, device).in_graphs()
 
     threads.run(2, main)
 
@@ -462,7 +467,7 @@ def test_what_travels_in_messages_is_refused():
 def older_drivers_are_refused(patch: pytest.MonkeyPatch) -> None:
     """As soon as graphs are asked for, which nobody is advised to do; modules go as ever."""
     q = torch.zeros(1, 4, 2, 8)
-    plan = replace(RingPlan.make(q, q, q, kernel="eager"), device=GPU)
+    plan = on(RingPlan.make(q, q, q, kernel="eager"), GPU)
     slow = explain.Prediction(Cost(1e-6, 1e-6, 1e-6, received=0, calls=1), swaps=0.0, host=1.0)
     patch.setattr(graphs, "can_be_set", lambda: True)
     assert has_graphs(plan.in_graphs())

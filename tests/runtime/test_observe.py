@@ -16,7 +16,6 @@ from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime import observe as observe_module
-from ring_attention_pytorch.runtime.deferred import Deferred
 from ring_attention_pytorch.runtime.observe import _Range, recorded, switch
 from ring_attention_pytorch.runtime.statistics import _bytes
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
@@ -143,7 +142,7 @@ def test_ranges_end_where_a_call_fails_and_nobody_observes_after_the_block():
     assert open_ranges == []
     assert not switch.on
     call = object()
-    assert recorded(call, Deferred()) is call  # no record is left in this thread
+    assert recorded(call) is call  # no record is left in this thread
     with pytest.raises(ValueError, match="observed"):
         plan.statistics()
 

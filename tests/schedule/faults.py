@@ -31,7 +31,7 @@ ATTENTION = [
     ),
     Mutant(
         "what documents need is kept when they are gone", "schedule/pieces.py:cached",
-        "if workload.cacheable:", "if True:",
+        "if workload.visible.cacheable and not workload.apart:", "if True:",
     ),
     Mutant(
         "gradients wait for copy engines though nothing goes on",
