@@ -67,8 +67,8 @@ a field   3e-16 / 5e-16     worst error forward (out, lse) / backward (dq, dk, d
 
 The errors of [What works](what-works.md), separately for each layout and transport. `eager` and
 `sdpa` run in float64. Keys travel by `transport="ring"` or `transport="gather"` over three ranks,
-or by a ring between pairs of four ranks that swap heads for sequence (`ulysses=2`). `triton` runs in
-float32 on one rank, where all layouts are the same.
+or by a ring between pairs of four ranks that swap heads for sequence (`ulysses=2`). `triton` runs
+in float32 on one rank, where all layouts are the same.
 
 {table}
 """
