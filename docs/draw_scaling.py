@@ -124,39 +124,41 @@ def page(found: dict[tuple[int, int, int], list[tuple[float, float]]]) -> str:
 PREFACE = """\
 # How it would scale
 
-Written by `docs/draw_scaling.py` from `ring_attention_pytorch/schedule/cost.py`. **What is said
-here of more than 8 GPUs, and of any network, is a prediction**: none of it was measured.
+Predictions of the cost model for up to 4096 GPUs, and a comparison of the model with measurements
+on four and eight. **Everything about more than 8 GPUs, and about any network, is a prediction**:
+none of it was measured.
+
+`docs/draw_scaling.py` writes this page from `ring_attention_pytorch/schedule/cost.py`.
 
 The model adds up, for one rank: the kernel's FLOPs at its measured speed, 0.1 ms for each kernel
-call (0.04 where all of a gather's go side by side), the traffic of merging, and whatever of the
-transfers does not fit beside the computing. Its
-speeds were measured on H200s in one NVLink domain: cuDNN at 600 / 525 TF/s, copies by copy engine
-at 350 GB/s, NCCL send/recv hops (49 GB/s for 8 MB to 320 GB/s for 512 MB), heads swapped for
-sequence at 280 GB/s. The network is taken to be 400 Gb/s for each GPU, 45 GB/s of it usable, and
-nobody else's.
+call (0.04 if all calls of a gather overlap), the traffic of merging, and the part of the
+transfers that compute does not hide. Its speeds were measured on H200s in one NVLink domain:
+cuDNN at 600 / 525 TF/s, copies by copy engine at 350 GB/s, NCCL send/recv hops (49 GB/s for 8 MB
+to 320 GB/s for 512 MB), heads swapped for sequence at 280 GB/s. The network is assumed to have
+400 Gb/s for each GPU, 45 GB/s of it usable, and no other traffic.
 
-## What it was checked against
+## Comparison with measurements
 
-Share of the same kernel alone on one GPU over the whole sequence, forward and backward; four H200,
-eight H200 of an earlier day, bf16, 32 query and 8 key heads of 128, causal, zigzag, with cuDNN's
-kernel, up to 16k tokens in a CUDA graph (`benchmarks/results/ring.json`).
+Share of the same kernel alone on one GPU over the whole sequence, forward and backward; four
+H200, eight H200 of an earlier day, bf16, 32 query and 8 key heads of 128, causal, zigzag, with
+cuDNN's kernel, up to 16k tokens in a CUDA graph (`benchmarks/results/ring.json`).
 """
 
 PREDICTIONS = """\
-Without a graph 2k tokens a GPU wait for Python to launch, of which this model knows nothing: there
-a gather measures 49 to 55 %, a ring 10 to 16 %, by the host.
+Without a graph, 2k tokens a GPU are limited by Python's launches, which this model does not
+include: there a gather measures 49 to 55 %, a ring 10 to 16 %, depending on the host.
 
 ## Predictions
 
-Share of the kernel alone, the same shapes, with room for 8 GiB of others' keys and gradients.
-*Kernel alone* is how long the kernel would take for forward and backward if nothing else did.
-Under Ulysses 8, eight neighbours swap heads for sequence, so an eighth of the ranks exchange keys,
-each of an eighth of the heads: a network carries an eighth.
+Share of the kernel alone, for the same shapes, with 8 GiB of memory for other ranks' keys and
+gradients. *Kernel alone* is the kernel's time for forward and backward without anything else.
+Under Ulysses 8, eight neighbours swap heads for sequence, so an eighth of the ranks exchange
+keys, each for an eighth of the heads: a network carries an eighth of the bytes.
 
-Read it so: from 32k tokens a GPU on everything is hidden, whatever the transport; compute grows
-with the square of a block's tokens, bytes with the tokens. At 2k a network decides: only to swap
-heads for sequence inside a domain, which lets an eighth of the bytes leave it, keeps the
-kernel busy. The model knows nothing of congestion, stragglers or failures.
+From 32k tokens a GPU on, everything is hidden, with any transport: compute grows with the square
+of a block's tokens, bytes linearly. At 2k the network decides: only swapping heads for sequence
+inside a domain keeps the kernel busy, because an eighth of the bytes leave the domain. The model
+does not include congestion, stragglers or failures.
 
 ![share of the kernel alone](scaling.svg)"""
 

@@ -43,19 +43,19 @@ SUMMARY = """# What works
 
 ```
 a field   3e-16 / 5e-16     worst error forward (out, lse) / backward (dq, dk, dv, learned options)
-          has no softclamp  refused, with this text, on all ranks alike, before anything is sent
+          has no softclamp  refused with this text, on all ranks, before anything is sent
 ```
 
-Each number is the worst relative error against dense attention in float64, of all layouts
-(contiguous, striped, zigzag, balanced) and transports (`"ring"`, `"gather"`, `ulysses=2`), and of
-all ranks. Around 1e-16 is what float64 can hold, around 1e-7 what float32 can.
+Each number is the largest relative error against dense attention in float64, over all layouts
+(contiguous, striped, zigzag, balanced), transports (`"ring"`, `"gather"`, `ulysses=2`) and ranks.
+The precision of float64 is about 1e-16, of float32 about 1e-7.
 
 {table}
 
-[Each layout and transport by itself](what-works-layouts.md). `eager` and `sdpa` run in float64 on
-three or four ranks, `triton` in float32 on one rank through Triton's interpreter. Kernels for GPUs
-alone are tested on GPUs (`tests/gpu`); [what each can do](kernels.md).
-`tests/kernels/test_features.py` checks every pair of features besides.
+[A table of each layout and transport](what-works-layouts.md). `eager` and `sdpa` run in float64 on
+three or four ranks, `triton` in float32 on one rank through Triton's interpreter. Kernels that need
+a GPU are tested on GPUs (`tests/gpu`); [Kernels](kernels.md) lists the features of each.
+`tests/kernels/test_features.py` also checks every pair of features.
 
 Written by `TRITON_INTERPRET=1 python -m docs.what_works`.
 """
@@ -65,10 +65,10 @@ PAGE = """# What works, in each layout
 a field   3e-16 / 5e-16     worst error forward (out, lse) / backward (dq, dk, dv, learned options)
 ```
 
-This is [what works](what-works.md) for each layout and transport by itself. `eager` and `sdpa` run
-in float64. Keys travel by `transport="ring"` or `transport="gather"` over three ranks, or by the
-ring between pairs of four ranks that swap heads for sequence (`ulysses=2`). `triton` runs in
-float32 on one rank, where all layouts are the same.
+The errors of [What works](what-works.md), separately for each layout and transport. `eager` and
+`sdpa` run in float64. Keys travel by `transport="ring"` or `transport="gather"` over three ranks,
+or by a ring between pairs of four ranks that swap heads for sequence (`ulysses=2`). `triton` runs
+in float32 on one rank, where all layouts are the same.
 
 {table}
 """
@@ -88,7 +88,7 @@ def measured(feature: str, layout: str, column: str) -> str:
 
 
 def reason(error: str, kernel: str) -> str:
-    """Of what is said, what this kernel lacks; or else all of it."""
+    """Return the part of an error that is about this kernel, or all of it."""
     said = error.removeprefix("ring attention: ")
     own = f"kernel={kernel!r} "
     return next((s.removeprefix(own) for s in said.split("; ") if s.startswith(own)), said)

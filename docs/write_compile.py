@@ -16,14 +16,17 @@ from tests.support.ranks import Pool
 PAGE_AT = Path(__file__).parent / "compile-matrix.md"
 PAGE = """# What is compiled
 
+Which features `torch.compile` puts into one graph, and how far compiled results are from eager
+ones. [How to compile](guide/compile.md).
+
 ```
 a field   2, 3e-16     graphs of {lengths} lengths; worst error of the loss and of all gradients
 ```
 
-Each row is compiled for forward and backward (`aot_eager`, float64, zigzag, causal). It takes steps
-of {lengths} lengths, each with a plan of its own. Errors are relative to the same step without
-`torch.compile`. A step of one graph was compiled with `fullgraph=True`; others break where plans
-are made. [How to compile](guide/compile.md).
+Each row is compiled for forward and backward (`aot_eager`, float64, zigzag, causal), and runs steps
+of {lengths} lengths, each with its own plan. Errors are relative to the same step without
+`torch.compile`. A step of one graph was compiled with `fullgraph=True`; the others have a graph
+break where plans are made.
 
 {table}
 

@@ -1,4 +1,4 @@
-"""Write docs/huggingface-families.md of what the sweep has found: `python -m docs.write_families`.
+"""Write docs/huggingface-families.md from the sweep: `python -m docs.write_families`.
 
 The sweep is `python -m tests.support.families`; it keeps what it finds in build/families.json.
 """
@@ -27,24 +27,26 @@ VERDICTS = {
 }
 TEXT = """# Hugging Face: class by class
 
-Every text class of transformers {version}: tiny, random weights, float64 (PyTorch {torch}). Each
-computes plain, left padded and packed batches, with labels and without, in rings of one and of
-three: twelve cells. In a cell it is *equal* to one process by transformers' own eager attention:
-its outputs, its loss and all its gradients, to 1e-6. Of packed documents one process is given each
-by itself. Or it is *refused*, by a `ValueError` of ours, the same on all ranks. There is no third
-outcome.
+Which classes of transformers {version} work with `attn_implementation="ring"`, and why the others
+are refused.
 
-    python -m tests.support.families     some ten minutes; `--kinds`, `--only`, `--part 1/4`
-    python -m docs.write_families        writes this page of what it has kept
+Each class is tested tiny, with random weights, in float64 (PyTorch {torch}): plain, left padded
+and packed batches, with labels and without, in rings of one and of three ranks: twelve cells.
+There are two outcomes. The cell is *equal* to one process with transformers' own eager attention:
+outputs, loss and all gradients, to 1e-6 (for packed documents, the one process gets each document
+separately). Or it is *refused* by our `ValueError`, the same on all ranks.
+
+    python -m tests.support.families     about ten minutes; `--kinds`, `--only`, `--part 1/4`
+    python -m docs.write_families        writes this page from the results
 
 {counts}
-Models that pool are *equal* where what they return is of tokens, or of the last token, which is
-fetched over the ring. A loss of whole sequences is yours to compute. Not tried is what needs a
-package that is not there, or can't compute with text alone.
+Models that pool are *equal* if they return values of tokens, or of the last token, which
+is fetched over the ring. Compute a loss of whole sequences yourself. A class is *not tried* if it
+needs a package that is not installed, or cannot compute with text alone.
 
 ## Why they are refused
 
-The first reason of each class; dots stand for names and numbers.
+The first reason of each class; dots replace names and numbers.
 
 {reasons}
 ## All classes
@@ -105,10 +107,10 @@ def _lists(of: dict[str, list[str]], found: dict[str, Found]) -> str:
     parts = []
     for kind, names in of.items():
         parts.append(f"### {kind.capitalize()}\n")
-        for each, told in VERDICTS.items():
+        for each, title in VERDICTS.items():
             if chosen := [name for name in names if verdict(found[name]) == each]:
                 lines = textwrap.fill(" ".join(chosen), 100, break_long_words=False)
-                parts.append(f"{told.capitalize()}:\n\n```\n{lines}\n```\n")
+                parts.append(f"{title.capitalize()}:\n\n```\n{lines}\n```\n")
     return "\n".join(parts)
 
 

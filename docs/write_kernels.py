@@ -1,4 +1,4 @@
-"""Writes docs/kernels.md from what kernels say of themselves: `python docs/write_kernels.py`."""
+"""Writes docs/kernels.md from the kernels' capabilities: `python docs/write_kernels.py`."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ WHAT = {
     "sdpa-flash": "flash attention 2, inside PyTorch",
     "flex": "FlexAttention, inside PyTorch; compiles each shape and predicate on first use",
     "sdpa": "PyTorch's flash on the CPU",
-    "eager": "plain PyTorch, the reference of the others",
+    "eager": "plain PyTorch, the reference for the others",
 }
 SHORT = {
     torch.float64: "fp64",
@@ -35,12 +35,15 @@ COLUMNS = {
 }
 PAGE = """# Kernels
 
-A kernel does the attention of one block: this rank's queries and some rank's keys. With
-`kernel=None` the first of this table that can do the case runs, the same on every rank (few tokens
-and short documents: see below). A kernel asked for by name never falls back: where it can't do the
-case, every rank raises the same `ValueError` before anything is sent. A name may be the beginning
-of several, `"flash-attn"` of two, `"sdpa"` of three; `"triton+flash-attn"` is forward by one
-and backward by another, which is what `ring_flash_attn_cuda` runs.
+A kernel computes the attention of one block: this rank's queries and some rank's keys. This page
+says which kernel runs, and which features, dtypes and devices each kernel supports.
+
+With `kernel=None`, the first kernel of the table that supports the case runs, the same on every
+rank. There are two exceptions, [few tokens](#few-tokens) and [short documents](#short-documents).
+A kernel that you name never falls back: if it does not support the case, every rank raises the
+same `ValueError` before anything is sent. A name may be a prefix of several: `"flash-attn"` of
+two, `"sdpa"` of three. `"triton+flash-attn"` uses the first forward and the second backward;
+`ring_flash_attn_cuda` runs that.
 
 ```python
 import torch
@@ -50,31 +53,58 @@ q = torch.randn(1, 1024, 8, 64)
 print(explain_kernel(q, q, q, softclamp=50.0))  # which one runs, and why the faster ones can't
 ```
 
-The choice is logged once for each case, by the logger `ring_attention_pytorch` at level INFO.
+The logger `ring_attention_pytorch` reports the choice once for each case, at level INFO.
 
 {table}
 
-Order and speeds are those of an H200 (`benchmarks/results`); before Hopper, flash attention 2
-comes before `triton`. With packed documents those come first that do a block of them in few calls,
-where others take a call for each: `flash-attn-4`, to which runs of them are one call, and `triton`,
-one launch. No kernel was run on Blackwell. *deterministic* is what
-`torch.use_deterministic_algorithms(True)` asks for: a backward that repeats to the bit. A gradient
-through lse works with all of them.
+The order is by speed on an H200 (`benchmarks/results`). Before Hopper, flash attention 2 comes
+before `triton`. With packed documents, the kernels that compute a block of them in few calls come
+first: `flash-attn-4`, which takes runs of documents in one call, and `triton`, with one launch.
+The others need a call for each document. No kernel was run on Blackwell. *deterministic* means
+`torch.use_deterministic_algorithms(True)`: a backward that repeats to the bit. All kernels have
+gradients through lse.
 
-float32 runs in IEEE precision; after `torch.set_float32_matmul_precision("high")` the Triton
-kernel and `flex` take TF32.
+float32 runs in IEEE precision. After `torch.set_float32_matmul_precision("high")` the Triton
+kernel and `flex` use TF32.
 
-**Few tokens over several GPUs** are an exception: where the host takes longer to launch calls than
-a GPU to compute them, a causal plan that names no kernel takes `triton`, which needs one call for
-all keys. GPUs share memory then, are of Hopper or later, gather keys, and there are no documents.
-That is up to 2k or 3k tokens a GPU on two H100, with 32 heads of size 128
-([host time](host-time.md)). In a graph of a whole training step nothing is launched: there 2k
-tokens are 355 TF/s with `triton`, 342 with `sdpa-cudnn`, 372 with `flash-attn-4`.
+## Few tokens
 
-**Short documents** take `triton` on Hopper, too, where a query sees at most 500 keys of its
-document on average, two or more query heads share a key head, and no kernel is named. There
-`flash-attn-4` is slower. Two H100, 8k tokens a GPU, one sample, 32 query and 8 key heads, in a
-graph, forward and backward, by turns (2026-11-26, 79d2b72, a script of that day):
+If launching the calls takes the host longer than a GPU needs to compute them, a causal plan
+without a named kernel uses `triton`, which needs one call for all keys. Conditions: several GPUs
+that share memory, of Hopper or later; `transport="gather"`; no documents. On two H100 with 32
+heads of size 128, this applies up to 2k or 3k tokens a GPU ([host time](host-time.md)). In a
+graph of a whole training step the host launches nothing: there, 2k tokens reach 355 TF/s with
+`triton`, 342 with `sdpa-cudnn`, 372 with `flash-attn-4`.
+
+## Short documents
+
+On Hopper, short documents use `triton`, too, if a query sees at most 500 keys of its document on
+average, two or more query heads share a key head, and no kernel is named. `flash-attn-4` is
+slower there (see the table at the end).
+
+`explain_plan` says which of the two runs; this choice is not logged. Each plan decides for its
+own batch: name the kernel if batches differ and all of them should use the same one.
+
+## Predicates
+
+On CUDA a `mask_mod` is compiled into `flex`. It may compare, compute and index tensors, token by
+token, but not use values in Python (`if`, `.item()`); `kernel="eager"` takes any function. An int
+that it captures is compiled in, a tensor is not. Backward computes each call of forward once
+more. A predicate that depends on samples or heads needs a separate mask for each.
+
+## Installation
+
+```sh
+{commands}
+```
+
+flash-attn 2 is compiled with the installed torch. The two flash-attn packages share a folder:
+install them in separate environments.
+
+## Short documents, measured
+
+Two H100, 8k tokens a GPU, one sample, 32 query and 8 key heads, in a graph, forward and backward,
+by turns (2026-11-26, 79d2b72, a script of that day):
 
 | lengths of documents | `flash-attn-4`, us | `triton`, us |
 | --- | ---: | ---: |
@@ -82,28 +112,11 @@ graph, forward and backward, by turns (2026-11-26, 79d2b72, a script of that day
 | 256 to 768 | 934 | 729 |
 | 512 to 1536 | 1097 | 965 |
 | 1024 to 3072 | 1502 | 1577 |
-
-`explain_plan` says which kernel it is of the two; such a choice is not logged. A plan decides for
-its own batch: name the kernel if batches differ and should all be computed by one.
-
-A `mask_mod` on CUDA is compiled into `flex`: it may compare, compute and look up in tensors, token
-by token, and not go by values in Python (`if`, `.item()`); `kernel="eager"` takes any. An int that
-it captures is compiled in, a tensor is not. Each of a forward's calls is computed once more in
-backward. A predicate that looks at samples or heads takes a mask of its own for each.
-
-What kernels need is installed by
-
-```sh
-{commands}
-```
-
-where flash-attn 2 compiles, with the torch that is there. The two flash-attn share a package
-folder: keep them in environments of their own.
 """
 
 
 def table() -> str:
-    head = ["kernel", "what", "where", "dtypes", "head sizes", *COLUMNS.values(), "needs"]
+    head = ["kernel", "code", "device", "dtypes", "head sizes", *COLUMNS.values(), "needs"]
     lines = [head, ["---"] * len(head), *(row(name, k.CAN) for name, k in KERNELS.items())]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -125,7 +138,7 @@ def row(name: str, can: Capabilities) -> list[str]:
 
 
 def commands() -> str:
-    """What installs each package that a kernel needs."""
+    """The commands that install the kernels' packages."""
     packages = dict.fromkeys(k.CAN.package for k in KERNELS.values() if k.CAN.package)
     return "\n".join(package.command for package in packages)
 

@@ -354,7 +354,7 @@ def table(processes: int = 4) -> list[str]:
     from tests.support.ranks import Pool
 
     lines = [
-        f"| trainer | losses | whatever else is logged | parameters after {STEPS} steps |",
+        f"| trainer | losses | other logged values | parameters after {STEPS} steps |",
         "| --- | --- | --- | --- |",
     ]
     pool = Pool(processes)
