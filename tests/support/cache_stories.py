@@ -253,3 +253,15 @@ class Teller:
 def told(stories: list[Story]) -> list[float]:
     """The worst error of each story on this rank."""
     return [Teller(story).tell() for story in stories]
+
+
+OPTIONS = [
+    dict(options={"window": 3}),
+    dict(options={"window": 0}),
+    dict(options={"softclamp": 1.5, "scale": 0.7}),
+    dict(given=("sinks",)),
+    dict(given=("alibi_slopes",), options={"window": 6}),
+    dict(given=("starts",)),
+    dict(key_heads=1, given=("sinks", "starts"), options={"window": 4}),
+    dict(key_heads=4, layers=2),
+]
