@@ -117,7 +117,7 @@ def losses_are_right() -> Iterator[Callable[[], object]]:
 
 def all_hear_of_a_wrong_type() -> None:
     from tests.support import threads
-    from tests.training.test_batches import logprobs_of_a_wrong_type
+    from tests.training.test_losses import logprobs_of_a_wrong_type
 
     told, _ = threads.run(2, lambda ring: logprobs_of_a_wrong_type("chunk", ring))
     assert all("(on rank 1)" in text for text in told)

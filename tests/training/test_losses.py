@@ -1,10 +1,13 @@
 """Losses over ranks: weights, a head's terms, and values that are wrong, against one process."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,6 +16,47 @@ from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.training import loss_inputs
 from tests.support import threads
 from tests.support.reference import relative_error
+from tests.support.training import batch_of
+
+
+def one_without_dimensions() -> str:
+    x = torch.tensor(1.0) if dist.get_rank() else torch.zeros(1, 3, 4)
+    try:
+        ring_cross_entropy(x, torch.zeros(1, 3, dtype=torch.long))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_all_ranks_hear_of_logits_without_dimensions(pools):
+    assert all("[b, n, d]" in told for told in pools(2).run(one_without_dimensions))
+
+
+def logprobs_of_a_wrong_type(what: str, group: Ring | None = None) -> str:
+    """For a pool or a ring of threads: what all ranks hear of an argument of the second one."""
+    batch = shard_batch(batch_of("plain"), group=group)
+    x, batch_without = torch.randn(2, batch.labels.shape[1], 50), dict(batch.tensors)
+    del batch_without["shift_labels"]
+    given: dict[str, Any] = {"x": x, "batch": batch}
+    if batch.rank == 1:
+        given |= {"x": [x]} if what == "x" else {}
+        given |= {"chunk": "8"} if what == "chunk" else {}
+        given |= {"chunks": 8} if what == "chunks" else {}
+        given |= {"batch": dict(batch)} if what in ("batch", "batch in its block") else {}
+        given |= {"batch": replace(batch, tensors=batch_without)} if what == "labels" else {}
+    try:
+        with batch if what == "batch in its block" else nullcontext():
+            ring_token_logprobs(**given)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("what", ["x", "chunk", "chunks", "batch", "batch in its block", "labels"])
+def test_all_ranks_hear_of_an_argument_of_a_wrong_type(what, pools):
+    told = pools(2).run(logprobs_of_a_wrong_type, what)
+    assert all("(on rank 1)" in text and what.split()[0] in text for text in told), told
+
 
 EXACT = 1e-12
 B, N, D, CLASSES = 2, 7, 6, 9  # N tokens on each rank
