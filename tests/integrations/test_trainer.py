@@ -1,12 +1,10 @@
 """Trainers over spread sequences take the steps that they take alone in one process."""
 
-import importlib.util
 import os
 import tempfile
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,55 +15,27 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from accelerate import ParallelismConfig
-from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers import Seq2SeqTrainer, Trainer
 
-from ring_attention_pytorch.integrations import whole
 from ring_attention_pytorch.integrations.accelerate import RingParallelismConfig
-from ring_attention_pytorch.integrations.known_trainers import AFTER_GENERATION, TOKENS, loss_of
+from ring_attention_pytorch.integrations.known_trainers import AFTER_GENERATION
 from ring_attention_pytorch.integrations.transformers import RingTrainerMixin, register
-from ring_attention_pytorch.training.batches import ShardedBatch, shard_batch
-from tests.integrations.test_transformers import raised
 from tests.support import hf, trainers
-from tests.support.hf import WORDS, model_of
+from tests.support.hf import model_of, raised
 from tests.support.reference import relative_error
+from tests.support.small_trainers import (
+    EXACT,
+    HAS_TRL,
+    RingTrainer,
+    arguments,
+    check,
+    of_trl,
+    sequences,
+    start,
+)
 from tests.support.trainers import TRAINERS, as_launched
 
-EXACT = 1e-10
-HAS_TRL = importlib.util.find_spec("trl") is not None
-CONFIG = RingParallelismConfig
 Losses = dict[str, list[float]]
-
-
-class RingTrainer(RingTrainerMixin, Trainer):
-    """transformers' Trainer over spread sequences."""
-
-
-def sequences(kind: str) -> list[dict[str, Tensor]]:
-    """16 sequences: padded at the right, unequally, or of packed documents."""
-    draw, found = torch.Generator().manual_seed(1), []
-    for i in range(16):
-        ids = torch.randint(WORDS, (29,), generator=draw)
-        sample, at = dict(input_ids=ids, labels=ids.clone()), torch.arange(29)
-        if kind == "padded":
-            sample["attention_mask"] = (at < 29 - i).long()
-            sample["labels"][at >= 29 - i] = -100
-        else:
-            starts = torch.zeros(29, dtype=torch.long)
-            starts[[5 + i % 3, 17]] = torch.tensor([5 + i % 3, 17])
-            sample["position_ids"] = at - starts.cummax(0).values
-            sample["labels"][sample["position_ids"] == 0] = -100
-        found.append(sample)
-    return found
-
-
-def arguments(folder: str, batch: int, **more: Any) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=folder, use_cpu=True, num_train_epochs=1, per_device_train_batch_size=batch,
-        per_device_eval_batch_size=batch, gradient_accumulation_steps=2, optim="sgd", report_to=[],
-        learning_rate=0.5, lr_scheduler_type="constant", max_grad_norm=0.0, save_strategy="no",
-        logging_steps=1, eval_strategy="steps", eval_steps=1, disable_tqdm=True,
-        dataloader_pin_memory=False, prediction_loss_only=True, **more,
-    )  # fmt: skip
 
 
 def trained(
@@ -139,10 +109,6 @@ def test_checkpoints_and_adapters_change_nothing(change, pools):
         assert difference(got, want) < EXACT
 
 
-def of_trl(name: str) -> Any:
-    return pytest.param(name, marks=pytest.mark.skipif(not HAS_TRL, reason="needs TRL"))
-
-
 NAMES = [name if name.startswith("Trainer") else of_trl(name) for name in TRAINERS]
 
 
@@ -163,67 +129,11 @@ def test_two_rings_take_the_steps_of_one_process(name, pools):
         check(trainers.difference(got, want))
 
 
-def check(worst: dict[str, float]) -> None:
-    """Trainers add the losses of steps in float32."""
-    assert worst["parameters"] < EXACT, worst
-    assert max(worst.values()) < 1e-6, worst
-
-
 @pytest.mark.parametrize(
     "name", ["Trainer, masked tokens", of_trl("RewardTrainer"), of_trl("DPOTrainer")]
 )
 def test_trainers_by_the_list_as_a_ring_of_one(name):
     check(trainers.difference(trainers.trained(name, 1, 2), trainers.trained(name, 0, 2)))
-
-
-class Halved(RingTrainer):
-    """A trainer whose loss is not that of the batch."""
-
-    def compute_loss(self, *given: Any, **more: Any) -> Any:
-        found = super().compute_loss(*given, **more)
-        return (found[0] / 2, *found[1:]) if isinstance(found, tuple) else found / 2
-
-
-def probed(name: str) -> tuple[str, Any]:
-    """For a pool: what a probe says of a wrong trainer; what one that is probed does."""
-
-    class Probed(Halved):
-        ring_probe = True
-
-    register()
-    ring = dict(parallelism_config=CONFIG(cp_size=dist.get_world_size()))
-    said = raised(lambda: start(kind=Probed, **ring))
-    return said, trainers.trained(name, dist.get_world_size(), 2, ring_probe=True)
-
-
-@pytest.mark.parametrize("name", ["Trainer", of_trl("DPOTrainer")])
-def test_a_probe_finds_a_wrong_loss_and_changes_nothing(name, pools):
-    want = trainers.trained(name, 0, 2)
-    for said, got in pools(4).run(probed, name):
-        assert "the probe of the first batch failed" in said, said
-        check(trainers.difference(got, want))
-
-
-class Stream(torch.utils.data.IterableDataset):
-    """Sequences whose number nobody knows."""
-
-    def __iter__(self) -> Any:
-        return iter(sequences("padded"))
-
-
-def start(model: str = "ring", kind: type = RingTrainer, act: str = "train", **more: Any) -> Any:
-    """Let a trainer do something that should not be done."""
-    names = ("compute_loss_func", "compute_metrics")
-    own = {name: more.pop(name) for name in names if name in more}
-    data: Any = sequences("padded")
-    if more.pop("stream", False):
-        data = Stream()
-    os.environ.update(more.pop("told", {}))
-    with as_launched(), tempfile.TemporaryDirectory() as folder:
-        args = arguments(folder, 2, **more)
-        args.prediction_loss_only = "compute_metrics" not in own
-        made = kind(model_of("Llama", model), args, train_dataset=data, eval_dataset=data, **own)
-        return getattr(made, act)()
 
 
 def nothing(*_: Any, **__: Any) -> Any:
@@ -233,7 +143,7 @@ def nothing(*_: Any, **__: Any) -> Any:
 def refusals() -> dict[str, str]:
     """For a pool: what a trainer that can't be right says."""
     register()
-    ring = dict(parallelism_config=CONFIG(cp_size=dist.get_world_size()))
+    ring = dict(parallelism_config=RingParallelismConfig(cp_size=dist.get_world_size()))
     return {
         "no ring": raised(start),
         "label smoothing": raised(lambda: start(label_smoothing_factor=0.1, **ring)),
@@ -242,7 +152,7 @@ def refusals() -> dict[str, str]:
         "metrics": raised(lambda: start(act="evaluate", compute_metrics=nothing, **ring)),
         "other attention": raised(lambda: start(model="sdpa", **ring)),
         "no mixin": raised(lambda: start(kind=Trainer, **ring)),
-        "another mesh": raised(lambda: start(parallelism_config=CONFIG(cp_size=3))),
+        "another mesh": raised(lambda: start(parallelism_config=RingParallelismConfig(cp_size=3))),
         "NEFTune": raised(lambda: start(neftune_noise_alpha=5.0, **ring)),
         "parts of batches": raised(
             lambda: start(accelerator_config={"dispatch_batches": True}, **ring)
@@ -317,10 +227,6 @@ def test_trainers_with_losses_of_their_own_are_refused():
             mixed(model_of("Llama", "ring"))
 
 
-def test_a_subclass_of_both_may_have_a_loss_of_its_own():
-    assert loss_of(Halved, RingTrainerMixin) == TOKENS
-
-
 class Gathering(RingTrainerMixin):
     """A trainer at the end of a loader: two rings of two ranks, of which this is the last one."""
 
@@ -365,29 +271,14 @@ def test_settings_that_would_be_wrong_are_refused():
             kind._check_trainer(_checked(kind, **wrong))
 
 
-def test_scores_of_a_ring_are_gathered():
-    register()
-    model, batch = trainers.scoring("ring"), {"input_ids": torch.tensor([[3, 4, 5, 6]])}
-    whole.spread_scores(model, lambda given: shard_batch(given), {})
-    with mock.patch.object(ShardedBatch, "unshard", side_effect=lambda x: x) as unshard:
-        model(**batch)
-    (scores,) = unshard.call_args.args
-    assert [*scores.shape] == [1, 4, 1]
-
-
-def test_a_probe_finds_a_wrong_loss_alone():
-    class Probed(Halved):
-        ring_probe = True
-
-    assert "the probe of the first batch failed" in raised(lambda: start(kind=Probed))
-
-
 def _checked(kind: type, dispatches: bool = False, **own: Any) -> Any:
     """A trainer of a ring of two that has been made as far as it is looked at."""
     made = object.__new__(type("Made", (kind,), {"_ring": SimpleNamespace(size=lambda: 2)}))
     made._loss_is_of = AFTER_GENERATION
     made.accelerator = SimpleNamespace(
-        num_processes=2, parallelism_config=CONFIG(cp_size=2), dispatch_batches=dispatches
+        num_processes=2,
+        parallelism_config=RingParallelismConfig(cp_size=2),
+        dispatch_batches=dispatches,
     )
     made.args = SimpleNamespace(per_device_train_batch_size=2, steps_per_generation=1)
     vars(made).update(
@@ -396,16 +287,3 @@ def _checked(kind: type, dispatches: bool = False, **own: Any) -> Any:
     )  # fmt: skip
     vars(made).update(own)
     return made
-
-
-def test_the_mesh_has_the_sizes_of_accelerate_launch(monkeypatch):
-    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "4")
-    assert RingParallelismConfig().cp_size == 4
-
-
-def test_accelerate_is_told_of_a_mesh_and_of_no_context_parallelism():
-    config = RingParallelismConfig(cp_size=4, dp_shard_size=2)
-    assert not config.cp_enabled
-    assert config.fsdp_dim_names == ["dp_shard_cp"]
-    assert (config.cp_size, config.data_parallel_size, config.total_size) == (4, 2, 8)
-    assert RingParallelismConfig().total_size == 1

@@ -18,8 +18,7 @@ from transformers.masking_utils import eager_mask
 
 from ring_attention_pytorch import shard_batch
 from ring_attention_pytorch.integrations.transformers import RingHFCache, register
-from tests.integrations.test_transformers import raised
-from tests.support.hf import WORDS, model_of, ring_of
+from tests.support.hf import WORDS, model_of, raised, ring_of
 from tests.support.reference import relative_error
 
 MODELS = ["Llama", "Qwen3", "Mistral", "Gemma2", "GptOss"]

@@ -4,9 +4,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-import transformers
-
-from ring_attention_pytorch.integrations.transformers import register
 from tests.support import families
 from tests.support.families import examined, together, verdict
 from tests.support.tiny_models import family_of
@@ -49,11 +46,3 @@ def test_every_class_is_of_one_kind():
     every = families.families()
     assert len({family.name for family in every}) == len(every) > 800
     assert {family.kind for family in every} == set(families.KINDS)
-
-
-def test_a_tower_that_picks_its_attention_from_a_table_keeps_transformers_own():
-    register()
-    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=32)
-    config = transformers.SamVisionConfig(**sizes, patch_size=16, output_channels=4, mlp_dim=8)
-    config._attn_implementation = "ring"
-    assert transformers.SamVisionModel(config).config._attn_implementation == "sdpa"
