@@ -3,16 +3,14 @@
 import doctest
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ring_attention_pytorch import RoutingPlan, routing
+from ring_attention_pytorch import routing
 from ring_attention_pytorch.geometry.layouts import positions
-from ring_attention_pytorch.routing import ConditionalRoutedAttention
 from tests.support import routing_reference, threads
 from tests.support.reference import relative_error
 from tests.support.routing_cases import (
@@ -28,7 +26,6 @@ from tests.support.routing_cases import (
     check_in_processes,
     check_in_threads,
     errors,
-    image_size,
     results,
     shard,
 )
@@ -131,37 +128,6 @@ def test_a_ring_of_threads_gives_what_loops_over_tokens_do(module: str, masked: 
     assert max(errors(case, by_rank, want).values()) < 1e-10
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("scale", [0.5, 8])
-def test_a_router_by_cosines_is_that_of_the_definition(size: int, scale: float) -> None:
-    draw = torch.Generator().manual_seed(3)
-    x = torch.randn(2, 17, DIM, generator=draw, dtype=torch.float64)
-    x = (x * torch.linspace(0.1, 9, 17)[:, None]).requires_grad_()  # only directions matter
-    toward = torch.randn(2, DIM, generator=draw, dtype=torch.float64, requires_grad=True)
-    dgates = torch.randn(2, 2, 17, generator=draw, dtype=torch.float64)
-    positions_, gates = routing_reference.cosine_gates(x, toward, 5, scale, eps=0.7)
-    want = [gates, *torch.autograd.grad(gates, (x, toward), dgates)]
-
-    def main(ring: threads.ThreadRing) -> list[Tensor]:
-        router = routing.CoordinateDescentRouter(
-            DIM, straight_through=False, eps=0.7, num_routing_tokens=2, cosine_sim_routing=True,
-            cosine_sim_scale=scale, ring_attn=True, group=ring, layout="zigzag",
-        ).double()  # fmt: skip
-        router.routing_token.data = toward.detach().clone()
-        here = positions("zigzag", rank=ring.rank, ring_size=size, length=17)
-        mine = x.detach()[:, here].requires_grad_()
-        plan = RoutingPlan.make(mine, group=ring, layout="zigzag")
-        found = router.choose(mine, plan, 5)
-        assert found.positions.tolist() == positions_
-        grads = torch.autograd.grad(found.gates, (mine, router.routing_token), dgates[..., here])
-        assert relative_error(found.gates, want[0][..., here]) < 1e-12
-        assert relative_error(grads[0], want[1][:, here]) < 1e-10
-        return grads[1]
-
-    along, _ = threads.run(size, main)
-    assert relative_error(sum(along), want[2]) < 1e-10
-
-
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 7])
 @pytest.mark.parametrize("module", MODULES)
 def test_short_sequences_some_ranks_empty(module: str, length: int) -> None:
@@ -208,56 +174,6 @@ def test_tokens_in_equal_surroundings_are_ties_on_any_ring() -> None:
 
         for at, got in threads.run(size, main)[0]:
             assert relative_error(got, want[:, at]) < 1e-10
-
-
-def test_one_plan_serves_all_layers_and_ranks_compare_notes_only_while_it_is_made() -> None:
-    case = Case("block", layout="zigzag")
-    x, want = case.data()["x"], case.make()(case.data()["x"])
-
-    def main(ring: threads.ThreadRing) -> tuple[Tensor, Tensor, int, int]:
-        block = case.make(ring_attn=True, layout="zigzag", group=ring)
-        at = positions("zigzag", rank=ring.rank, ring_size=ring.size, length=case.length)
-        plan = RoutingPlan.make(x[:, at], layout="zigzag", group=ring)
-        block(x[:, at], plan=plan)
-        before = ring.hub.gathers[ring.rank]
-        out = block(x[:, at], plan=plan)
-        return at, out, before, ring.hub.gathers[ring.rank]
-
-    for at, out, before, after in threads.run(2, main)[0]:
-        assert relative_error(out, want[:, at]) < 1e-12
-        assert before == after
-
-
-def layers_that_route_other_numbers_share_a_plan() -> None:
-    """Though the first rank works on as many tokens of either."""
-    x = torch.randn(1, 16, 16, dtype=torch.float64)
-    counts = ((6, 4), (5, 4), (5, 3), (6, 3))
-
-    def layer(of_q: int, of_kv: int, **over: Any) -> nn.Module:
-        return ConditionalRoutedAttention(
-            16, num_heavy_tokens_q=of_q, num_heavy_tokens_kv=of_kv, light_window_size=4,
-            heavy_heads=2, light_heads=2, heavy_dim_head=8, light_dim_head=8, **over,
-        ).double()  # fmt: skip
-
-    alone = [layer(*count) for count in counts]
-    want = [each(x) for each in alone]
-
-    def main(ring: threads.ThreadRing) -> list[Tensor]:
-        mine = x.tensor_split(2, 1)[ring.rank]
-        plan = RoutingPlan.make(mine, group=ring)
-        found = []
-        for other, count in zip(alone, counts):
-            mine_too = layer(*count, ring_attn=True, group=ring)
-            mine_too.load_state_dict(other.state_dict())
-            found.append(mine_too(mine, plan=plan))
-        return found
-
-    for got, whole in zip(zip(*threads.run(2, main)[0]), want):
-        assert relative_error(torch.cat(got, 1), whole) < 1e-12
-
-
-def test_layers_that_route_other_numbers_share_a_plan() -> None:
-    layers_that_route_other_numbers_share_a_plan()
 
 
 def test_activation_checkpointing_on_a_ring() -> None:
@@ -374,24 +290,6 @@ def test_masked_tokens_are_never_seen_or_routed(module: str) -> None:
     assert not moved(case.make(), case, change)[mask].any()
 
 
-# --- the edges ---
-
-
-def test_with_all_tokens_routed_and_one_window_heavy_attention_is_dense() -> None:
-    module = routing.ConditionalRoutedAttention(
-        DIM, num_heavy_tokens_q=50, num_heavy_tokens_kv=50, has_light_attn=False, **HEADS
-    ).double()
-    x = torch.randn(2, 9, DIM, dtype=torch.float64)
-    everything = [dict.fromkeys(range(9), torch.ones((), dtype=torch.float64))]
-    want = torch.stack([
-        torch.stack([
-            routing_reference.heavy(module.heavy_attn, t, t, i, everything) for i in range(9)
-        ])
-        for t in x
-    ])  # fmt: skip
-    assert relative_error(module(x), want) < 1e-12
-
-
 @pytest.mark.parametrize("module", MODULES)
 def test_a_sample_without_a_real_token_gives_no_nan(module: str) -> None:
     case = Case(module, length_of(module))
@@ -422,74 +320,6 @@ def test_under_autocast() -> None:
     # a choice may tip in 16 bits; most tokens are as they were
     near = (out - want).norm(dim=-1) < 0.1 * want.norm(dim=-1)
     assert near.float().mean() > 0.7
-
-
-def test_images_whole_or_as_tokens_and_channels_first() -> None:
-    height, width = image_size(21)
-    case = Case("image", 21, masked=False)
-    module, x = case.make(), case.data()["x"]
-    want = call(module, case, case.data()).view(2, height, width, DIM)
-    assert relative_error(module(x.view(2, height, width, DIM)), want) < 1e-15
-    module.channel_first = True
-    got = module(x.view(2, height, width, DIM).permute(0, 3, 1, 2))
-    assert relative_error(got.permute(0, 2, 3, 1), want) < 1e-15
-
-
-# --- the router by itself ---
-
-
-def test_the_router_gives_tokens_out_and_takes_them_back() -> None:
-    x = torch.randn(2, 11, DIM)
-    router = routing.CoordinateDescentRouter(DIM)
-    found = router(x, num_tokens=4, mask=torch.ones(2, 11, dtype=torch.bool))
-    assert found.indices.shape == (2, 4)
-    assert torch.equal(found.routed_tokens, x.gather(1, found.indices[..., None].expand(2, 4, DIM)))
-    assert torch.allclose(found.scores, torch.ones(2, 4))
-    back = router.route_back(torch.zeros_like(x), found.routed_tokens, found.dispatch)
-    for b in range(2):
-        here = torch.isin(torch.arange(11), found.indices[b])
-        assert torch.equal(back[b, here], x[b, here])
-        assert not back[b, ~here].any()
-
-
-def test_routers_of_all_kinds() -> None:
-    x = torch.randn(2, 40, DIM)
-    for options in (
-        dict(num_routing_tokens=3),
-        dict(cosine_sim_routing=True, cosine_sim_scale=4),
-        dict(route_block_size=10),
-        dict(n_iters=20, eps=0.03, eps_init=4.0, eps_decay=0.7),
-    ):
-        found = routing.CoordinateDescentRouter(DIM, **options)(
-            x, num_tokens=8, keep_one_route_dim=True
-        )
-        assert found.indices.shape == (2, options.get("num_routing_tokens", 1), 8)
-        assert found.routed_mask.all()
-        assert (found.indices.diff() > 0).all()
-    blocks = routing.CoordinateDescentRouter(DIM, route_block_size=10)(x, num_tokens=8).indices
-    assert torch.equal((blocks // 10)[0], torch.arange(4).repeat_interleave(2))
-    learned = routing.CoordinateDescentRouter(DIM, learned_routing_tokens=True)
-    assert learned(x, num_tokens=3, routing_tokens=torch.randn(2, DIM)).indices.shape == (2, 3)
-
-
-def test_random_routes_are_any_tokens_with_gates_1() -> None:
-    x, router = torch.randn(1, 200, DIM), routing.CoordinateDescentRouter(DIM)
-    picks = [router(x, num_tokens=5, random_route=True) for _ in range(2)]
-    assert not torch.equal(picks[0].indices, picks[1].indices)
-    assert (picks[0].scores == 1).all()
-
-
-def test_scores_are_the_same_whatever_is_worked_on_at_once(monkeypatch) -> None:
-    x, router = torch.randn(2, 23, DIM, requires_grad=True), routing.CoordinateDescentRouter(DIM)
-    found = []
-    for at_once in (65536, 5):
-        monkeypatch.setattr(routing.router, "_AT_ONCE", at_once)
-        scores = router.scores(x)
-        grads = torch.autograd.grad(scores.sin().sum(), [x, router.routing_token])
-        found.append([scores, *grads])
-    for a, b in zip(*found):
-        assert relative_error(a, b) < 1e-6
-    assert torch.equal(found[0][0], found[1][0])
 
 
 # --- failing well ---
@@ -539,59 +369,6 @@ WRONG = {
 def test_wrong_arguments_are_refused(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WRONG[message]()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_an_unknown_option_of_a_block_is_named(causal: bool) -> None:
-    numbers = dict(num_heavy_attn_tokens_q=1, num_heavy_attn_tokens_kv=1, num_heavy_ff_tokens=1)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'lite_heads'"):
-        routing.ConditionalRoutedTransformerBlock(8, causal=causal, lite_heads=2, **numbers)
-
-
-def test_causal_attention_always_has_a_light_branch() -> None:
-    numbers = dict(num_heavy_tokens_q=1, num_heavy_tokens_kv=1)
-    with pytest.raises(TypeError, match="'has_light_attn'"):
-        routing.ConditionalRoutedAutoregressiveAttention(8, has_light_attn=False, **numbers)
-    with pytest.raises(ValueError, match="heavy_window_size must be at least 1, got 0"):
-        routing.ConditionalRoutedAutoregressiveAttention(8, heavy_window_size=0, **numbers)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (dict(x=lambda t: t[..., :4]), r"must be \[batch, tokens, 8\]"),
-        (dict(x=lambda t: t[:, :-2], mask=lambda t: t[:, :-2]), "puts"),
-        (dict(mask=lambda t: t.long()), "mask must be bool"),
-        (dict(k=lambda k: 3), "num_heavy_tokens must be the same on every rank"),
-        (dict(k=lambda k: 0), "num_heavy_tokens must be at least 1"),
-    ],
-)
-def test_a_mistake_of_one_rank_is_the_same_error_on_all(wrong: dict, message: str) -> None:
-    case = Case("feedforward", layout="zigzag")
-    data = case.data()
-
-    def main(ring: threads.ThreadRing) -> str:
-        at = positions("zigzag", rank=ring.rank, ring_size=ring.size, length=case.length)
-        given = {"x": data["x"][:, at], "mask": data["mask"][:, at], "k": 5}
-        if ring.rank == 1:
-            given |= {name: f(given[name]) for name, f in wrong.items()}
-        module = case.make(ring_attn=True, layout="zigzag", group=ring)
-        with pytest.raises(ValueError, match=message) as error:
-            module(given["x"], given["mask"], num_heavy_tokens=given["k"])
-        return str(error.value)
-
-    said, hub = threads.run(3, main)
-    assert len(set(said)) == 1
-    assert not any(hub.sent_bytes)
-
-
-def test_plans_are_checked() -> None:
-    module, x = Case("block").make(), torch.randn(1, 6, DIM, dtype=torch.float64)
-    plan = RoutingPlan.make(x)
-    with pytest.raises(ValueError, match="the plan was made for"):
-        module(x[:, :5], plan=plan)
-    with pytest.raises(ValueError, match="the plan already has the mask"):
-        module(x, torch.ones(1, 6, dtype=torch.bool), plan=plan)
 
 
 def test_every_public_name_has_an_example() -> None:
