@@ -1,7 +1,4 @@
-"""What code written for ring-attention-pytorch 0.5.20 finds here, and what it no longer meets.
-
-D1 to D26 are the defects of that package that show on the CPU; each test says what must hold.
-"""
+"""What code written for ring-attention-pytorch 0.5.20 finds here, and what it no longer meets."""
 
 import inspect
 import subprocess
