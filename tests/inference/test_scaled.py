@@ -37,6 +37,14 @@ def test_a_row_that_can_not_be_kept_is_nan_and_no_other(bad: float) -> None:
     assert torch.equal(found[1], x[1])
 
 
+@pytest.mark.parametrize("power", [-63, 0, 63])
+def test_the_largest_and_the_smallest_scales_are_kept(power: int) -> None:
+    x = 448 * 2.0**power * torch.tensor([[1.0, -0.5, 0.25, 0.0]])
+    rows, scales = stored(x, KEPT)
+    assert scales.item() == 2.0**power
+    assert torch.equal(restored(rows, scales), x)
+
+
 def test_zeros_stay_zeros_and_other_dtypes_are_kept_as_they_are() -> None:
     assert not restored(*stored(torch.zeros(2, 4), KEPT)).any()
     x = torch.randn(2, 4)
