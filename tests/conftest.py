@@ -15,9 +15,10 @@ torch.set_num_threads(1)
 LONGEST = (
     "test_mutants", "test_compile", "test_examples", "test_triton", "test_ring_attention",
     "test_bench_ring", "test_notebook", "test_failures", "test_types", "test_generation",
-    "test_transformers", "test_trainers", "test_docs", "test_transformer", "test_transports",
-    "test_moves", "test_features", "test_doctor", "test_assert", "test_documents", "test_guard",
-    "test_modules", "test_failing_well", "test_original",
+    "test_transformers", "test_trainer", "test_docs", "test_transformer", "test_transports",
+    "test_moves", "test_features", "test_trials", "test_assert", "test_documents", "test_guard",
+    "test_attention", "test_failing_well", "test_original", "test_models", "test_cache",
+    "test_hf_examples", "test_decoding_kernels",
 )  # fmt: skip
 
 

@@ -14,33 +14,35 @@ MUTANTS = planted("DOCTOR")
 
 def battery() -> Iterator[Callable[[], object]]:
     """Broken installations, and attention that is wrong."""
-    from tests.doctor import test_doctor as doctor
+    from tests.doctor import test_facts as facts
+    from tests.doctor import test_findings as findings
     from tests.doctor import test_mistakes as mistakes
-    from tests.doctor.test_numbers import (
+    from tests.doctor import test_trials as trials
+    from tests.doctor.test_parity import (
         test_gradients_are_averaged_over_ranks as sums,
     )
-    from tests.doctor.test_numbers import (
+    from tests.doctor.test_parity import (
         test_in_a_world_of_one_rings_are_alone as world_of_one,
     )
-    from tests.doctor.test_numbers import (
+    from tests.doctor.test_parity import (
         test_nan_is_not_parity as nan,
     )
 
-    yield doctor.test_a_good_installation_is_well
-    for broken in doctor.BROKEN:
-        yield partial(doctor.test_what_is_broken_gets_its_diagnosis, *broken)
-    for broken in doctor.PACKAGES:
-        yield partial(doctor.test_broken_packages_get_their_diagnosis, *broken)
+    yield findings.test_a_good_installation_is_well
+    for broken in findings.BROKEN:
+        yield partial(findings.test_what_is_broken_gets_its_diagnosis, *broken)
+    for broken in facts.PACKAGES:
+        yield partial(facts.test_broken_packages_get_their_diagnosis, *broken)
     for name in mistakes.CASES:
         yield partial(mistakes.test_a_mistake_leaves_its_trace_and_no_other, name)
     yield from (sums, nan, world_of_one)
-    yield doctor.test_nan_is_not_right
+    yield trials.test_nan_is_not_right
     yield a_wrong_gradient_is_seen
     yield it_is_not_well_then
 
 
 def a_wrong_gradient_is_seen() -> None:
-    from tests.doctor.test_doctor import wrong
+    from tests.doctor.test_trials import wrong
 
     assert {p.kernel for p in wrong("sdpa", 0).parities if not p.right} == {"sdpa"}
 

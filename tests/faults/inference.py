@@ -19,25 +19,24 @@ def battery() -> Iterable[Callable[[], object]]:
     from ring_attention_pytorch import tree_attn_decode
     from ring_attention_pytorch.ranks.ring import Ring
     from tests.faults.attention import patched
+    from tests.inference import test_attention as attention
     from tests.inference import test_page_table as tables
-    from tests.inference import test_pages as pages
     from tests.inference import test_prefill as prefill
     from tests.inference import test_programs as programs
-    from tests.inference import test_refusals as refusals
-    from tests.inference.stories import Story, Teller
-    from tests.nn.generation_cases import CASES, ROUTED, Case
     from tests.support import threads
+    from tests.support.cache_stories import Story, Teller
+    from tests.support.generation_cases import CASES, ROUTED, Case
 
     torch.set_num_threads(1)
     threads.PATIENCE = 10.0
     yield from _states()
     yield from _in_step()
-    yield partial(pages.test_owners_and_places_are_the_same_said_otherwise, 2, 3)
-    yield partial(pages.test_ranks_hold_what_they_own_and_all_of_it, 2, 3)
+    yield partial(tables.test_owners_and_places_are_the_same_said_otherwise, 2, 3)
+    yield partial(tables.test_ranks_hold_what_they_own_and_all_of_it, 2, 3)
     yield from (
         programs.test_programs_at_once_fill_a_gpu_or_there_are_many,
         programs.test_small_blocks_of_keys_have_twice_the_programs,
-        refusals.test_calls_are_refused_after_others_were_right,
+        attention.test_calls_are_refused_after_others_were_right,
         tables.test_full_pages_are_shared_and_others_copied,
     )
     for seed in range(4):
@@ -86,11 +85,12 @@ def _generation() -> Iterable[Callable[[], object]]:
     """Tokens that are drawn of logits, and logits of which none is."""
     import torch
 
+    from tests.inference import test_model_cache as kept
     from tests.nn import test_generation as tests
 
     yield tests.test_keys_that_are_kept_in_fewer_bits_are_close
-    for case in tests.KEPT:
-        yield partial(tests.test_a_layer_keeps_its_window_where_that_is_less, *case)
+    for case in kept.KEPT:
+        yield partial(kept.test_a_layer_keeps_its_window_where_that_is_less, *case)
     yield tests.test_a_token_is_drawn_among_the_largest
     yield tests.test_temperatures_that_no_float32_has_are_refused
     yield partial(tests.test_the_coldest_draw_is_the_largest, 1.3e-38, 1e35)
@@ -120,23 +120,25 @@ def _states() -> Iterable[Callable[[], object]]:
 
 def _in_step() -> Iterable[Callable[[], object]]:
     """Ranks whose caches are alike, and others; and what is asked of caches that can't be."""
-    from tests.inference import test_in_step as steps
-    from tests.inference import test_refusals as refusals
+    from tests.inference import test_attention as attention
+    from tests.inference import test_cache as refusals
+    from tests.inference import test_lineage as lineage
+    from tests.stories import test_caches_in_step as steps
 
-    yield steps.test_new_tokens_add_up_to_what_is_counted_anew
-    yield steps.test_what_was_forked_is_told_apart
+    yield lineage.test_new_tokens_add_up_to_what_is_counted_anew
+    yield lineage.test_what_was_forked_is_told_apart
     yield steps.test_a_call_s_number_is_one_of_what_the_cache_holds
     yield steps.test_a_new_plan_is_of_caches_that_are_alike
     yield refusals.test_who_is_alone_is_told_too
     yield refusals.test_what_has_no_capacity_is_told_no_largest_token
-    yield refusals.test_queries_and_scores_that_can_not_be_are_refused
+    yield attention.test_queries_and_scores_that_can_not_be_are_refused
 
 
 def _small_caches() -> list[tuple[int, Any]]:
     """Stories of caches in 8 bits, and of layers with a window, on so many ranks."""
     import torch
 
-    from tests.inference.stories import Story
+    from tests.support.cache_stories import Story
 
     rolling = Story(5, sequences=3, page=1, steps=20, windows=(2,))
     chunks, much = ("prefill", "attend", "rollback"), ("rollback", "reorder")

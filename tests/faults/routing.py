@@ -12,8 +12,10 @@ def battery() -> Iterable[Callable[[], None]]:
     """Cases that fail where something is wrong."""
     import torch
 
-    from tests.routing import test_routing as modules
+    from tests.routing import test_router as router
+    from tests.routing import test_selection as selection
     from tests.routing import test_soft_topk as topk
+    from tests.stories import test_routed_modules as modules
     from tests.support import threads
     from tests.support.routing_cases import MODULES, Case, check_in_threads
 
@@ -22,14 +24,14 @@ def battery() -> Iterable[Callable[[], None]]:
     for name in ("feedforward", "causal feedforward", "attention", "autoregressive"):
         yield lambda name=name: modules.test_a_module_equals_loops_over_its_tokens(name, 17, True)
     yield lambda: topk.test_descent_is_the_published_one_gradients_included(7, (0.03, 4.0, 0.7))
-    yield topk.test_selection_leaves_slots_empty_where_too_few_are_real
+    yield selection.test_selection_leaves_slots_empty_where_too_few_are_real
     for number, name in enumerate(MODULES):
         layout = ("contiguous", "zigzag", "striped")[number % 3]
         case = Case(name, modules.length_of(name), layout)
         yield lambda case=case: check_in_threads(case, 3)
     yield lambda: modules.test_equal_tokens_are_routed_alike_on_any_ring("striped")
     yield lambda: modules.test_no_token_is_moved_by_a_later_one("causal block", False)
-    yield lambda: modules.test_a_router_by_cosines_is_that_of_the_definition(3, 0.5)
+    yield lambda: router.test_a_router_by_cosines_is_that_of_the_definition(3, 0.5)
     yield lambda: modules.test_a_ring_of_threads_gives_what_loops_over_tokens_do("cross", True)
     for name in ("image", "attention"):
         yield lambda name=name: modules.test_masked_tokens_are_never_seen_or_routed(name)

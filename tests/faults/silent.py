@@ -27,7 +27,7 @@ def battery() -> Iterator[Case]:
     from tests.project import test_surface as surface
     from tests.ranks import test_agreement as notes
     from tests.ranks import test_steps as steps
-    from tests.routing import test_routing
+    from tests.routing import test_plan as routing
     from tests.runtime import test_float16
     from tests.schedule import test_cost
     from tests.support import threads
@@ -48,7 +48,7 @@ def battery() -> Iterator[Case]:
     yield what_is_compiled_fits
     yield test_transports.batches_may_be_empty
     yield machines
-    yield test_routing.layers_that_route_other_numbers_share_a_plan
+    yield routing.layers_that_route_other_numbers_share_a_plan
     yield from found_again()
     yield test_features.queries_of_two_sequences_stand_where_their_layout_has_them
     yield test_cost.ranks_without_work_explain_themselves

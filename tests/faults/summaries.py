@@ -15,23 +15,25 @@ def battery() -> Iterable[Callable[[], None]]:
     import torch
 
     from tests.runtime import test_merge
-    from tests.summaries import test_summaries as tests
+    from tests.summaries import test_module as module
+    from tests.summaries import test_plan as plan
+    from tests.summaries import test_pooling as pooling
     from tests.support import threads
-    from tests.support.summary_cases import Case, check_in_threads
+    from tests.support.summary_cases import CASES, PACKED, Case, check_in_threads
 
     torch.set_num_threads(1)
     threads.PATIENCE = 10.0
     yield lambda: test_merge.test_merged_parts_are_dense_attention_and_so_are_gradients((0, 4, 9))
     yield lambda: test_merge.test_parts_of_any_dtype_are_merged_in_wide_numbers(torch.bfloat16)
     yield lambda: check_in_threads(Case(), 2)
-    yield tests.test_what_the_plan_was_not_made_for_is_not_summarised
-    yield lambda: check_in_threads(replace(tests.PACKED, layout="striped"), 3)
-    for name, case in tests.CASES.items():
-        layout = tests.LAYOUTS[len(name) % 3]
+    yield pooling.test_what_the_plan_was_not_made_for_is_not_summarised
+    yield lambda: check_in_threads(replace(PACKED, layout="striped"), 3)
+    for name, case in CASES.items():
+        layout = plan.LAYOUTS[len(name) % 3]
         yield lambda case=case, layout=layout: check_in_threads(replace(case, layout=layout), 2)
-    yield lambda: tests.test_how_long_the_far_part_takes_is_told_by_its_documents("bounded")
+    yield lambda: plan.test_how_long_the_far_part_takes_is_told_by_its_documents("bounded")
     for restart in (False, True):
-        yield lambda restart=restart: tests.test_a_layer_is_the_reference_of_its_projections(
+        yield lambda restart=restart: module.test_a_layer_is_the_reference_of_its_projections(
             restart
         )
     yield lambda: decoding(14, 4)

@@ -17,6 +17,7 @@ MUTANTS = planted("TRAINING")
 
 def battery() -> Iterator[Callable[[], object]]:
     """Steps over rings of threads against one process, and mistakes that must raise."""
+    from tests.nn import test_averaging as averaging
     from tests.nn import test_projections as projections
     from tests.support import threads
     from tests.training import test_batches as batches
@@ -52,7 +53,7 @@ def battery() -> Iterator[Callable[[], object]]:
     yield projections.test_heads_that_do_not_divide_are_refused
     yield projections.test_projections_that_were_not_split_are_an_error
     for over, apart, wrong in (([0, 2], (), True), ([0, 2], (0, 2), False)):
-        look = projections.test_sharding_over_too_few_ranks_is_told_after_backward
+        look = averaging.test_sharding_over_too_few_ranks_is_told_after_backward
         yield partial(look, over, apart, wrong)
     yield all_hear_of_a_wrong_type
     yield recomputed
@@ -116,7 +117,7 @@ def losses_are_right() -> Iterator[Callable[[], object]]:
 
 def all_hear_of_a_wrong_type() -> None:
     from tests.support import threads
-    from tests.training.test_batches import logprobs_of_a_wrong_type
+    from tests.training.test_losses import logprobs_of_a_wrong_type
 
     told, _ = threads.run(2, lambda ring: logprobs_of_a_wrong_type("chunk", ring))
     assert all("(on rank 1)" in text for text in told)

@@ -20,9 +20,8 @@ from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.explain import chunk_sizes
 from ring_attention_pytorch.ranks.ring import Ring
 from tests.attention.test_tree_attn_decoding import Decoding
-from tests.inference.stories import Story, told
-from tests.inference.test_cache import OPTIONS
-from tests.nn.generation_cases import CASES, ROUTED
+from tests.support.cache_stories import OPTIONS, Story, told
+from tests.support.generation_cases import CASES, ROUTED
 from tests.support.ranks import gpu_ranks
 from tests.support.reference import dense_attention, relative_error
 

@@ -5,9 +5,9 @@ import torch
 
 from ring_attention_pytorch import shard_batch
 from tests.support import training
+from tests.support.late_losses import check_told_later, logprobs_told_later, told_later
 from tests.support.reference import relative_error
 from tests.support.training import KINDS, Model, batch_of, spread, spread_attention
-from tests.training.test_losses import check_told_later, logprobs_told_later, told_later
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

@@ -1,92 +1,15 @@
-"""A cache over ranks is one cache: whatever is done to it, attention is that of dense tensors."""
+"""A cache over ranks: what it refuses, before anything is written, and when it is gone."""
 
 import gc
-import random
 from collections.abc import Callable
-from dataclasses import replace
 from weakref import ref
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from ring_attention_pytorch import RingCache, ring_attn_with_cache
-from tests.inference.stories import Story, told
-
-SIZES = (1, 2, 3, 4)
-EXACT = 1e-12
-DECODING = Story(deeds=("attend",), steps=20, most=3)
-OPTIONS = [
-    dict(options={"window": 3}),
-    dict(options={"window": 0}),
-    dict(options={"softclamp": 1.5, "scale": 0.7}),
-    dict(given=("sinks",)),
-    dict(given=("alibi_slopes",), options={"window": 6}),
-    dict(given=("starts",)),
-    dict(key_heads=1, given=("sinks", "starts"), options={"window": 4}),
-    dict(key_heads=4, layers=2),
-]
-
-
-def cases() -> list[Story]:
-    found = [replace(DECODING, page=page) for page in (1, 2, 3, 16)]
-    found += [replace(DECODING, page=2, **each) for each in OPTIONS]
-    found += [
-        Story(seed, page=(1, 2, 3)[seed % 3], sequences=3, layers=1 + seed % 2, steps=25)
-        for seed in range(6)
-    ]
-    found += [Story(seed, page=2, sequences=3, capacity=30, steps=25) for seed in range(4)]
-    found += [
-        Story(seed, page=2, sequences=3, given=("starts",), options={"window": 5})
-        for seed in range(3)
-    ]
-    chunks = Story(page=2, deeds=("prefill", "attend", "rollback"), steps=12)
-    found += [replace(chunks, **each) for each in OPTIONS]
-    found += [replace(chunks, seed=seed, sequences=1, page=3) for seed in range(3)]
-    found += [replace(story, kept=torch.float8_e4m3fn) for story in (*found[12:14], *found[-2:])]
-    deeds = ("prefill", "attend", "rollback", "rollback", "reorder")
-    found += [Story(5, sequences=3, page=1, windows=(2,), deeds=deeds, steps=20)]
-    rolling = Story(sequences=3, layers=2, steps=20, deeds=(*Story.deeds, "prefill", "prefill"))
-    found += [
-        replace(rolling, page=1, windows=(3, None)),
-        replace(rolling, seed=1, page=3, windows=(0, 4), spare=6, capacity=60),
-        replace(
-            rolling, page=2, windows=(5, 5), options={"window": 4}, given=("starts", "sinks"),
-            kept=torch.float8_e4m3fn,
-        ),
-    ]  # fmt: skip
-    reloaded = ("reload", "reload", "rollback", "attend", "attend", "attend", "reorder", "free")
-    found += [
-        Story(sequences=3, layers=2, deeds=reloaded, steps=20),
-        Story(1, sequences=2, deeds=reloaded, given=("starts",), capacity=40, steps=20),
-        replace(rolling, seed=2, deeds=reloaded, windows=(3, None), steps=40, page=4),
-        Story(3, deeds=reloaded, windows=(5,), steps=40, kept=torch.float8_e4m3fn),
-    ]
-    return found
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_whatever_is_done_attention_is_dense(pools: Callable, size: int) -> None:
-    stories = cases()
-    for errors in pools(size).run(told, stories):
-        for story, error in zip(stories, errors):
-            assert error < EXACT, story
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_with_a_capacity_memory_is_never_made_anew(seed: int) -> None:
-    """Graphs use it; and growing copies all of it."""
-    draw = random.Random(seed)
-    cache = RingCache(3, 2, 4, capacity=12, page=2)
-    keys = cache.keys[0]
-    for _ in range(40):
-        if draw.random() < 0.5:
-            cache.reorder([draw.randrange(3) for _ in range(3)])
-        else:
-            cache.rollback([draw.randint(0, length) for length in cache.lengths])
-        if max(cache.lengths) < 12:
-            q = torch.randn(3, 1, 2, 4)
-            ring_attn_with_cache(q, q, q, cache)
-    assert cache.keys[0] is keys
+from ring_attention_pytorch import RingCache, explain_cache, ring_attn_with_cache
+from ring_attention_pytorch.ranks.ring import Ring
 
 
 @pytest.mark.parametrize("layout", [None, "contiguous"])
@@ -105,3 +28,88 @@ def test_a_cache_that_nobody_has_is_gone_at_once(layout: str | None) -> None:
     finally:
         if collects:
             gc.enable()
+
+
+def test_who_is_alone_is_told_too() -> None:
+    cache = RingCache(2, 1, 4, capacity=3, page=1, group=Ring.alone())
+    k = torch.ones(2, 2, 1, 4)
+    cache.append(k, k)
+    for refused, why in {
+        lambda: cache.append(k, k): "would have 4 tokens, more than the capacity of 3",
+        lambda: cache.rollback(3): "rollback takes from 0 to as many tokens as there are",
+        lambda: cache.rollback([1]): "rollback takes",
+        lambda: cache.reorder([0, 2]): "reorder takes a number from 0 to 1",
+        lambda: cache.fork(0, 2): "there are 2 sequences, and no 2",
+        lambda: cache.hide_before([0]): "starts must be 2 numbers",
+        lambda: cache.append(k.double(), k.double()): "k and v must be torch.float32",
+        lambda: cache.reserve(-1): "reserve takes a number of tokens from 0 to 3, got -1",
+        lambda: cache.reserve(4): "reserve takes a number of tokens from 0 to 3, got 4",
+        lambda: cache.owner(-1): "owner takes a token from 0 to 2, got -1",
+        lambda: cache.owner(3): "owner takes a token from 0 to 2, got 3",
+        lambda: explain_cache(cache, 0): "heads must be a multiple of the cache's 1, got 0",
+        lambda: explain_cache(cache, 1, 0): "tokens must be at least 1, got 0",
+        lambda: explain_cache(cache, 1, dtype=torch.int32): "dtype must be torch.float32, as",
+        lambda: explain_cache(RingCache(1, 2, 4), 3): "heads must be a multiple of the cache's 2",
+    }.items():
+        with pytest.raises(ValueError, match=why):
+            refused()
+        assert cache.lengths == [2, 2]
+
+
+def test_what_has_no_capacity_is_told_no_largest_token() -> None:
+    cache = RingCache(1, 1, 4, page=2, group=Ring.alone())
+    assert cache.owner(10**9) == 0
+    with pytest.raises(ValueError, match="owner takes a token from 0, got -1"):
+        cache.owner(-1)
+    cache.reserve(0)
+
+
+def test_8_bits_are_for_what_is_wider_and_of_one_dtype() -> None:
+    cache = RingCache(1, 1, 4, dtype=torch.float8_e4m3fn, group=Ring.alone())
+    q = torch.ones(1, 1, 1, 4)
+    small = q.to(torch.float8_e4m3fn)
+    for refused, why in {
+        lambda: cache.append(small, small): "k and v must be torch.float64 or torch.float32 or",
+        lambda: cache.append(q, q.double()): "k and v must be",
+        lambda: ring_attn_with_cache(small, q, q, cache): "q must be torch.float64 or",
+        lambda: ring_attn_with_cache(q.double(), q, q, cache): "of the same tokens and dtype",
+    }.items():
+        with pytest.raises(ValueError, match=why):
+            refused()
+    assert cache.lengths == [0]
+
+
+def test_layers_of_different_lengths_are_not_taken_for_even_ones() -> None:
+    cache, k = RingCache(2, 1, 4, layers=2, group=Ring.alone()), torch.ones(2, 3, 1, 4)
+    cache.append(k, k)
+    for refused in (lambda: cache.reorder([1, 0]), lambda: cache.free(0), cache.state_dict):
+        with pytest.raises(ValueError, match="layers have different lengths"):
+            refused()
+    with pytest.raises(ValueError, match="roll back at least to there"):
+        cache.rollback(2)
+    cache.rollback(3)
+    assert cache.lengths_of.tolist() == [[0, 0], [0, 0]]
+
+
+def without_memory() -> str:
+    """One rank has none for its share."""
+    pool = RingCache._pool
+
+    def short(cache: RingCache, pages: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+        return pool(cache, pages, 1 << 48 if dist.get_rank() == 1 else dim, dtype)
+
+    RingCache._pool = short
+    try:
+        RingCache(2, 1, 4, capacity=64, page=1)
+    except ValueError as error:
+        return str(error)
+    finally:
+        RingCache._pool = pool
+    return "no error"
+
+
+def test_all_ranks_hear_that_one_lacks_memory(pools: Callable) -> None:
+    first, *others = pools(3).run(without_memory)
+    assert "64 tokens of 2 sequences and 1 layers do not fit the memory of 3 ranks" in first
+    assert "(on rank 1)" in first
+    assert others == [first, first]

@@ -6,11 +6,55 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ring_attention_pytorch import RingCache, ring_attn_with_cache
 from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.reference import dense_attention
+
+
+def moved(sizes: tuple[int, int], options: dict[str, Any]) -> float:
+    """Take what ranks of one cache hold over to a cache of other ranks."""
+    k = torch.randn(2, 11, 1, 4, generator=torch.Generator().manual_seed(1))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    groups = {size: dist.new_group(list(range(size))) for size in (1, *sizes)}
+    states: list[Any] = [None] * ranks
+    mine = None
+    if rank < sizes[0]:
+        cache = RingCache(2, 1, 4, page=2, group=groups[sizes[0]], **options)
+        cache.append(k, -k)
+        cache.rollback([0, 4])
+        mine = cache.state_dict()
+    dist.all_gather_object(states, mine)
+    if rank >= sizes[1]:
+        return 0.0
+    other = RingCache(2, 1, 4, page=3, group=groups[sizes[1]], **options)
+    with pytest.raises(ValueError, match="give those of all ranks"):
+        other.load_state_dict(*states[: sizes[0] - 1], states[0])
+    other.load_state_dict(*states[: sizes[0]])
+    assert other.lengths == [11, 7]
+    worst, k = 0.0, other.rounded(k)
+    for i in range(2):
+        keys, values, tokens = other.memory(0).local(i)
+        worst = max(worst, (keys - k[i, tokens]).abs().max().item() if len(keys) else 0.0)
+        worst = max(worst, (values + k[i, tokens]).abs().max().item() if len(keys) else 0.0)
+    return worst
+
+
+MOVES = [
+    ((2, 3), dict(dtype=torch.float8_e4m3fn)),
+    ((3, 1), {}),
+    ((3, 2), dict(windows=[2], spare=4)),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options"), MOVES)
+def test_a_cache_can_be_taken_over_by_other_ranks(
+    sizes: tuple[int, int], options: dict[str, Any], pools: Callable
+) -> None:
+    assert pools(3).run(moved, sizes, options) == [0.0] * 3
+
 
 SIZES: dict[str, Any] = dict(sequences=2, key_heads=2, head_dim=4, layers=2, page=2)
 State = dict[str, Any]

@@ -12,19 +12,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("transformers")
 
 import transformers
-from torch.nn.parallel import DistributedDataParallel
 
 from ring_attention_pytorch import ring_cross_entropy, shard_batch
-from ring_attention_pytorch.integrations.losses import labels_in_place
 from ring_attention_pytorch.integrations.transformers import register, ring_forward
-from tests.integrations.test_transformers import raised
 from tests.support import hf, hf_kinds
-from tests.support.hf import ring_of
-from tests.support.hf_kinds import LENGTH, OTHERS, WORDS, make
+from tests.support.hf import raised, ring_of
+from tests.support.hf_kinds import LENGTH, WORDS, make
 
 EXACT = 1e-5  # transformers' own attention computes its softmax in float32
 
@@ -34,28 +32,6 @@ def errors(got: tuple[Tensor, list[Tensor]], want: tuple[Tensor, list[Tensor]]) 
     pairs = [*zip((got[0], *got[1]), (want[0], *want[1]), strict=True)]
     least = 1e-6 * max(float(b.norm()) for _, b in pairs)
     return max(float((a - b).norm()) / max(float(b.norm()), least) for a, b in pairs)
-
-
-def steps(names: list[str], size: int) -> dict[str, float]:
-    """For a pool: the worst error of each model, with and without padding."""
-    found = {}
-    with hf.losses_as_they_were():
-        for name in names:
-            for padded in (False, True):
-                want = hf_kinds.alone(name, padded)
-                got = hf_kinds.step(name, padded, ring_of(size))
-                found[f"{name}, {padded}"] = errors(got, want)
-    return found
-
-
-def test_losses_and_positions_of_other_models_are_those_of_one_process(pools):
-    for found in pools(4).run(steps, list(OTHERS), 3):
-        assert max(found.values()) < EXACT, found
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_so_they_are_in_a_ring_of_one(name):
-    assert errors(hf_kinds.step(name, True), hf_kinds.alone(name, True)) < EXACT
 
 
 class Around(nn.Module):
@@ -352,21 +328,3 @@ def test_ranks_may_have_other_seeds_of_hashes():
         cwd=root, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
-
-
-def test_models_say_where_their_labels_are():
-    for name, (family, head, sizes) in OTHERS.items():
-        in_place = head in ("ForMaskedLM", "ForTokenClassification")
-        assert labels_in_place(make(family, head, sizes, "eager")) == in_place, name
-
-
-def test_labels_that_were_counted_where_they_predict_are_not_in_place():
-    register()
-    forward = ring_forward(shard_batch(hf_kinds.whole("a loss of its own", False)))
-    forward.num_items = torch.tensor(LENGTH)
-
-    def step() -> Any:
-        with forward as inputs:
-            return make(*OTHERS["a loss of its own"])(**inputs)
-
-    assert "give shard_batch shift_labels=False" in raised(step)

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ring_attention_pytorch import RingCache, Summaries, shard_batch
-from ring_attention_pytorch.inference import model_cache, partial
 from ring_attention_pytorch.nn.generation import Sampling
-from tests.nn.generation_cases import CASES, ROUTED, WORDS, Case
+from tests.support.generation_cases import CASES, ROUTED, WORDS, Case
 from tests.support.reference import relative_error
 
 
@@ -290,34 +289,6 @@ def test_a_token_is_drawn_among_the_largest() -> None:
     }
     for how, want in expected.items():
         assert shares(how) == pytest.approx(want, abs=0.02), how
-
-
-def test_a_long_chunk_s_scores_are_in_memory_some_at_a_time(monkeypatch) -> None:
-    monkeypatch.setattr(partial, "_SCORES", 50)
-    for case in (CASES[1], CASES[3]):
-        assert case.same(case.over(), case.anew())
-
-
-KEPT: list[Any] = [
-    (4000, None, [None, 100, None], 256),
-    (800, None, [None, 100, None], 104),
-    (130, None, [None, None, None], None),
-    (4000, 1990, [None, None, None], None),
-    (None, 7, [None, 100, 4096], 7),
-]
-
-
-@pytest.mark.parametrize(("capacity", "given", "kept", "spare"), KEPT)
-def test_a_layer_keeps_its_window_where_that_is_less(capacity, given, kept, spare) -> None:
-    cache = model_cache.model_cache([None, 100, 4096], 1, 1, 4, capacity=capacity, spare=given)
-    pools = [cache.memory(layer) for layer in range(3)]
-    assert [each.window for each in pools] == kept
-    assert pools[1].at_once == spare
-
-
-def test_pages_are_smaller_for_short_sequences() -> None:
-    assert model_cache.page_for(10, 4) == 1
-    assert model_cache.page_for(10**6, 8) == 64
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ import ring_attention_pytorch as R
 from ring_attention_pytorch import ring
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.ranks.agreement import typed
-from tests.compat.test_original_modules import NAMES
 from tests.support import surface
+from tests.support.original import NAMES
 from tests.support.surface_calls import CALLS, RESULTS, RIGHT, SAID, WITHIN
 
 PACKAGE = Path(R.__file__).parent

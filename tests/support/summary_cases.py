@@ -95,6 +95,22 @@ class Case:
         return positions(self.layout, rank=rank, ring_size=size, length=self.length)
 
 
+PACKED = Case(documents=True, masked=True, block=5)
+CASES = {
+    "overlapping blocks": Case(block=8, masked=True),
+    "bounded": Case(distance=11, documents=True),
+    "window of whole cells": Case(window=6, transport="gather"),
+    "attention pooling": Case(pooled="attention", documents=True, masked=True, block=4),
+    "selected": Case(select=2),
+    "tied": Case(select=2, level=True, masked=True),
+    "selected of few": Case(select=3, documents=True, masked=True, block=5, distance=14),
+    "gates": Case(gated=True, documents=True),
+    "nothing far": Case(window=4, stride=2, block=3, distance=4),
+    "shorter than the window": Case(length=9, window=20),
+    "one token each": Case(length=3, window=0, stride=1, block=1),
+}
+
+
 Results = dict[str, Tensor]
 
 

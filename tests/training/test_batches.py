@@ -1,9 +1,6 @@
 """A step of training over a spread batch is that of one process; what is forgotten raises."""
 
-import pickle
 import re
-from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from ring_attention_pytorch import (
     RingAttention,
-    RingCollator,
     RingPlan,
     RingTransformer,
     ShardedBatch,
@@ -329,28 +324,6 @@ def test_a_mistake_raises_on_all_ranks(name, pools):
     assert all(re.search(TEXTS[name], text) for text in told), told
 
 
-def from_workers() -> float:
-    """A step whose batch a collator has made, and come from another process as pickled bytes."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    collator = RingCollator(_first, rank=rank, ring_size=size)
-    (batch,) = DataLoader([batch_of("borders")], collate_fn=collator)
-    batch = pickle.loads(pickle.dumps(batch)).to("cpu")
-    model = Model(spread_attention)
-    with batch:
-        logits = model(batch["input_ids"], batch["position_ids"])
-        loss = ring_cross_entropy(logits, batch.labels)
-        loss.backward()
-    return errors((loss.detach(), training.averaged(model)), training.one_process("borders"))
-
-
-def _first(samples: list[Any]) -> Any:
-    return samples[0]
-
-
-def test_workers_shard_without_a_group(pools):
-    assert max(pools(2).run(from_workers)) < EXACT
-
-
 def transformers_loss() -> float:
     """Our own model takes layout, documents and mask from the block, and shifts labels by them."""
     worst = 0.0
@@ -522,45 +495,6 @@ def test_a_plan_without_the_mask_of_a_batch_raises():
     plan = RingPlan.make(q, q, q, causal=True, layout="zigzag")
     with shard_batch(batch_of("padded right")), pytest.raises(ValueError, match="and mask"):
         ring_attn(q, q, q, plan=plan)
-
-
-def one_without_dimensions() -> str:
-    x = torch.tensor(1.0) if dist.get_rank() else torch.zeros(1, 3, 4)
-    try:
-        ring_cross_entropy(x, torch.zeros(1, 3, dtype=torch.long))
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_all_ranks_hear_of_logits_without_dimensions(pools):
-    assert all("[b, n, d]" in told for told in pools(2).run(one_without_dimensions))
-
-
-def logprobs_of_a_wrong_type(what: str, group: Ring | None = None) -> str:
-    """For a pool or a ring of threads: what all ranks hear of an argument of the second one."""
-    batch = shard_batch(batch_of("plain"), group=group)
-    x, batch_without = torch.randn(2, batch.labels.shape[1], 50), dict(batch.tensors)
-    del batch_without["shift_labels"]
-    given: dict[str, Any] = {"x": x, "batch": batch}
-    if batch.rank == 1:
-        given |= {"x": [x]} if what == "x" else {}
-        given |= {"chunk": "8"} if what == "chunk" else {}
-        given |= {"chunks": 8} if what == "chunks" else {}
-        given |= {"batch": dict(batch)} if what in ("batch", "batch in its block") else {}
-        given |= {"batch": replace(batch, tensors=batch_without)} if what == "labels" else {}
-    try:
-        with batch if what == "batch in its block" else nullcontext():
-            ring_token_logprobs(**given)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
-@pytest.mark.parametrize("what", ["x", "chunk", "chunks", "batch", "batch in its block", "labels"])
-def test_all_ranks_hear_of_an_argument_of_a_wrong_type(what, pools):
-    told = pools(2).run(logprobs_of_a_wrong_type, what)
-    assert all("(on rank 1)" in text and what.split()[0] in text for text in told), told
 
 
 def masked_batch(padding: list[int], ring: Ring | None = None, seed: int = 0) -> ShardedBatch:

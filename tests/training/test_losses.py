@@ -1,18 +1,62 @@
 """Losses over ranks: weights, a head's terms, and values that are wrong, against one process."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attention_pytorch import ring_cross_entropy, ring_token_logprobs, shard_batch
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
-from ring_attention_pytorch.training import loss_inputs
 from tests.support import threads
+from tests.support.late_losses import check_told_later, logprobs_told_later, told_later
 from tests.support.reference import relative_error
+from tests.support.training import batch_of
+
+
+def one_without_dimensions() -> str:
+    x = torch.tensor(1.0) if dist.get_rank() else torch.zeros(1, 3, 4)
+    try:
+        ring_cross_entropy(x, torch.zeros(1, 3, dtype=torch.long))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_all_ranks_hear_of_logits_without_dimensions(pools):
+    assert all("[b, n, d]" in told for told in pools(2).run(one_without_dimensions))
+
+
+def logprobs_of_a_wrong_type(what: str, group: Ring | None = None) -> str:
+    """For a pool or a ring of threads: what all ranks hear of an argument of the second one."""
+    batch = shard_batch(batch_of("plain"), group=group)
+    x, batch_without = torch.randn(2, batch.labels.shape[1], 50), dict(batch.tensors)
+    del batch_without["shift_labels"]
+    given: dict[str, Any] = {"x": x, "batch": batch}
+    if batch.rank == 1:
+        given |= {"x": [x]} if what == "x" else {}
+        given |= {"chunk": "8"} if what == "chunk" else {}
+        given |= {"chunks": 8} if what == "chunks" else {}
+        given |= {"batch": dict(batch)} if what in ("batch", "batch in its block") else {}
+        given |= {"batch": replace(batch, tensors=batch_without)} if what == "labels" else {}
+    try:
+        with batch if what == "batch in its block" else nullcontext():
+            ring_token_logprobs(**given)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("what", ["x", "chunk", "chunks", "batch", "batch in its block", "labels"])
+def test_all_ranks_hear_of_an_argument_of_a_wrong_type(what, pools):
+    told = pools(2).run(logprobs_of_a_wrong_type, what)
+    assert all("(on rank 1)" in text and what.split()[0] in text for text in told), told
+
 
 EXACT = 1e-12
 B, N, D, CLASSES = 2, 7, 6, 9  # N tokens on each rank
@@ -271,50 +315,6 @@ def test_all_ranks_hear_of_a_label_that_has_no_probability(pools):
 # where reading a value would keep the host waiting, as on GPUs
 
 
-def told_later(what: str, device: str = "cpu") -> list[Any]:
-    """For a pool: of a wrong loss, of the next one, which raises, and of a third one."""
-    ring = as_ring(None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_inputs, "reads_at_once", lambda t: False)
-        given = _given_later(what, device)
-        if ring.rank == ring.size - 1:
-            given[what][0, 1] = CLASSES if what == "labels" else -1.0
-        loss = ring_cross_entropy(**given)
-        loss.backward()
-        found: list[Any] = [loss.isnan().item(), given["x"].grad[0, 2:].isnan().all().item()]
-        if device == "cuda":
-            torch.cuda.synchronize()
-        given = _given_later(what, device)
-        try:
-            ring_cross_entropy(**given)
-            found.append("nothing")
-        except ValueError as error:
-            found.append(str(error))
-        got = ring_cross_entropy(**given)
-    return [*found, got.item() == ring_cross_entropy(**given).item()]
-
-
-def _given_later(what: str, device: str) -> dict[str, Any]:
-    draw = torch.Generator().manual_seed(as_ring(None).rank)
-    given: dict[str, Any] = {
-        "x": torch.randn(1, N, CLASSES, generator=draw, dtype=torch.float64),
-        "labels": torch.randint(CLASSES, (1, N), generator=draw),
-        "weights": torch.rand(1, N, generator=draw) if what == "weights" else None,
-    }
-    given["labels"][0, 0] = -100
-    given = {name: t if t is None else t.to(device) for name, t in given.items()}
-    given["x"].requires_grad_()
-    return given
-
-
-def check_told_later(found: list[list[Any]], what: str) -> None:
-    for nan, nan_gradients, told, right in found:
-        assert nan
-        assert nan_gradients
-        assert f"{what} of an earlier loss were" in told
-        assert right
-
-
 @pytest.mark.parametrize("what", ["labels", "weights"])
 def test_where_nobody_waits_a_wrong_value_is_nan_everywhere_and_then_an_error(what, pools):
     found = pools(2).run(told_later, what)
@@ -325,24 +325,6 @@ def test_where_nobody_waits_a_wrong_value_is_nan_everywhere_and_then_an_error(wh
 @pytest.mark.parametrize("what", ["labels", "weights"])
 def test_alone_a_wrong_value_is_nan_and_then_an_error(what):
     check_told_later([told_later(what)], what)
-
-
-def logprobs_told_later(device: str = "cpu") -> list[Any]:
-    """For a pool: where NaN is, and what the next call raises."""
-    ring = as_ring(None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_inputs, "reads_at_once", lambda t: False)
-        ids = torch.arange(8)[None] % 4
-        batch = shard_batch({"input_ids": ids, "labels": ids}, layout="contiguous").to(device)
-        if ring.rank == ring.size - 1:
-            batch.labels[0, 1] = -7
-        x = torch.zeros(1, batch.labels.shape[1], 4, device=device)
-        found: list[Any] = [ring_token_logprobs(x, batch).isnan().nonzero().tolist()]
-        if device == "cuda":
-            torch.cuda.synchronize()
-        with pytest.raises(ValueError, match="labels of an earlier loss") as told:
-            ring_token_logprobs(x, batch)
-    return [*found, str(told.value)]
 
 
 def test_where_nobody_waits_a_label_that_is_no_class_has_nan(pools):

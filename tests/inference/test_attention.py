@@ -1,0 +1,173 @@
+"""Attention to a cache: what it refuses, in the same words on all ranks, and what is empty."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_attention_pytorch.inference.attention import ring_attn_with_cache
+from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.ranks.failures import RingError
+from ring_attention_pytorch.ranks.ring import Ring
+from tests.support.module_cases import check_refused
+
+
+def misuse(name: str) -> None:
+    odd_one = dist.get_rank() == 1
+    given: dict[str, Any] = dict(sequences=2, key_heads=2, head_dim=4)
+    wrong_caches: dict[str, dict[str, Any]] = {
+        "page": {"page": 257},
+        "capacity": {"capacity": 0},
+        "dtype": {"dtype": torch.int32},
+        "heads of a cache": {"key_heads": 0},
+        "pages differ": {"page": 3},
+        "a size is no number": {"layers": "two"},
+    }
+    if odd_one and name in wrong_caches:
+        given |= wrong_caches[name]
+    cache = RingCache(**given)
+    q, k = torch.zeros(2, 1, 4, 4), torch.zeros(2, 1, 2, 4)
+    call: dict[str, Any] = dict(q=q, k=k, v=k)
+    wrong: dict[str, dict[str, Any]] = {
+        "batch": {"q": q[:1]},
+        "heads": {"q": torch.zeros(2, 1, 3, 4)},
+        "no token": {"q": q[:, :0], "k": k[:, :0], "v": k[:, :0]},
+        "keys of other tokens": {"k": torch.zeros(2, 2, 2, 4), "v": torch.zeros(2, 2, 2, 4)},
+        "width of v": {"v": k[..., :3]},
+        "dtype of q": {"q": q.double()},
+        "no v": {"v": None},
+        "layer": {"layer": 1},
+        "window": {"window": -1},
+        "windows differ": {"window": 3},
+        "softclamp": {"softclamp": 0.0},
+        "endless softclamp": {"softclamp": float("inf")},
+        "scale": {"scale": float("nan")},
+        "endless scale": {"scale": float("inf")},
+        "kernel": {"kernel": "sdpa"},
+        "sinks": {"sinks": torch.zeros(3)},
+        "values differ": {"q": q + 1},
+        "layout": {"layout": "spiral"},
+        "shards": {"layout": "zigzag", "q": q[:, :0], "k": k[:, :0], "v": k[:, :0]},
+        "q is no tensor": {"q": "q"},
+    }
+    if name == "values differ":
+        call["check"] = "always"
+    if name in ("layout", "shards"):
+        call["layout"] = "zigzag"
+    if odd_one or name == "shards":
+        call |= wrong[name]
+    ring_attn_with_cache(cache=cache, **call)
+
+
+REFUSED = {
+    "page": "page must be from 1 to 256, got 257",
+    "capacity": "capacity must be at least 1, or None",
+    "dtype": "dtype must be one of",
+    "heads of a cache": "key_heads must be at least 1, got 0",
+    "pages differ": "page must be the same on every rank",
+    "a size is no number": "layers='two' violates type hint",
+    "batch": "q must be [2, n, h, 4], got [1, 1, 4, 4]",
+    "heads": "heads of q must be a multiple of 2, got 3",
+    "no token": "q must have a token",
+    "keys of other tokens": "q and k must be of the same tokens and dtype, got 1 in",
+    "width of v": "k and v must be (2, 1, 2, 4) and (2, 1, 2, 4)",
+    "dtype of q": "q must be torch.float32 on cpu, as the cache is",
+    "no v": "k and v must be given together",
+    "layer": "layer must be from 0 to 0, got 1",
+    "window": "window must not be negative, got -1",
+    "windows differ": "scores must be the same on every rank",
+    "softclamp": "softclamp must be None, or positive and finite, got 0.0",
+    "endless softclamp": "softclamp must be None, or positive and finite, got inf",
+    "scale": "scale must be finite, got nan",
+    "endless scale": "scale must be finite, got inf",
+    "kernel": "kernel must be None, 'triton' or 'eager', got 'sdpa'",
+    "sinks": "sinks must be [4] on cpu, got [3] on cpu",
+    "values differ": "values of q, k and v must be the same on every rank",
+    "layout": "layout must be the same on every rank",
+    "shards": "a chunk must have a token",
+    "q is no tensor": "violates type hint",
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_cannot_be_is_refused_in_the_same_words_on_all_ranks(
+    pools: Callable, size: int
+) -> None:
+    check_refused(pools(size), misuse, REFUSED)
+
+
+def longer_than_the_cache(odd_one: int) -> str:
+    """Ranks attend from three tokens, of which one rank's cache has two, or all have."""
+    group = dist.new_group(timeout=timedelta(seconds=4.0))
+    cache, q = RingCache(2, 1, 4, group=group), torch.ones(2, 3, 1, 4)
+    cache.append(q, q)
+    ring_attn_with_cache(q, None, None, cache)
+    if odd_one in (dist.get_rank(), 2):
+        cache.rollback([0, 1])
+    try:
+        ring_attn_with_cache(q, None, None, cache)
+    except (ValueError, RingError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_queries_are_of_tokens_that_there_are(pools: Callable) -> None:
+    for text in pools(2).run(longer_than_the_cache, 2):
+        assert "ValueError: RingCache: 3 queries without k and v are of the last 3" in text
+        assert "the cache has [3, 2]" in text
+
+
+@pytest.mark.thorough
+def test_who_waits_for_a_rank_without_such_tokens_hears_why(pools: Callable) -> None:
+    first, second = pools(2).run(longer_than_the_cache, 1)
+    assert "rank 1 raised ValueError: RingCache: 3 queries without k and v" in first
+    assert "ValueError: RingCache: 3 queries" in second
+
+
+def test_queries_and_scores_that_can_not_be_are_refused() -> None:
+    cache, q = RingCache(1, 1, 4, group=Ring.alone()), torch.ones(1, 3, 1, 4)
+    cache.append(q, q)
+    for _ in range(2):  # by a new plan, and by a known one
+        for given, why in (
+            (dict(scale=float("inf")), "scale must be finite"),
+            (dict(softclamp=float("inf")), "softclamp must be None, or positive and finite"),
+            (dict(q=torch.ones(1, 4, 1, 4)), "4 queries without k and v"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                ring_attn_with_cache(**{"q": q, "k": None, "v": None, "cache": cache, **given})
+
+
+def test_an_empty_sequence_has_nothing_to_be_seen() -> None:
+    cache, q = RingCache(2, 1, 4, group=Ring.alone()), torch.ones(2, 2, 1, 4)
+    cache.append(q, q)
+    cache.free(1)
+    out, lse = ring_attn_with_cache(q, None, None, cache, return_lse=True)
+    assert out.tolist()[1] == [[[0.0] * 4]] * 2
+    assert lse[1].isneginf().all()
+    assert (out[0] == 1.0).all()
+
+
+def test_calls_are_refused_after_others_were_right() -> None:
+    """What makes a call right is looked at once, so all of it must be looked for."""
+    cache = RingCache(2, 1, 4, layers=2, group=Ring.alone())
+    q, sinks = torch.ones(2, 1, 2, 4), torch.zeros(2)
+    right: dict[str, Any] = dict(q=q, k=q[:, :, :1], v=q[:, :, :1], layer=0, sinks=sinks)
+    ring_attn_with_cache(cache=cache, **right)
+    for wrong, why in (
+        ({"q": q.double()}, "q must be torch.float32"),
+        ({"q": q.to("meta")}, "q must be torch.float32 on cpu"),
+        ({"q": q[:1]}, "q must be"),
+        ({"k": q}, "k and v must be"),
+        ({"v": q}, "k and v must be"),
+        ({"v": right["v"].double()}, "k and v must be torch.float32"),
+        ({"layer": 2}, "layer must be from 0 to 1"),
+        ({"sinks": torch.zeros(3)}, "sinks must be"),
+        ({"sinks": sinks.to("meta")}, "sinks must be"),
+        ({"alibi_slopes": torch.zeros(3)}, "alibi_slopes must be"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            ring_attn_with_cache(cache=cache, **{**right, **wrong})
+    assert cache.lengths == [1, 1]

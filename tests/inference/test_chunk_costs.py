@@ -1,0 +1,39 @@
+"""Bytes of a chunk: those of tensors of its sizes, counted one by one."""
+
+import pytest
+import torch
+
+from ring_attention_pytorch.inference.chunk_costs import ChunkSizes
+
+SIZES = ChunkSizes(
+    ranks=3, sequences=2, tokens=5, heads=4, key_heads=2, head_dim=8, value_dim=6,
+    itemsize=2, wide=4, copied=7,
+)  # fmt: skip
+
+
+def nbytes(*tensors: torch.Tensor) -> int:
+    return sum(t.nbytes for t in tensors)
+
+
+def test_messages_and_results_have_the_bytes_of_their_tensors() -> None:
+    b, n, h, g, d, d_v = 2, 5, 4, 2, 8, 6
+    half = torch.bfloat16
+    q, k = torch.empty(b, n, h, d, dtype=half), torch.empty(b, n, g, d, dtype=half)
+    v, out = torch.empty(b, n, g, d_v, dtype=half), torch.empty(b, n, h, d_v, dtype=half)
+    assert SIZES.message == nbytes(q, k, v)
+    assert SIZES.result == nbytes(out, torch.empty(b, n, h))
+    assert SIZES.sent == 2 * (SIZES.message + SIZES.result)
+
+
+@pytest.mark.parametrize(("ranks", "wide_sums"), [(1, 0), (3, 0), (4, 2), (8, 2)])
+def test_memory_is_copies_messages_results_and_wide_sums_of_many(
+    ranks: int, wide_sums: int
+) -> None:
+    sizes = SIZES._replace(ranks=ranks)
+    fixed = ranks * sizes.message + (2 * ranks + wide_sums) * sizes.result
+    assert sizes.memory(0) == fixed
+    assert sizes.memory(16) == fixed + 16 * 2 * (8 + 6) * 7
+
+
+def test_who_is_alone_sends_nothing() -> None:
+    assert SIZES._replace(ranks=1).sent == 0

@@ -1,0 +1,65 @@
+"""What a cache is said to hold, read and send: the numbers of its tensors."""
+
+import re
+
+import pytest
+import torch
+
+from ring_attention_pytorch import RingCache, explain_cache
+from ring_attention_pytorch.inference.explain import chunk_sizes
+from ring_attention_pytorch.ranks.ring import Ring
+from tests.support import threads
+
+SIZES = dict(sequences=2, key_heads=8, head_dim=64, page=4)
+
+
+def of_ranks(size: int, tokens: int = 1) -> list[str]:
+    k = torch.zeros(2, 512, 8, 64)
+
+    def told(ring: Ring) -> str:
+        cache = RingCache(**SIZES, group=ring)
+        cache.append(k, k)
+        return explain_cache(cache, 16, tokens)
+
+    return threads.run(size, told)[0]
+
+
+def mib(text: str, words: str) -> float:
+    """The number of MiB before or after some words."""
+    found = re.search(rf"{words} ([\d.]+) MiB|([\d.]+) MiB {words}", text)
+    assert found is not None, text
+    return float(found[1] or found[2])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_hold_and_read_their_share_and_send_results_of_new_tokens(size: int) -> None:
+    whole = 2 * 512 * 8 * (64 + 64) * 4 / 2**20  # MiB of keys and values in float32
+    for text in of_ranks(size):
+        assert f"holds {1024 // size} of 1024 tokens on this rank, in pages of 4" in text
+        assert mib(text, "reads") == pytest.approx(whole / size, abs=0.01)
+        assert mib(text, "sends") == pytest.approx(
+            (size - 1) * 2 * 16 * (64 + 1) * 4 / 2**20, abs=0.01
+        )
+        assert mib(text, "the cached keys,") == pytest.approx(whole * (size - 1) / size, abs=0.01)
+
+
+def test_a_chunk_is_also_told_what_it_takes() -> None:
+    for text in of_ranks(2, tokens=64):
+        assert "its part of the chunk to each other rank and results home" in text
+        assert mib(text, "takes") > mib(text, "sends") > 0
+
+
+def test_windows_and_who_is_alone_send_nothing() -> None:
+    cache = RingCache(1, 1, 4, windows=[3], spare=2, page=1, group=Ring.alone())
+    text = explain_cache(cache, 1)
+    assert "sends nothing: this rank is alone" in text
+    assert "a window of 3 tokens keep 7 of each sequence on every rank, and send nothing" in text
+
+
+def test_tokens_of_a_chunk_are_counted_up_and_kept_ones_in_whole_pages() -> None:
+    cache = RingCache(**SIZES, group=Ring.alone())
+    k = torch.zeros(2, 5, 8, 64)
+    cache.append(k, k)
+    chunk, held = chunk_sizes(cache, 16, 7)
+    assert (chunk.tokens, chunk.itemsize, chunk.wide, chunk.copied) == (7, 4, 4, 4)
+    assert held == 2 * 8

@@ -1,0 +1,72 @@
+"""GRPO over rings: each ring's rewards once, prompts once, and attention as it was."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("trl")
+
+from trl import GRPOTrainer
+
+from ring_attention_pytorch.integrations.grpo import RingGRPOTrainer
+
+
+def trainer(ring: int, **own: Any) -> Any:
+    """One of four processes, in rings of so many, that has been made as far as it is looked at."""
+    made = object.__new__(type("Made", (RingGRPOTrainer,), {"_alike": ring, "_ring": None}))
+    made.accelerator = SimpleNamespace(num_processes=4, unwrap_model=lambda model: model)
+    vars(made).update(own)
+    return made
+
+
+@pytest.mark.parametrize(("ring", "firsts"), [(1, [0, 1, 2, 3]), (2, [0, 0, 2, 2]), (4, [0] * 4)])
+def test_a_ring_has_the_rewards_of_its_first_rank(ring: int, firsts: list[int]) -> None:
+    rewards = torch.arange(4 * 3 * 2.0).view(12, 2)  # three samples of each rank, two functions
+    made = trainer(ring)
+    with mock.patch.object(GRPOTrainer, "_calculate_rewards", return_value=rewards):
+        found = made._calculate_rewards()
+    by_rank = rewards.view(4, 3, 2)
+    assert torch.equal(found, torch.cat([by_rank[first] for first in firsts]))
+    once = torch.cat([by_rank[first] for first in dict.fromkeys(firsts)])
+    assert torch.equal(made._rewards_of_rings, once)
+
+
+def test_the_sampler_gives_each_ring_its_batches_once() -> None:
+    made = trainer(2, args=SimpleNamespace(generation_batch_size=8))
+    seen = []
+
+    def sampler(self: Any, dataset: Any) -> str:
+        seen.append(self.args.generation_batch_size)
+        if dataset is None:
+            raise RuntimeError("no data")
+        return "sampler"
+
+    with mock.patch.object(GRPOTrainer, "_get_train_sampler", sampler):
+        assert made._get_train_sampler([1]) == "sampler"
+        with pytest.raises(RuntimeError):
+            made._get_train_sampler()
+    assert seen == [4, 4]
+    assert made.args.generation_batch_size == 8
+
+
+def test_models_generate_by_their_own_attention_and_go_on_with_ours_even_after_an_error() -> None:
+    config = SimpleNamespace(_attn_implementation="ring")
+    model = SimpleNamespace(config=config)
+    model.set_attn_implementation = lambda name: vars(config).update(_attn_implementation=name)
+    made, seen = trainer(1, model=model), []
+
+    def generate(_: Any, prompts: Any) -> Any:
+        seen.append(config._attn_implementation)
+        return prompts.upper()
+
+    with mock.patch.object(GRPOTrainer, "_generate_single_turn", generate):
+        assert made._generate_single_turn("a") == "A"
+        assert config._attn_implementation == "ring"
+        with pytest.raises(AttributeError):
+            made._generate_single_turn(None)
+    assert seen == ["sdpa", "sdpa"]
+    assert config._attn_implementation == "ring"

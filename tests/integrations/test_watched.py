@@ -1,0 +1,89 @@
+"""A call of a model, watched: its parts as they are now, and hooks that go when it ends."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from ring_attention_pytorch.integrations.watched import Parts, Watched, parts_of
+from tests.support import hf
+
+
+def block(positions: torch.Tensor | None = None) -> SimpleNamespace:
+    told: list[str] = []
+
+    def tell(check) -> None:
+        try:
+            check()
+        except ValueError as error:
+            told.append(str(error))
+            raise
+
+    return SimpleNamespace(
+        inputs={"position_ids": positions}, wholes=[], same=[positions], check_positions=True,
+        told=tell, ensure=tell, num_items=None, said=told,
+    )  # fmt: skip
+
+
+def test_parts_are_looked_for_anew() -> None:
+    model = hf.model_of("Qwen3", "sdpa")
+    found = parts_of(nn.Sequential(model))
+    assert [type(m).__name__ for m in found.models] == ["Qwen3ForCausalLM", "Qwen3Model"]
+    assert [*found.places] == [model.model.rotary_emb]
+    assert found.head is None
+    assert not found.routed
+    other = hf.model_of("Qwen3", "sdpa")
+    model.model.rotary_emb = other.model.rotary_emb
+    assert [*parts_of(model).places] == [other.model.rotary_emb]
+    assert parts_of(nn.Linear(1, 1)) == Parts([], {}, None, [])
+
+
+def test_no_hook_stays_when_a_call_ends() -> None:
+    model = hf.model_of("Qwen3", "sdpa")
+    call = Watched(block(), model)
+    assert len(model.model.rotary_emb._forward_pre_hooks) == 1
+    call.end()
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_a_layer_s_positions_are_compared_once_and_others_told() -> None:
+    mine = torch.tensor([[0, 3, 4]])
+    here, layer = block(mine), SimpleNamespace(forward=lambda hidden: hidden)
+    call = Watched(here)
+    same = mine.clone()
+    assert not call.are_placed(layer, None)  # nobody has said where tokens are
+    assert not call.are_placed(layer, same)
+    assert any(each is same for each in here.same)  # and is not compared again
+    with_them = SimpleNamespace(forward=lambda hidden, position_ids: hidden)
+    assert call.are_placed(with_them, same)
+    with pytest.raises(ValueError, match="position_ids are not the batch's"):
+        call.are_placed(layer, mine + 1)
+    assert len(here.said) == 1
+
+
+def test_what_was_made_of_whole_sequences_makes_a_module_know_of_ranks() -> None:
+    here = block()
+    here.wholes.append("before")
+    call = Watched(here)
+    assert not call.knows
+    with call._unnoticed():
+        here.wholes.append("ours")
+    assert not call.knows
+    here.wholes.append("its own")
+    assert call.knows
+
+
+def test_losses_of_several_batches_have_none_of_routers() -> None:
+    here = block()
+    here.num_items = torch.tensor(3)
+
+    def tell(error: ValueError) -> None:
+        raise error
+
+    here.told = tell
+    with pytest.raises(ValueError, match="the routers' loss is of a batch"):
+        Watched(here).router_loss((torch.zeros(2, 3),), 1, None)
+    assert Watched(here).router_loss(None, 1, None) == 0

@@ -1,0 +1,17 @@
+"""Cells: which tokens are seen exactly, which in summary."""
+
+import pytest
+import torch
+
+from ring_attention_pytorch.summaries.cells import Cells, Places, shares
+
+
+@pytest.mark.parametrize("rule", [Cells(5, 3, 3), Cells(0, 4, 4), Cells(7, 1, 1), Cells(9, 3, 3)])
+def test_each_earlier_token_is_covered_exactly_once(rule: Cells) -> None:
+    places = Places.of(rule, None, 1, 40)
+    cells, tokens, _ = shares(rule, places.held(torch.arange(40)))
+    for query in range(40):
+        start = max(0, rule.row(query) * rule.stride)
+        seen = tokens[cells < rule.row(query)].tolist() + list(range(start, query + 1))
+        assert seen == list(range(query + 1))
+        assert query - start < rule.window + rule.stride
