@@ -222,7 +222,7 @@ def _by_chunks(
     n = len(flat[0])
     for start in range(0, max(1, n), chunk or max(1, n)):  # of no tokens one, for its graph
         stop = start + (chunk or n)
-        part = [None if t is None else t[start:stop] for t in flat]
+        part: list[Any] = [None if t is None else t[start:stop] for t in flat]
         if chunk is None or not torch.is_grad_enabled():
             yield entropies(*part)
         else:
