@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Self
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
@@ -200,7 +199,7 @@ class RingHFCache(Cache):
         keys = self._ready(k, v, at[0])
         check = partial(keys.memory(layer).check_window, options["window"], 0, new=True)
         self._ensure(check, f"layer {layer}: {{}}; with spare=None all tokens of it are kept")
-        q, k, v = (rearrange(t, "b h n d -> b n h d").to(keys.taken_as(t.dtype)) for t in qkv)
+        q, k, v = (t.transpose(1, 2).to(keys.taken_as(t.dtype)) for t in qkv)
         options |= {"layer": layer}
         if self._chunk is not None:
             return _out(ring_attn_with_cache(q, k, v, keys, layout=_LAYOUT, **options))

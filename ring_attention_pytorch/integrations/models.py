@@ -18,32 +18,34 @@ from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ring_attention_pytorch.arguments import check_least, checked
 from ring_attention_pytorch.functional import ring_attn
-from ring_attention_pytorch.integrations import blocks
 from ring_attention_pytorch.integrations.cache import CachedLength, CachedMask
 from ring_attention_pytorch.integrations.calls import SCORES, check_call, names
 from ring_attention_pytorch.integrations.layers import (
     check_layers,
     check_own_attention,
-    check_reading,
     is_tower_by_name,
 )
 from ring_attention_pytorch.integrations.losses import are_equal
 from ring_attention_pytorch.integrations.masks import RingMask, Visible, visible_by
-from ring_attention_pytorch.integrations.outputs import Outermost
-from ring_attention_pytorch.integrations.watched import Watched, spread_losses
+from ring_attention_pytorch.integrations.watched import (
+    Outermost,
+    Watched,
+    begun,
+    needed,
+    spread_losses,
+)
 from ring_attention_pytorch.plan.checks import autocast_dtype, check_way
 from ring_attention_pytorch.plan.option_types import CheckOption, KernelOption, TransportName
 from ring_attention_pytorch.plan.options import DEFAULTS
 from ring_attention_pytorch.plan.plan_cache import PlanCache
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, typed
-from ring_attention_pytorch.ranks.ring import Group, as_ring
+from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.dropout import check_seed
 from ring_attention_pytorch.training.batches import ShardedBatch, report_to_ring_of_batch
 
@@ -167,9 +169,10 @@ class RingForward:
         check_positions: bool,
         options: dict[str, Any],
     ):
-        agree(batch.ring, "ring_forward", {}, check=partial(_check, batch, options))
         self.batch: ShardedBatch = batch
+        self.ring: Ring = batch.ring
         self.options: dict[str, Any] = options
+        agree(self.ring, "ring_forward", {}, check=partial(_check, batch, options))
         self.loss_group: Group = loss_group
         self.check_positions: bool = check_positions
         self.num_items: Tensor | None = None
@@ -183,13 +186,12 @@ class RingForward:
     def __enter__(self) -> dict[str, Any]:
         with ExitStack() as opened:
             opened.enter_context(self.batch)
-            self.wholes = blocks.begun(self).wholes
-            self.call = Watched(self)
+            self.wholes = begun(self).wholes
             if "labels" in self.inputs and self.batch.num_items is not None:
                 items = self._items_for_others(self.batch.num_items.double())
                 self.inputs["num_items_in_batch"] = items
             opened.enter_context(spread_losses())
-            opened.enter_context(Outermost(self._is_open, self._begins, self._ends))
+            opened.enter_context(Outermost(self))
             self._opened = opened.pop_all()
         return self.inputs
 
@@ -200,21 +202,6 @@ class RingForward:
                 "ring_forward: no attention in the block was ring attention; call register() and "
                 'give the model attn_implementation="ring"'
             )
-
-    # ---- the outermost module of a call
-
-    def _is_open(self) -> bool:
-        return blocks.opened() is self
-
-    def _begins(self, model: nn.Module) -> None:
-        self.call = Watched(self, model)
-        for first in self.call.parts.models[:1]:
-            self.ensure(partial(check_reading, first))
-
-    def _ends(self, _: nn.Module, given: Any) -> None:
-        call, self.call = self.call, Watched(self)
-        call.end()
-        self.ensure(partial(call.check_output, given))
 
     # ---- what a model asks for
 
@@ -227,27 +214,12 @@ class RingForward:
 
     def agree_in_block(self, check: Check | None, **same: Any) -> None:
         """Raise ValueError on all ranks of the ring if a check of any raises it, or they differ."""
-        agree(self.batch.ring, _CALLER, same, check=check)
+        agree(self.ring, _CALLER, same, check=check)
 
     def ensure(self, check: Check) -> None:
         """Raise on all ranks of the ring what a check raises here; else nothing is sent."""
         if (error := error_of(check)) is not None:
             self.agree_in_block(error)
-
-    def visible(self, mask_function: Any, config: Any, given: Tensor | None, **at: Any) -> RingMask:
-        """Return what a model's mask lets tokens see; layers are told what is wrong with it.
-
-        Models may make masks in an order that differs between ranks. Layers come in one.
-        """
-        found: list[Visible] = []
-
-        def check() -> None:
-            found.append(visible_by(mask_function))
-            check_layers(config, self.batch.length)
-            self._check_whole(given, **at)
-
-        error = error_of(check)
-        return RingMask(self, found[0] if found else None, error)
 
     def attend(
         self,
@@ -264,7 +236,7 @@ class RingForward:
         plan = self._plans.get(kind)
         if plan is None:
             options = {**self.options, **mask._asdict(), **scores}
-            made = RingPlan.make(q, k, v, group=self.batch.ring, sinks=sinks, **options)
+            made = RingPlan.make(q, k, v, group=self.ring, sinks=sinks, **options)
             plan = self._plans.keep(kind, made)
         plan = plan.for_layer(getattr(layer, "layer_idx", None) or 0)
         out = ring_attn(q, k, v, sinks=sinks, plan=plan)
@@ -290,7 +262,7 @@ class RingForward:
             mask.compared = True
             self.agree_in_block(error, mask=[*mask.visible])
 
-    def _check_whole(
+    def check_whole(
         self, given: Tensor | None, q_length: int, kv_length: int, offsets: tuple[Any, Any]
     ) -> None:
         """Raise ValueError if a mask is not of the batch's tokens, or of others beside them."""
@@ -337,11 +309,6 @@ def _check_options(ulysses: int, bucket_size: int, dropout_seed: int | None, **w
     check_way(**way)
 
 
-def opened() -> RingForward | None:
-    """Return the block of `ring_forward` in which this is; None if it is in none."""
-    return blocks.opened()
-
-
 def _mask(
     *,
     batch_size: int,
@@ -354,12 +321,23 @@ def _mask(
     kv_offset: Any = 0,
     **_: Any,
 ) -> RingMask | CachedMask:
-    """Return what a model's mask lets tokens see, where transformers asks for the mask."""
+    """Return what a model's mask lets tokens see, where transformers asks for the mask.
+
+    Models may make masks in an order that differs between ranks. Layers come in one, and so they
+    are told what is wrong with a mask.
+    """
     if isinstance(kv_length, CachedLength):
         return kv_length.cache.mask(mask_function, attention_mask, kv_length)
-    forward = blocks.needed()
-    lengths = dict(q_length=q_length, kv_length=kv_length, offsets=(q_offset, kv_offset))
-    return forward.visible(mask_function, config, attention_mask, **lengths)
+    forward: RingForward = needed()
+    found: list[Visible] = []
+
+    def check() -> None:
+        found.append(visible_by(mask_function))
+        check_layers(config, forward.batch.length)
+        forward.check_whole(attention_mask, q_length, kv_length, (q_offset, kv_offset))
+
+    error = error_of(check)
+    return RingMask(forward, found[0] if found else None, error)
 
 
 def _attention(
@@ -381,8 +359,8 @@ def _attention(
             f"a layer got a mask of type {type(attention_mask).__name__}, not that of ring "
             "attention; the model makes a mask of its own, which can't be spread"
         )
-        blocks.needed().agree_in_block(error)
+        needed().agree_in_block(error)
     forward, visible = attention_mask.forward, attention_mask.visible
     forward.check(module, attention_mask, given, positions)
-    q, k, v = (rearrange(t, "b h n d -> b n h d") for t in (query, key, value))
-    return forward.attend(module, (q, k, v), visible, sinks, scores), None
+    qkv = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    return forward.attend(module, qkv, visible, sinks, scores), None

@@ -1,67 +1,20 @@
 """The rule on the way out of a model: what comes out is of this rank's tokens, its loss is ours.
 
 A model that pools, or computes a loss by itself, does so with what one rank has. Nothing in its
-output tells. So the outermost module that runs in a block is watched, whatever wraps the model.
+output tells. So the outermost module that runs in a block is watched (`watched.Outermost`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch.compiler import is_compiling
-from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
-from ring_attention_pytorch.plan.placement import in_backward
-from ring_attention_pytorch.runtime.torch_func import run_apart
 from ring_attention_pytorch.training.batches import ShardedBatch
 
 _widths: "WeakKeyDictionary[nn.Module, frozenset[int]]" = WeakKeyDictionary()
-
-
-class Outermost:
-    """A block that calls `before` and `after` around each call of an outermost module in it.
-
-    Args:
-        here: tells whether a call is to be watched, now and in this thread.
-        before: gets the module.
-        after: gets the module and what it returned; None, if it raised.
-    """
-
-    def __init__(
-        self,
-        here: Callable[[], bool],
-        before: Callable[[nn.Module], None],
-        after: Callable[[nn.Module, Any], None],
-    ):
-        self.here: Callable[[], bool] = here
-        self.before: Callable[[nn.Module], None] = before
-        self.after: Callable[[nn.Module, Any], None] = after
-
-    def __enter__(self) -> "Outermost":
-        self._handle = register_module_forward_pre_hook(self._begins)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
-
-    def _begins(self, module: nn.Module, args: Any) -> None:
-        if is_compiling():
-            run_apart(self._begins, module, args)
-        elif self.here() and not in_backward():  # what is recomputed has been seen
-            self._handle.remove()  # inner modules are not slowed down
-            self._handle = module.register_forward_hook(self._ends, always_call=True)
-            self.before(module)
-
-    def _ends(self, module: nn.Module, args: Any, given: Any) -> None:
-        if is_compiling():
-            run_apart(self._ends, module, args, given)
-        else:
-            self._handle.remove()
-            self._handle = register_module_forward_pre_hook(self._begins)
-            self.after(module, given)
 
 
 def name_of(module: nn.Module) -> str:

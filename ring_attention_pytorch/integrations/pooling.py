@@ -17,16 +17,13 @@ from ring_attention_pytorch.training.batches import ShardedBatch
 
 def last_token_head(model: PreTrainedModel | None) -> tuple[nn.Module, Any] | None:
     """Return the head whose last token a model takes, and the model's config; None if none."""
-    if model is None or "last_non_pad_token" not in _variables(model):
+    if model is None:
+        return None
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    if "last_non_pad_token" not in getattr(code, "co_varnames", ()):  # of such a model's forward
         return None
     head = getattr(model, "score", None)
     return (head, model.config.get_text_config()) if isinstance(head, nn.Module) else None
-
-
-def _variables(model: nn.Module) -> tuple[str, ...]:
-    """Return the variables of a model's forward, by which it is recognised."""
-    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    return getattr(code, "co_varnames", ())
 
 
 def of_last_token(scores: Tensor, batch: ShardedBatch, config: Any) -> Tensor:

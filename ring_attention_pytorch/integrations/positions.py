@@ -10,6 +10,7 @@ Attention that is merely handed positions says nothing about those that were use
 """
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,21 +25,25 @@ _TABLES = {
 }  # fmt: skip
 
 
-def places_of(model: nn.Module) -> dict[nn.Module, int | None]:
-    """Return the modules of a model that positions of tokens go into, and by which parameter.
+def places_of(modules: Mapping[str, nn.Module]) -> dict[nn.Module, int | None]:
+    """Return those of a model's modules that positions of tokens go into, and by which parameter.
 
     It is the parameter's number; None if the module makes its own.
+
+    Args:
+        modules: by name, as `named_modules` has them.
     """
-    return {m: _parameter(m) for name, m in model.named_modules() if _is_place(name, m)}
-
-
-def _is_place(name: str, module: nn.Module) -> bool:
-    kind, last = type(module).__name__, name.rpartition(".")[2]
-    if "Vision" in kind or "Audio" in kind:
-        return False
-    if isinstance(module, nn.Embedding):
-        return last in _TABLES
-    return "Rotary" in kind and _parameter(module) is not None
+    found: dict[nn.Module, int | None] = {}
+    for name, module in modules.items():
+        kind = type(module).__name__
+        if "Vision" in kind or "Audio" in kind:
+            continue
+        if isinstance(module, nn.Embedding):
+            if name.rpartition(".")[2] in _TABLES:
+                found[module] = _parameter(module)
+        elif "Rotary" in kind and (at := _parameter(module)) is not None:
+            found[module] = at
+    return found
 
 
 def _parameter(module: nn.Module) -> int | None:

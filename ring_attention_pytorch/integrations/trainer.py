@@ -29,8 +29,9 @@ from ring_attention_pytorch.integrations.known_trainers import (
     TOKENS,
     loss_of,
 )
-from ring_attention_pytorch.integrations.models import RingForward, opened, ring_forward
+from ring_attention_pytorch.integrations.models import RingForward, ring_forward
 from ring_attention_pytorch.integrations.probe import probe
+from ring_attention_pytorch.integrations.watched import opened
 from ring_attention_pytorch.integrations.whole import (
     spread_probabilities,
     spread_scores,

@@ -1,20 +1,26 @@
 """One call of a model in a block, watched: where positions go, what losses are of, what comes out.
 
-What transformers calls in a model's stead ends here: its losses, and hooks of its modules. These
-are functions of the module, for torch.compile remembers which they are.
+    opened, needed      the block of `ring_forward` in which this is
+    Outermost           finds a call of the outermost module in it
+    Watched             that call
+
+Losses and hooks of modules, which models call, end here. They are functions of this file, for
+torch.compile remembers which they are.
 """
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
-from ring_attention_pytorch.integrations.blocks import needed, opened
+from ring_attention_pytorch.integrations.layers import check_reading
 from ring_attention_pytorch.integrations.losses import (
     check_entropy,
     check_labels,
@@ -35,9 +41,9 @@ from ring_attention_pytorch.integrations.routers import (
     own_router_loss,
     with_router_loss,
 )
-from ring_attention_pytorch.plan.placement import in_backward
+from ring_attention_pytorch.plan.placement import Placement, current, in_backward
 from ring_attention_pytorch.ranks.agreement import Check
-from ring_attention_pytorch.ranks.ring import Group
+from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.torch_func import run_apart
 from ring_attention_pytorch.training.batches import ShardedBatch
 
@@ -51,7 +57,9 @@ class Block(Protocol):
     """What a call needs of its block."""
 
     batch: ShardedBatch
+    ring: Ring
     inputs: dict[str, Any]
+    call: "Watched"  # the call of a model in which this is
     loss_group: Group
     num_items: Tensor | None
     check_positions: bool
@@ -63,6 +71,38 @@ class Block(Protocol):
 
     def ensure(self, check: Check) -> None:
         """Raise on all ranks of the ring what a check raises here; else nothing is sent."""
+
+
+# the block of each placement that `ring_forward` has opened
+_blocks: "WeakKeyDictionary[Placement, Any]" = WeakKeyDictionary()
+
+
+def begun(block: Any) -> Placement:
+    """Note that the block of the current placement is this one; return the placement."""
+    placement = current()
+    assert placement is not None  # this thread has just opened it
+    _blocks[placement] = block
+    return placement
+
+
+def opened() -> Any:
+    """Return the block of `ring_forward` in which this is; None if it is in none."""
+    placement = current()
+    return None if placement is None else _blocks.get(placement)
+
+
+def needed() -> Any:
+    """Return the block in which this is.
+
+    Raises:
+        ValueError: it is in none.
+    """
+    if (block := opened()) is None:
+        raise ValueError(
+            "this model has ring attention, which needs its batch: call it in the block "
+            "`with ring_forward(batch) as inputs:`, or with past_key_values=RingHFCache(...)"
+        )
+    return block
 
 
 class Parts(NamedTuple):
@@ -83,9 +123,10 @@ class Parts(NamedTuple):
 
 def parts_of(module: nn.Module) -> Parts:
     """Return the parts of a module, as they are now: they may be replaced between calls."""
-    models = [m for m in module.modules() if isinstance(m, PreTrainedModel)]
+    named = dict(module.named_modules())
+    models = [m for m in named.values() if isinstance(m, PreTrainedModel)]
     head = last_token_head(next(iter(models), None))
-    return Parts(models, places_of(module), head, with_router_loss(models))
+    return Parts(models, places_of(named), head, with_router_loss(models))
 
 
 class Watched:
@@ -95,6 +136,7 @@ class Watched:
         model: the module; None outside of calls.
         attended: ring attention was asked for.
         losses: how many were computed of all ranks' tokens.
+        hooks: on the modules, until it is closed.
     """
 
     def __init__(self, block: Block, model: nn.Module | None = None):
@@ -104,19 +146,15 @@ class Watched:
         self.losses: int = 0
         self.placed: bool = False  # the batch's positions went into an embedding that is known
         self.pooled: bool = False  # a head has the last tokens of whole sequences
-        self._before, self._hooks = len(block.wholes), ExitStack()
+        self._before, self.hooks = len(block.wholes), ExitStack()
         self.parts = Parts() if model is None else parts_of(model)
         for place in self.parts.places:
             hook = place.register_forward_pre_hook(_given_positions, with_kwargs=True)
-            self._hooks.callback(hook.remove)
+            self.hooks.callback(hook.remove)
         if self.parts.head is not None:
-            self._hooks.callback(self.parts.head[0].register_forward_hook(_scored).remove)
+            self.hooks.callback(self.parts.head[0].register_forward_hook(_scored).remove)
         if self.parts.routed:
-            self._hooks.enter_context(own_router_loss(self.parts.routed, _router_loss))
-
-    def end(self) -> None:
-        """Leave the modules as they were."""
-        self._hooks.close()
+            self.hooks.enter_context(own_router_loss(self.parts.routed, _router_loss))
 
     def check_output(self, given: Any) -> None:
         """Raise ValueError if something of the module's output is not of this rank's tokens."""
@@ -221,7 +259,44 @@ class Watched:
         if self.block.num_items is not None:
             self.block.agree_in_block(ValueError(_ROUTERS_OF_SEVERAL))
         self.losses += 1
-        return balance(gate_logits, top_k, mask, self.block.batch.ring)
+        return balance(gate_logits, top_k, mask, self.block.ring)
+
+
+class Outermost:
+    """A block within which each call of an outermost module is watched, as the block's `call`."""
+
+    block: Block
+
+    def __init__(self, block: Block):
+        self.block, self._outside = block, block.call
+
+    def __enter__(self) -> Self:
+        self._handle = register_module_forward_pre_hook(self._begins)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+    def _begins(self, module: nn.Module, args: Any) -> None:
+        if is_compiling():
+            run_apart(self._begins, module, args)
+        elif opened() is self.block and not in_backward():  # what is recomputed has been seen
+            self._handle.remove()  # inner modules are not slowed down
+            self._handle = module.register_forward_hook(self._ends, always_call=True)
+            self.block.call = call = Watched(self.block, module)
+            for first in call.parts.models[:1]:
+                self.block.ensure(partial(check_reading, first))
+
+    def _ends(self, module: nn.Module, args: Any, given: Any) -> None:
+        """End a call that returned `given`; None, if it raised."""
+        if is_compiling():
+            run_apart(self._ends, module, args, given)
+            return
+        self._handle.remove()
+        self._handle = register_module_forward_pre_hook(self._begins)
+        call, self.block.call = self.block.call, self._outside
+        call.hooks.close()
+        self.block.ensure(partial(call.check_output, given))
 
 
 def _loss(

@@ -13,6 +13,7 @@ recompute what is checkpointed with that one.
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -22,7 +23,7 @@ from torch.compiler import is_compiling
 
 from ring_attention_pytorch.geometry.documents import BatchDocuments
 from ring_attention_pytorch.geometry.layouts import Layout, all_segments
-from ring_attention_pytorch.geometry.segments import Segments, count
+from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 
 _open: list[tuple[int, "Placement"]] = []  # with the threads that opened them, innermost last
@@ -67,10 +68,10 @@ class Placement:
     digest: int | None = None
     wholes: list[str] = field(default_factory=list, repr=False)
 
-    @property
-    def segments(self) -> Segments:
-        """The positions that this rank holds."""
-        return all_segments(self.layout, self.ring.size, self.length)[self.ring.rank]
+    @cached_property
+    def held(self) -> int:
+        """How many of the tokens this rank holds: each call of attention in the block asks."""
+        return count(all_segments(self.layout, self.ring.size, self.length)[self.ring.rank])
 
     def __enter__(self) -> "Placement":
         _open.append((threading.get_ident(), self))
@@ -88,7 +89,7 @@ class Placement:
             n: its queries on this rank.
             given: its options.
         """
-        mine, held = self.ring, count(self.segments)
+        mine, held = self.ring, self.held
         if _ranks(ring) != _ranks(mine):
             raise ValueError(
                 f"the batch whose block this is lies on {mine.size} ranks, attention is over "
@@ -136,7 +137,7 @@ class Placement:
 
     def fits(self, q: Tensor) -> bool:
         """Tell whether there are as many queries as this rank has tokens."""
-        return q.ndim > 1 and q.shape[1] == count(self.segments)
+        return q.ndim > 1 and q.shape[1] == self.held
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a call's options with those of the placement."""

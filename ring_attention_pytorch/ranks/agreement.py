@@ -54,24 +54,14 @@ class Note(NamedTuple):
     own: dict[str, int]
 
 
-def write_note(
-    step: int, ring_size: int, problem: str | None, must_match: bytes, own: Mapping[str, int]
-) -> bytes:
-    """Write a note.
-
-    >>> write_note(3, 2, None, MustMatch({"causal": True}).text, {"n": 4})
-    b'3 2 null\\n[{"causal": true}, {}]\\n{"n": 4}'
-    """
-    problem = json.dumps(problem) if problem else "null"
-    numbers = _written(*own.items())
-    return b"%d %d %s\n%s\n%s" % (step, ring_size, problem.encode(), must_match, numbers)
-
-
 def read_note(caller: str, rank: int, note: bytes) -> Note:
     """Read a rank's note, which another version of this library may have made, or no version.
 
     Raises:
         Disagreement: it can't be read.
+
+    >>> read_note("a call", 0, b'3 2 null\\n[{"causal": true}, {}]\\n{"n": 4}').own
+    {'n': 4}
     """
     try:
         head, must_match, own = note.split(b"\n")
@@ -151,7 +141,9 @@ def agree(
         _check_problems(caller, [problem])
         return [own]
     must_match = same if isinstance(same, MustMatch) else MustMatch(same, everywhere or {})
-    mine = write_note(ring.steps.notes, ring.size, problem, must_match.text, own)
+    wrong = b"null" if problem is None else json.dumps(problem).encode()
+    head = b"%d %d %s" % (ring.steps.notes, ring.size, wrong)
+    mine = b"\n".join((head, must_match.text, _written(*own.items())))
     notes = ring.gather_notes(caller, mine)
     if problem is None and notes.count(mine) == len(notes):  # there is nothing to read
         return [own] * ring.size

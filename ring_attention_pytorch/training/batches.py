@@ -8,6 +8,7 @@ and where they are                              layout, documents, key mask: `wi
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -169,7 +170,7 @@ class ShardedBatch(MutableMapping[str, Any]):
                 different batches; on all ranks.
         """
         ring = self.ring
-        error = error_of(self._check_ring)
+        error = error_of(partial(self._check_ring, ring))
         if self.uncompared is not None or error is not None:
             same = {"batch, layout and labels (their digest)": self.uncompared}
             agree(ring, "a batch", same, check=error)
@@ -181,9 +182,8 @@ class ShardedBatch(MutableMapping[str, Any]):
         self._blocks.append(placement.__enter__())
         return self
 
-    def _check_ring(self) -> None:
-        """Raise ValueError where the group is not the ring that the batch was sharded for."""
-        ring = self.ring
+    def _check_ring(self, ring: Ring) -> None:
+        """Raise ValueError where this is not the ring that the batch was sharded for."""
         if (ring.rank, ring.size) != (self.rank, self.ring_size):
             raise ValueError(
                 f"the batch was sharded for rank {self.rank} of {self.ring_size}, this is rank "

@@ -22,8 +22,6 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.streams import capturing
 from ring_attention_pytorch.tensor_kinds import check_plain
 
-_CHUNK = 2048  # tokens whose logits a head makes at once
-
 
 class Head(NamedTuple):
     """What makes logits of hidden states x; without a weight x are logits.
@@ -49,11 +47,6 @@ class Head(NamedTuple):
         if factor != 1:
             logits = logits.mul_(factor)  # nobody else has them, and a chunk of them is large
         return logits if self.softcap is None else logits.tanh_() * self.softcap
-
-    @property
-    def chunk(self) -> int | None:
-        """The tokens whose logits are made at once where nobody says it; None is all."""
-        return None if self.weight is None else _CHUNK
 
     def classes(self, x: Tensor) -> int:
         """Count the classes, of hidden states or logits x."""

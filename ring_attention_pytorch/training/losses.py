@@ -5,7 +5,7 @@ At long contexts logits need more memory than attention does. So a head's logits
 forgotten a chunk of tokens at a time, and made again in backward.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,8 @@ from ring_attention_pytorch.training.loss_inputs import (
     check_values,
     targets,
 )
+
+_CHUNK = 2048  # tokens whose logits a head makes at once, where nobody says it
 
 
 @typed(report_to_group("ring_cross_entropy"), apart=True)
@@ -93,8 +95,7 @@ def ring_cross_entropy(  # noqa: PLR0913 - a public entry point
     held = found.real.sum() if found.weights is None else found.weights.sum()
     if found.wrong is not None:  # all ranks divide by the sum of this
         held = torch.where(found.wrong.any(), torch.nan, held.to(total.dtype))
-    entropies = partial(_entropies, head=of, reduction="sum", ignore_index=ignore_index)
-    for part in _by_chunks(entropies, chunk or of.chunk, x, found.labels, found.weights):
+    for part in _by_chunks(of, chunk, "sum", ignore_index, x, found.labels, found.weights):
         total = total + part
     return mean_over_ranks(total, held, ring)
 
@@ -182,8 +183,7 @@ def ring_token_logprobs(
     same = _same(x, of, error, ignore_index) | {"batch (its digest)": batch.digest}
     agree(ring, "ring_token_logprobs", same, check=error)
     wanted = targets(labels, None, ignore_index, of.classes(x), x.dtype)
-    entropies = partial(_entropies, head=of, reduction="none", ignore_index=ignore_index)
-    parts = _by_chunks(entropies, chunk or of.chunk, x, wanted.labels, None)
+    parts = _by_chunks(of, chunk, "none", ignore_index, x, wanted.labels, None)
     each = -torch.cat([*parts]).view(x.shape[:2])
     if wanted.wrong is not None:
         each = torch.where(wanted.wrong, torch.nan, each)
@@ -209,17 +209,20 @@ class _Whole(Function):
 
 
 def _by_chunks(
-    entropies: Callable[..., Tensor], chunk: int | None, *given: Tensor | None
+    head: Head, chunk: int | None, reduction: str, ignore_index: int, *given: Tensor | None
 ) -> Iterator[Tensor]:
-    """Yield the entropies of tensors `[b, n, ...]`, of so many of their b * n tokens at a time.
+    """Yield the entropies of x, labels, weights `[b, n, ...]`, of some of their tokens at a time.
 
-    What they make of chunks is made again in backward, and not kept.
+    Logits of chunks are made again in backward, and not kept.
     """
+    entropies = partial(_entropies, head=head, reduction=reduction, ignore_index=ignore_index)
+    if chunk is None and head.weight is not None:
+        chunk = _CHUNK
     flat: list[Any] = [None if t is None else t.flatten(0, 1) for t in given]
     n = len(flat[0])
     for start in range(0, max(1, n), chunk or max(1, n)):  # of no tokens one, for its graph
         stop = start + (chunk or n)
-        part = [None if t is None else t[start:stop] for t in flat]
+        part: list[Any] = [None if t is None else t[start:stop] for t in flat]
         if chunk is None or not torch.is_grad_enabled():
             yield entropies(*part)
         else:

@@ -24,7 +24,7 @@ INTEGRATIONS = [
         "any labels will do", "integrations/losses.py:check_labels", "if not right:", "if False:",
     ),
     Mutant(
-        "any mask of padding will do", "integrations/models.py:RingForward._check_whole",
+        "any mask of padding will do", "integrations/models.py:RingForward.check_whole",
         "given.shape == mine.shape and are_equal(given, mine)", "True",
     ),
     Mutant(
@@ -52,7 +52,7 @@ INTEGRATIONS = [
         "if window is not None and", "if window is None and",
     ),
     Mutant(
-        "keys of earlier tokens are forgotten", "integrations/models.py:RingForward._check_whole",
+        "keys of earlier tokens are forgotten", "integrations/models.py:RingForward.check_whole",
         "if q_length != kv_length or any(offsets):", "if False:",
     ),
     Mutant(
@@ -144,7 +144,7 @@ INTEGRATIONS = [
         "if attention_mask is not None:", "if False:",
     ),
     Mutant(
-        "a model of two models is one", "integrations/models.py:RingForward._begins",
+        "a model of two models is one", "integrations/watched.py:Outermost._begins",
         "models[:1]", "models[:0]",
     ),
     Mutant(
@@ -294,8 +294,8 @@ INTEGRATIONS = [
     ),
     Mutant(
         "a model's modules are those of its first call", "integrations/watched.py:parts_of",
-        "return Parts(models, places_of(module), head, with_router_loss(models))",
+        "return Parts(models, places_of(named), head, with_router_loss(models))",
         "return vars(module).setdefault("
-        "'parts', Parts(models, places_of(module), head, with_router_loss(models)))",
+        "'parts', Parts(models, places_of(named), head, with_router_loss(models)))",
     ),
 ]  # fmt: skip
