@@ -4,7 +4,7 @@ Convention of gradients: backward differentiates the sum of every rank's result,
 tensors are separate variables.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,7 @@ _CALL = "sharding"  # what errors call it
 
 def all_to_all(pieces: list[Tensor], shapes: Sequence[Shape], ring: Ring) -> list[Tensor]:
     """Send piece i to rank i, and return what came from each, of `shapes[i]`. Differentiable."""
-    mine = pieces.pop(ring.rank)
-    if ring.size == 1:
-        return [mine]
-    others = [*shapes[: ring.rank], *shapes[ring.rank + 1 :]]
-    received = list(_AllToAll.apply(ring, others, *pieces))
-    received.insert(ring.rank, mine)
-    return received
+    return pieces if ring.size == 1 else list(_AllToAll.apply(ring, shapes, *pieces))
 
 
 def exchange_rows(pieces: list[Tensor], lands: Sequence[Tensor], ring: Ring) -> list[Tensor]:
@@ -59,16 +53,14 @@ def all_gather_stacked(x: Tensor, ring: Ring) -> Tensor:
     if ring.size == 1:
         return x.unsqueeze(0)
     found = x.new_empty((ring.size, *x.shape))
-    parts = [*found.unbind()]
-    parts.pop(ring.rank)
-    transfer = _start(ring, [x] * len(parts), parts)
+    transfer = _start(ring, [x] * ring.size, found.unbind())
     found[ring.rank] = x
     transfer.wait()
     return found
 
 
 class _AllToAll(Function):
-    """(ring, shapes, pieces for every other rank) -> pieces from every other rank."""
+    """(ring, shapes, pieces for every rank) -> pieces from every rank."""
 
     @staticmethod
     def forward(ctx: Any, ring: Ring, shapes: list[Shape], *pieces: Tensor) -> tuple[Tensor, ...]:
@@ -90,17 +82,11 @@ class _AllGather(Function):
     ) -> tuple[Tensor, ...]:
         ctx.ring = ring
         ctx.shape = tuple(x.shape)
-        others = [*shapes[: ring.rank], *shapes[ring.rank + 1 :]]
-        parts = _swap(ring, others, [x.contiguous()] * len(others), call)
-        parts.insert(ring.rank, x.view_as(x))
-        return tuple(parts)
+        return tuple(_swap(ring, shapes, [x.contiguous()] * ring.size, call))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rank = ctx.ring.rank
-        others = grads[:rank] + grads[rank + 1 :]
-        mine = list(_AllToAll.apply(ctx.ring, [ctx.shape] * len(others), *others))
-        mine.insert(rank, grads[rank])
+        mine = _AllToAll.apply(ctx.ring, [ctx.shape] * len(grads), *grads)
         return _sum(mine), None, None, None
 
 
@@ -114,15 +100,23 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _swap(
-    ring: Ring, shapes: Iterable[Shape], tensors: Sequence[Tensor], call: str
+    ring: Ring, shapes: Sequence[Shape], tensors: Sequence[Tensor], call: str
 ) -> list[Tensor]:
-    """Send tensor i to the i-th other rank; return those that came, in the order of ranks."""
-    sends = [t.contiguous() for t in tensors]
+    """Send tensor i to rank i; return those that came, and a view of the own one."""
+    own = tensors[ring.rank]
+    received = [
+        own.view_as(own) if rank == ring.rank else own.new_empty(shape)
+        for rank, shape in enumerate(shapes)
+    ]
     with ring.call(call):
-        return _start(ring, sends, [tensors[0].new_empty(shape) for shape in shapes]).wait()
+        _start(ring, tensors, received).wait()
+    return received
 
 
 def _start(ring: Ring, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Transfer:
-    """Send tensor i to the i-th other rank, and let tensor i be received from it."""
+    """Send tensor i to rank i, and let tensor i be received from it; own ones stay."""
     others = [rank for rank in range(ring.size) if rank != ring.rank]
-    return ring.exchange([*zip(others, sends)], [*zip(others, receives)])
+    return ring.exchange(
+        [(rank, sends[rank].contiguous()) for rank in others],
+        [(rank, receives[rank]) for rank in others],
+    )

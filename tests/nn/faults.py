@@ -5,8 +5,8 @@ from tests.faults.mutant import Mutant
 SECOND_ORDER = [
     Mutant(
         "gathering keeps its gradients' gradients", "comm/exchange.py:_AllGather.backward",
-        "list(_AllToAll.apply(ctx.ring, [ctx.shape] * len(others), *others))",
-        "_swap(ctx.ring, [ctx.shape] * len(others), others, _CALL)",
+        "_AllToAll.apply(ctx.ring, [ctx.shape] * len(grads), *grads)",
+        "_swap(ctx.ring, [ctx.shape] * len(grads), grads, _CALL)",
     ),
 ]  # fmt: skip
 
