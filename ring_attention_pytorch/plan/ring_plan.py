@@ -155,9 +155,10 @@ class RingPlan:
         with torch._C._DisableFuncTorch(), spanned("ring attention, plan", q.device):
             ring = attention_ring(group)
             key, mine, kept, wrong = find(ring, (q, k, v), options, also or {})
-            own = {**mine.own, "plan": kept.number if kept else 0}
+            number = 0 if kept is None else kept.agreed.number
+            own = {**mine.own, "plan": number}
             lengths = agree(ring, "ring attention", mine.must_match, own, wrong)
-            if kept is not None and all(rank["plan"] == kept.number for rank in lengths):
+            if kept is not None and all(rank["plan"] == number for rank in lengths):
                 return kept
             if kept is not None:  # by another rank it was not found
                 mine = mine._replace(shaped=tuple(map(like_autocast, (q, k, v))))

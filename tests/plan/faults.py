@@ -242,7 +242,7 @@ KEPT = [
     ),
     Mutant(
         "a plan that one rank has found is taken", "plan/ring_plan.py:RingPlan.make",
-        'all(rank["plan"] == kept.number for rank in lengths)', "True",
+        'all(rank["plan"] == number for rank in lengths)', "True",
     ),
     Mutant(
         "options of other types are found again", "plan/plan_cache.py:cache_key",
