@@ -1,8 +1,8 @@
 """Checks of arguments that every public function makes: names, types, and least numbers.
 
-`checked` is for what one rank does by itself; `ranks.agreement.typed`, made of the same parts, for
-what other ranks wait for. A bool is no number: True for 1 is a slip, mostly of two arguments
-exchanged.
+`checked` is for functions of one rank by itself; `ranks.agreement.typed`, made of the same parts,
+for functions that other ranks take part in. A bool is not accepted as a number: True for 1 is a
+slip, mostly of two arguments swapped.
 """
 
 import inspect
@@ -23,21 +23,21 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _NUMBERS: Any = FrozenDict({int: Annotated[int, ~IsInstance[bool]]})
 _CONF = BeartypeConf(is_color=False, hint_overrides=_NUMBERS)
-# what beartype says of a bool for an int
+# beartype's message about a bool for an int
 _NO_BOOL = re.compile(
     r"([Vv])iolates validator ~beartype\.vale\.IsInstance\[builtins\.bool\]: .*? \)"
 )
 
-# what Python says where a function passes on an option that it gives itself
+# Python's message when a function passes on an option that it sets itself
 _DECIDED = re.compile(r"got multiple values for keyword argument '(\w+)'")
 
 
 class WrongArgument(ValueError, TypeError):
-    """An argument that is of another type, missing, or no parameter."""
+    """An argument has the wrong type, is missing, or is not a parameter."""
 
 
 class Arguments:
-    """The arguments of a function: names and types are those of its parameters, or say why not."""
+    """The parameters of a function, by which arguments are checked and errors explained."""
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         *_, owner, own = ("", *function.__qualname__.split("."))
@@ -46,7 +46,7 @@ class Arguments:
         self.call: Callable[..., Any] = _checked(function)
 
     def refusal(self, error: Exception, args: tuple, kwargs: Mapping[str, Any]) -> str | None:
-        """Say what is wrong with arguments if this error is about them; None if it is not."""
+        """Return the mistake in the arguments, as text, if this error is about them; else None."""
         if isinstance(error, BeartypeCallHintParamViolation):
             trace: Any = error.__traceback__  # the decorated call, and beartype's check of it
             own = trace.tb_next is not None and trace.tb_next.tb_next is None
@@ -61,18 +61,18 @@ class Arguments:
         return None
 
     def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments by name, those too that are no parameters; not those too many."""
+        """Return arguments by name, with unknown keywords, without surplus positional ones."""
         return {**kwargs, **dict(zip(self.signature.parameters, args))}
 
 
 def checked(function: Function, name: str | None = None) -> Function:
-    """Decorate a function, or a class: arguments must be parameters of the annotated types.
+    """Decorate a function or class: arguments must be parameters, of the annotated types.
 
-    Errors give the function's name, or another `name`. torch.compile traces the function itself,
-    without checks.
+    Errors have the function's name, or `name`. torch.compile traces the function itself, without
+    checks.
 
     Raises:
-        WrongArgument: an argument has another type, is missing, or is no parameter.
+        WrongArgument: an argument has the wrong type, is missing, or is not a parameter.
 
     >>> @checked
     ... def twice(x: int) -> int:
@@ -102,7 +102,7 @@ def checked(function: Function, name: str | None = None) -> Function:
 
 
 def _checked(function: Function) -> Function:
-    """Let beartype check the arguments of a function, but not its result: that takes longer."""
+    """Wrap a function in beartype's check of arguments, but not of its result, to save time."""
     if inspect.isgeneratorfunction(inspect.unwrap(function)):
         raise TypeError(f"{function}: a generator is checked when it is run; return one instead")
     hints = function.__annotations__
@@ -113,13 +113,13 @@ def _checked(function: Function) -> Function:
 
 
 def in_one_line(error: BaseException, name: str) -> str:
-    """Shorten what beartype says to the parameter and its type, and name the function."""
+    """Shorten beartype's message to the parameter and its type, and add the function's name."""
     text = _NO_BOOL.sub(r"\1iolates int: a bool is no number", " ".join(str(error).split()))
     return f"{name}() {text[max(0, text.find('parameter ')) :]}"
 
 
 def known_device(device: torch.device | str | int | None) -> torch.device | None:
-    """Return a device by its name or number, or None; raise ValueError if there can't be such."""
+    """Return a torch.device from its name or number, or None; raise ValueError if it is invalid."""
     if device is None or isinstance(device, torch.device):
         return device
     try:
@@ -131,7 +131,7 @@ def known_device(device: torch.device | str | int | None) -> torch.device | None
 
 @contextmanager
 def checks_of(caller: str) -> Iterator[None]:
-    """Put the caller's name before what checks in this block raise.
+    """Put the caller's name before the errors of checks in this block.
 
     >>> with checks_of("pad"):
     ...     check_least(1, length=0)
@@ -145,7 +145,7 @@ def checks_of(caller: str) -> Iterator[None]:
 
 
 def check_least(least: float, **numbers: float | None) -> None:
-    """Raise ValueError for the first of these numbers that is less than `least`, or no number.
+    """Raise ValueError for the first number below `least`, infinite or NaN; None is allowed.
 
     >>> check_least(1, dim=4, window=None)
     """

@@ -1,4 +1,4 @@
-"""Ring attention: queries stay, keys and values come, one loop forward and one backward.
+"""Ring attention: queries stay, keys and values travel; one loop forward and one backward.
 
 Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context", section 3;
 partial results are merged as in flash attention (Dao et al. 2022). These two loops serve every
@@ -6,8 +6,8 @@ layout, mask, kernel and transport.
 
     rank 0  | own keys   | keys of 3  | keys of 2  | keys of 1  |    each rank keeps its queries;
     rank 1  | own keys   | keys of 0  | keys of 3  | keys of 2  |    while it computes with the keys
-    rank 2  | own keys   | keys of 1  | keys of 0  | keys of 3  |    that came, the next ones are
-    rank 3  | own keys   | keys of 2  | keys of 1  | keys of 0  |    under way
+    rank 2  | own keys   | keys of 1  | keys of 0  | keys of 3  |    that arrived, the next ones
+    rank 3  | own keys   | keys of 2  | keys of 1  | keys of 0  |    are in flight
 
 Words:
 
@@ -15,13 +15,13 @@ Words:
     layout     which tokens each rank holds
     segment    positions start, start + stride, ... that a rank holds
     owner      the rank whose keys these are
-    block      my queries and one owner's keys
-    tile       a visible rectangle of a block, with a band: -left <= j - i <= right
-    plan       all that is decided before the call, agreed by all ranks, made once for all layers
-    transport  how keys come and how their gradients go home
-    kernel     attention on the tiles of one block
-    terms      what a score is: scale, clamp, slopes, dropout
-    result     out and lse of the keys so far, in wide numbers, rounded once
+    block      one owner's keys, in memory together
+    tile       a visible rectangle of scores, with a band: -left <= j - i <= right
+    plan       all decisions before the call, agreed by all ranks, shared by all layers
+    transport  sends keys to the ranks that need them, and gradients to the keys' owners
+    kernel     computes attention on the tiles of one block
+    terms      how a score is computed: scale, clamp, slopes, dropout
+    result     out and lse of the keys so far, accumulated in a wide dtype, rounded once
 
 Read on in this order: geometry/layouts.py, geometry/tiles.py, comm/scheduled_transport.py,
 comm/send_recv.py, kernels/eager.py, runtime/accumulate.py. The rest are variants of these, and the
@@ -51,11 +51,11 @@ from ring_attention_pytorch.second_order import gradient_tangents, tangents
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None]  # q, k, v, sinks
 Result = tuple[Tensor, Tensor]  # out, lse
 Saved = tuple[*Given, Tensor, Tensor, Tensor, Tensor | None]  # and out, lse, dout, dlse
-Gradients = tuple[Tensor | Any, ...]  # None for what was None
+Gradients = tuple[Tensor | Any, ...]  # None where the input was None
 
 
 def forward(plan: RingPlan, *given: *Given, into: Result | None = None) -> Result:
-    """Compute (out, lse) of this rank's (q, k, v, sinks); `into` is memory for them, if given.
+    """Compute (out, lse) of this rank's (q, k, v, sinks), into the tensors `into` if given.
 
     q `[b, n, h, d]`, k `[b, m, h_kv, d]`, v `[b, m, h_kv, d_v]`, sinks `[h]` or None -> out
     `[b, n, h, d_v]`, lse `[b, h, n]`.
@@ -65,7 +65,7 @@ def forward(plan: RingPlan, *given: *Given, into: Result | None = None) -> Resul
     result = OutputAccumulator(q, v, plan.calls(back=False) if sinks is None else None, into)
     with torch.autocast(q.device.type, enabled=False):
         for keys in plan.transport.stream(plan.keys(k, v)):
-            for samples, tiles in plan.tiles(keys.segments):  # samples that see alike
+            for samples, tiles in plan.tiles(keys.segments):  # samples with the same mask
                 kv, so_far = keys.samples(samples), result.samples(samples)
                 plan.kernel.forward(q[samples], kv, tiles, plan.terms, so_far)
     if sinks is not None:
@@ -76,7 +76,7 @@ def forward(plan: RingPlan, *given: *Given, into: Result | None = None) -> Resul
 def backward(plan: RingPlan, *given: *Saved, into: Gradients | None = None) -> Gradients:
     """Compute (dq, dk, dv, dsinks) of this rank's (q, k, v, sinks, out, lse, dout, dlse).
 
-    `into` is memory for them, if given.
+    The gradients are written to the tensors `into`, if given.
     """
     q, k, v, sinks, out, lse, dout, dlse = given
     dq, dk, dv, dsinks = into or (None, None, None, None)
@@ -104,9 +104,9 @@ def backward(plan: RingPlan, *given: *Saved, into: Gradients | None = None) -> G
 def attention(
     plan: RingPlan, *given: *Given, return_lse: bool = False
 ) -> tuple[Tensor, Tensor | Any]:
-    """Compute (out, lse) of (q, k, v, sinks), differentiable where anybody asks for it.
+    """Compute (out, lse) of (q, k, v, sinks), with autograd where an input needs derivatives.
 
-    lse may be None if nobody asks for it.
+    lse can be None without `return_lse`.
 
     Raises:
         ValueError: the plan was made for other tensors.
@@ -140,7 +140,7 @@ class RingAttentionFunction(Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
         *given, out, lse = ctx.saved_tensors
         check_began_here(ctx.block)
-        ctx.block = None  # nothing of it is to be recomputed any more
+        ctx.block = None  # nothing in the block will be recomputed any more
         dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
         if is_first_order():
             return None, *ctx.plan.run("backward", backward, *given, out, lse, dout, dlse)
@@ -165,7 +165,7 @@ class RingGradients(Function):
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> Gradients:
-        saved = ctx.saved_tensors  # once: checkpointing allows no second look
+        saved = ctx.saved_tensors  # once: checkpointing unpacks them once only
         grads, tout, tlse = gradient_tangents(ctx.plan, saved, along)
         return None, *grads, None, None, tout, None if saved[7] is None else tlse
 

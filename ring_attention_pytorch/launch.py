@@ -1,4 +1,4 @@
-"""A launcher of processes of one group, which end together.
+"""Launch processes of one group, which end together.
 
 They end when all are done, when one fails, and when their parent is gone.
 
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 # imported before there is a group: DDP imports it, and its default arguments keep the group of that
-# time, of which a living thread may abort the process as it exits
+# time alive, whose thread can abort the process at exit
 import torch.distributed.nn
 from torch import multiprocessing
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
@@ -37,10 +37,10 @@ from ring_attention_pytorch.arguments import check_least, checked
 from ring_attention_pytorch.ranks.failures import RingError, fail_together
 
 TIMEOUT = 120.0  # seconds that ranks wait for one another
-_START = 300.0  # seconds until all processes run, however busy the machine is
-_END = 30.0  # seconds that a process may take to exit when all is done
-_SIGNAL_OF_PARENTS_DEATH = 1  # a number of <sys/prctl.h>
-_FIRST = 0.5  # seconds to wait for the first failure, after a failure that another may have caused
+_START = 300.0  # seconds until all processes must run, even on a busy machine
+_END = 30.0  # seconds that a process can take to exit when all are done
+_SIGNAL_OF_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+_FIRST = 0.5  # seconds to wait for the cause of a failure that another rank may have caused
 
 
 @checked
@@ -54,9 +54,9 @@ def spawn(
 ) -> list[Any]:
     """Run `worker(rank, *args)` in `nprocs` processes of one group; return what each rank returned.
 
-    Each process has a default group, and with NCCL the GPU of its rank. They meet in a file, so no
-    port is needed. All of them end when one fails, when this process is interrupted or terminated,
-    and when it is gone, for whatever reason.
+    Each process has a default group, and with NCCL the GPU of its rank. They rendezvous in a file,
+    so no port is needed. All of them end when one fails, when this process is interrupted or
+    terminated, and when it is gone for any other reason.
 
     Args:
         worker: a function at the top of a module, since it is pickled; so are `args` and results,
@@ -66,7 +66,7 @@ def spawn(
 
     Raises:
         ProcessRaisedException: a rank raised; the text names it and has its traceback.
-        ProcessExitedException: a rank ended otherwise; the text names it and says how.
+        ProcessExitedException: a rank ended otherwise; the text names it and the way it ended.
     """
     options: dict[str, Any] = {"backend": backend, "timeout": timeout, "start_method": start_method}
     with started(worker, nprocs, *args, **options) as workers:
@@ -83,7 +83,7 @@ def started(
     timeout: float | int = TIMEOUT,
     start_method: str = "spawn",
 ) -> AbstractContextManager["Workers"]:
-    """Start the processes of `spawn`; at the end of this block, end those that still run."""
+    """Start the processes of `spawn`; kill the ones still running when the block ends."""
     if start_method not in ("spawn", "forkserver"):
         raise ValueError(f"start_method must be 'spawn' or 'forkserver', got {start_method!r}")
     check_least(1, nprocs=nprocs)
@@ -92,7 +92,7 @@ def started(
 
 
 class _Job(NamedTuple):
-    """What `spawn` was asked to run, and how."""
+    """The arguments of `spawn`."""
 
     worker: Callable[..., Any]
     args: tuple[Any, ...]
@@ -124,7 +124,7 @@ def _started(job: _Job) -> Iterator["Workers"]:
 
 
 def _check_group(backend: str, timeout: float) -> None:
-    """Raise ValueError if a group can't have these options."""
+    """Raise ValueError unless a group can have this backend and timeout."""
     known = dist.Backend.backend_list
     if not all(each.rpartition(":")[2] in known for each in backend.split(",")):
         raise ValueError(f"backend must be of {', '.join(known)}, or by device, got {backend!r}")
@@ -136,7 +136,7 @@ class Workers:
     """The processes that `started` has started.
 
     Attributes:
-        results: what each rank returned; None until it has.
+        results: each rank's result; None until it has returned.
     """
 
     @checked
@@ -155,11 +155,11 @@ class Workers:
 
     @checked
     def join(self, timeout: float | int | None = None) -> bool:
-        """Wait until all have ended, at most `timeout` seconds; tell whether they have.
+        """Wait until all have ended, at most `timeout` seconds; return whether they have.
 
         Raises:
             ProcessRaisedException: a rank raised; the text names it and has its traceback.
-            ProcessExitedException: a rank ended otherwise; the text names it and says how.
+            ProcessExitedException: a rank ended otherwise; the text names it and the way it ended.
         """
         if timeout is not None and not timeout >= 0:
             raise ValueError(f"timeout must be None or at least 0 seconds, got {timeout}")
@@ -185,7 +185,7 @@ class Workers:
             process.join()
 
     def _listen(self, pipe: Any) -> None:
-        """Receive from the pipe of a rank its result, its failure, or its end."""
+        """Receive a rank's result, failure or end from its pipe."""
         rank = self._running[pipe]
         process, name = self._processes[rank], f"rank {rank} of {len(self._processes)}"
         failure = None
@@ -202,11 +202,11 @@ class Workers:
                 failure = _Failure(_ended(name, rank, process), doubt=0)
         if failure is None:
             self._done(rank)
-        else:  # the end of a rank that has failed says nothing new
+        else:  # after a failure, the end of the same rank is not news
             self._failures.setdefault(rank, failure)
 
     def _done(self, rank: int) -> None:
-        """Let all end once all are done: until then others may need their connections."""
+        """Make all processes end once all are done: until then peers may need their connections."""
         if rank not in self._busy:
             return
         self._busy.remove(rank)
@@ -220,7 +220,7 @@ class _Failure(NamedTuple):
     """The failure of one rank, as the error to raise."""
 
     error: ProcessRaisedException | ProcessExitedException
-    doubt: int  # 0: no other rank can be the cause; 1: one may be; 2: one is
+    doubt: int  # 0: no other rank can be the cause; 1: one can be; 2: one is
 
 
 class _Raised(NamedTuple):
@@ -231,7 +231,7 @@ class _Raised(NamedTuple):
 
 
 def _ended(name: str, rank: int, process: BaseProcess) -> ProcessExitedException:
-    """Say how a process has ended."""
+    """Return the error for a process that has ended, with the way it ended."""
     if (code := process.exitcode) is None:
         text = f"{name} is done but does not exit"
         return ProcessExitedException(text, rank, process.pid or 0, 0)
@@ -247,7 +247,7 @@ def _ended(name: str, rank: int, process: BaseProcess) -> ProcessExitedException
 
 @contextmanager
 def _sigterm_unwinds() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit in this block, unless somebody handles it already."""
+    """Make SIGTERM raise SystemExit in this block, unless it has a handler already."""
     ours = current_thread() is main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if ours:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -263,14 +263,14 @@ class _Seat(NamedTuple):
 
     rank: int
     size: int
-    folder: str  # where they meet
+    folder: str  # the rendezvous
     backend: str
     timeout: float
 
 
 def _serve(pipe: Connection, seat: _Seat, worker: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Run in a new process: take part in the group, and end with the parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
+    """Run a new process: take part in the group, and end with the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it, too, and ends this process
     _wake_with_parent()
     Thread(target=_end_with_parent, args=(seat.folder,), daemon=True).start()
     try:
@@ -294,11 +294,11 @@ def _take(seat: _Seat, pipe: Connection, worker: Callable[..., Any], args: Seque
 
 @contextmanager
 def _telling(pipe: Connection) -> Iterator[None]:
-    """Send an error in this block to the parent, and raise it."""
+    """Send an error in this block to the parent, and reraise it."""
     try:
         yield
     except Exception as error:
-        # gloo raises RuntimeError where another rank has failed
+        # gloo raises RuntimeError if another rank has failed
         doubt = isinstance(error, RuntimeError) + isinstance(error, RingError)
         with suppress(OSError):  # the parent is gone
             pipe.send((None, _Raised(traceback.format_exc(), doubt)))
@@ -306,17 +306,17 @@ def _telling(pipe: Connection) -> Iterator[None]:
 
 
 def _wake_with_parent() -> None:
-    """Let Linux wake this process when what has started it is gone, if it is stopped then.
+    """Make Linux send SIGCONT to this process when its parent is gone.
 
-    So a stopped process ends with the others. It is not killed at once, for it has to clean up.
+    A stopped process then ends with the others. It is not killed, because it has to clean up.
     """
     if sys.platform == "linux":
-        with suppress(OSError, AttributeError):  # no such call there
+        with suppress(OSError, AttributeError):  # a libc without prctl
             ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_DEATH, signal.SIGCONT, 0, 0, 0)
 
 
 def _end_with_parent(folder: str) -> None:
-    """Wait until the parent is gone, then end this process, even if it waits for something."""
+    """Wait until the parent is gone, then end this process, even if it is blocked."""
     parent: Any = multiprocessing.parent_process()
     wait([parent.sentinel])
     shutil.rmtree(folder, ignore_errors=True)
@@ -324,7 +324,7 @@ def _end_with_parent(folder: str) -> None:
 
 
 def _rendezvous(seat: _Seat) -> dist.Store:
-    """Wait until all ranks have started, at most `_START` seconds, or timeout if that is longer."""
+    """Wait until all ranks have started, at most `_START` seconds, or `timeout` if longer."""
     store = dist.FileStore(f"{seat.folder}/store", seat.size)
     store.set(f"rank {seat.rank} has started", "yes")
     everyone = [f"rank {rank} has started" for rank in range(seat.size)]
@@ -336,7 +336,7 @@ def _rendezvous(seat: _Seat) -> dist.Store:
 def _group(backend: str, timeout: float, store: dist.Store, rank: int, size: int) -> Iterator[None]:
     """Set up a default group for this block; if one rank fails, no other waits for it.
 
-    The group is destroyed after the block, but not if the block fails, since that may take long.
+    The group is destroyed after the block, except if the block fails: that can take long.
     """
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
@@ -350,17 +350,17 @@ def _group(backend: str, timeout: float, store: dist.Store, rank: int, size: int
 def torchrun_group(
     backend: str = "gloo", timeout: float | int = TIMEOUT
 ) -> AbstractContextManager[None]:
-    """Set up the group of processes that torchrun has started; do nothing if it has started none.
+    """Set up the group of processes that torchrun has started; do nothing without torchrun.
 
-    Put all that a script does into this block. An error in it ends the process at once, after its
+    Put the whole script into this block. An error in it ends the process at once, after its
     traceback, so that torchrun ends or restarts the others. The process also ends when torchrun is
-    gone. Restarted workers on one machine find one another, though torchrun keeps its store.
+    gone. Restarted workers on one machine find one another, although torchrun keeps its store.
 
     Args:
         backend: gloo, nccl, or both as "cpu:gloo,cuda:nccl". With nccl each process of a machine
-            takes the GPU of its number, or the only one that it sees. That is the current device
-            from then on, whichever was before; for another call `torch.cuda.set_device` after it.
-            With fewer GPUs than processes it is an error.
+            takes the GPU of its local rank, or the only one that it sees, and makes it the current
+            device; to use another one, call `torch.cuda.set_device` afterwards. Fewer GPUs than
+            processes are an error.
         timeout: seconds that ranks wait for one another in the default group.
     """
     _check_group(backend, timeout)
@@ -376,10 +376,10 @@ def _torchrun_group(backend: str, timeout: float) -> Iterator[None]:
     Thread(target=_end_with_agent, args=(os.getppid(),), daemon=True).start()
     store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # the store still has what workers that died have written
+        # the store still has keys of workers that died
         store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     try:
-        if "nccl" in backend:  # whose messages would hang if all ranks had the same current device
+        if "nccl" in backend:  # it hangs if all ranks have the same current device
             local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
             torch.cuda.set_device(_gpu_of(local, gpus))
         with _group(backend, timeout, store, rank, size):
@@ -391,12 +391,12 @@ def _torchrun_group(backend: str, timeout: float) -> Iterator[None]:
 
 
 def _gpu_of(local: int, gpus: int) -> int:
-    """Return which GPU process `local` of a machine takes, of those that it sees.
+    """Return the GPU for process `local` of a machine, out of the `gpus` that it sees.
 
     Raises:
-        ValueError: there is none for it.
+        ValueError: there are too few GPUs.
 
-    >>> _gpu_of(1, gpus=4), _gpu_of(1, gpus=1)  # where each process is shown but one
+    >>> _gpu_of(1, gpus=4), _gpu_of(1, gpus=1)  # each process sees only its own
     (1, 0)
     """
     if gpus == 1 or local < gpus:
@@ -408,7 +408,7 @@ def _gpu_of(local: int, gpus: int) -> int:
 
 
 def _exit(error: BaseException) -> None:
-    """Exit at once with the error's code; an orderly exit may wait for the group's exchanges."""
+    """Exit at once with the error's code; an orderly exit can wait for the group's exchanges."""
     code = error.code if isinstance(error, SystemExit) else 1
     if isinstance(code, str):
         print(code, file=sys.stderr)

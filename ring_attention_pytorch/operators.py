@@ -1,16 +1,16 @@
-"""Attention as operators: what torch.compile has in its graphs in place of the two loops.
+"""Attention as operators: torch.compile's graphs contain them in place of the two loops.
 
     user's code      linear ──────────── ring_attn(plan=plan) ──────────── linear
     traced graph     linear ── ring_attention::forward(q, k, v, 7340032) ── linear      shapes only
     when it runs                       attention.forward(plan, q, k, v)                 exchanges
 
-Tracing knows shapes and dtypes. All else is the plan's, which an operator finds by its handle when
-it runs. So a graph that was traced with one plan runs with others. Results never share memory with
-what is given, and are contiguous, as tracing promised.
+Tracing sees only shapes and dtypes. An operator finds the plan by its handle when it runs, so a
+graph that was traced with one plan runs with others. Results are contiguous and never share memory
+with inputs, as tracing assumes.
 
 Only traced code uses operators: an autograd Function costs the host 30 us less, and has second
-derivatives. Each operator comes twice, for a CUDA graph can't hold messages: the overload
-`messages` has a tag that tells.
+derivatives. Each operator has two overloads: `messages` is tagged as unsafe for CUDA graphs, which
+can't capture messages.
 """
 
 from collections.abc import Sequence
@@ -45,14 +45,14 @@ def attention(
     """Compute (out, lse) by an operator, for code that is being traced.
 
     Raises:
-        NotImplementedError: it is traced for export.
+        NotImplementedError: the code is traced by torch.export.
     """
     refuse_export()
     return _of(plan, ops.forward)(q, k, v, sinks, plan.handle)
 
 
 class TracedRing:
-    """All ranks of a plan's group, for code that may be traced."""
+    """All ranks of a plan's group, for code that can be traced."""
 
     def __init__(self, plan: RingPlan) -> None:
         self.plan = plan
@@ -63,9 +63,9 @@ class TracedRing:
 
 
 def positions(plan: RingPlan, x: Tensor, in_documents: bool) -> Tensor:
-    """Return `RingPlan.positions` of tokens x `[b, n, ...]`, for code that may be traced.
+    """Return `RingPlan.positions` of tokens x `[b, n, ...]`, for code that can be traced.
 
-    While it is, positions in documents are `[b, n]` even where samples are alike.
+    In a trace positions in documents are `[b, n]` even if all samples have the same documents.
     """
     if not is_compiling():
         return plan.positions(x.device, in_documents=in_documents)
@@ -77,7 +77,7 @@ Ranks = Ring | TracedRing
 
 
 def _of(plan: RingPlan, operator: Any) -> Any:
-    """Return the overload of an operator for the way in which the plan's ranks exchange."""
+    """Return an operator's overload for the plan: with or without messages."""
     return operator.default if plan.replay.graph else operator.messages
 
 
@@ -118,9 +118,9 @@ def _run_backward(plan: RingPlan, given: Sequence[Tensor | Any]) -> Gradients:
 
 
 def _swapped(plan: RingPlan, swap: Ulysses, given: Sequence[Tensor | Any]) -> Gradients:
-    """Compute gradients where ranks swap heads for sequence: all that forward had is swapped anew.
+    """Compute gradients where ranks swap heads for sequence: forward's tensors are swapped again.
 
-    A graph may keep only what has the shapes of this rank's shards.
+    A graph can save only tensors with the shapes of this rank's shards.
     """
     q, k, v, sinks, dout, dlse, out, lse = given
     qkv = swap.exchange(QKV_TO_HEADS, q, k, v)
@@ -150,7 +150,7 @@ def _positions(x: Tensor, in_documents: bool, handle: int) -> Tensor:
     return found.clone(memory_format=torch.contiguous_format)
 
 
-# what tracing knows of the results
+# shapes and dtypes of results, for tracing
 
 
 def _fake_forward(
@@ -197,7 +197,7 @@ def _keep_handle(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _define(overload: str, *tags: torch.Tag) -> None:
-    """Define an overload of each operator that exchanges."""
+    """Define one overload of each operator that communicates."""
 
     def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
         return _differentiate(getattr(ops.backward, overload or "default"), ctx, dout, dlse)
@@ -231,6 +231,6 @@ _define("")
 _define("messages", torch.Tag.cudagraph_unsafe)
 _register("positions", _POSITIONS, _positions, _fake_positions, ())
 
-# for `torch.utils.checkpoint.create_selective_checkpoint_contexts`: what is worth keeping, for it
-# would be exchanged again
+# for `torch.utils.checkpoint.create_selective_checkpoint_contexts`: operators whose results should
+# be saved, because recomputing them communicates again
 SAVED = (ops.forward.default, ops.forward.messages)

@@ -1,11 +1,10 @@
 """Second derivatives and forward mode: tangents of attention, and tangents of its gradients.
 
-Attention is (out, lse) = F(q, k, v, sinks). Its gradients for cotangents (dout, dlse) are those of
-the number L = <dout, out> + <dlse, lse>. So their derivative is the Hessian of L, which is
-symmetric: the gradient of <u, gradients> is the tangent of the gradients along u. Therefore three
-kinds of passes over keys give all second derivatives: gradients, tangents of F, and tangents of the
-gradients. In the last two kinds keys travel beside their tangents, and out and lse are given as F
-computed them.
+Attention is (out, lse) = F(q, k, v, sinks). Its gradients for cotangents (dout, dlse) are the
+gradients of the number L = <dout, out> + <dlse, lse>. Their derivative is the Hessian of L, which
+is symmetric: the gradient of <u, gradients> is the tangent of the gradients along u. Therefore
+three kinds of passes over keys give all second derivatives: gradients, tangents of F, and tangents
+of the gradients. The last two kinds send keys with their tangents, and reuse F's out and lse.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from ring_attention_pytorch.runtime.interfaces import (
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.torch_func import Function, keep
 
-Some = Sequence[Tensor | Any]  # or None: sinks, dlse, and what nobody differentiates
+Some = Sequence[Tensor | Any]  # can be None: sinks, dlse, and tensors without derivative
 Found = tuple[Tensor | Any, ...]
 
 
@@ -77,8 +76,8 @@ class RingTangents(Function):
 
 
 class RingGradientTangents(Function):
-    """(plan, q, k, v, sinks, dout, dlse, out, lse, the tangents of these) -> the tangents of
-    (dq, dk, dv, dsinks), and those gradients themselves."""
+    """(plan, q, k, v, sinks, dout, dlse, out, lse, and the tangents of these) -> the tangents of
+    (dq, dk, dv, dsinks), and these gradients themselves."""
 
     @staticmethod
     def forward(plan: RingPlan, *given: Tensor | Any) -> Found:
@@ -99,7 +98,7 @@ class RingGradientTangents(Function):
         moved, themselves = [], []
         for total in own:
             tangent, grad = total.finalize().chunk(2, dim=-1)
-            # copies, since results that are views of one tensor can't be changed in place
+            # copies, because results that are views of one tensor can't be changed in place
             moved.append(tangent.clone())
             themselves.append(grad.clone())
         tdsinks = dsinks = None
@@ -111,7 +110,7 @@ class RingGradientTangents(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Found) -> None:
-        """Keep nothing, since there are no third derivatives."""
+        """Save nothing: there are no third derivatives."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Found:
@@ -133,9 +132,9 @@ def gradient_tangents(
     tdout: Tensor | None = None,
     tdlse: Tensor | None = None,
 ) -> tuple[Found, Tensor, Tensor]:
-    """Compute the tangents of gradients, out and lse; `along` are those of q, k, v and sinks.
+    """Compute the tangents of gradients, out and lse, for tangents `along` of q, k, v and sinks.
 
-    `saved` are (q, k, v, sinks, out, lse, dout, dlse); tdout and tdlse are tangents of cotangents.
+    `saved` is (q, k, v, sinks, out, lse, dout, dlse); tdout and tdlse are tangents of cotangents.
     """
     *given, out, lse, dout, dlse = saved
     along = _filled(along, given)
@@ -158,7 +157,7 @@ def _filled(along: Some, given: Some) -> list[Tensor | Any]:
 
 
 def _with_tangents(given: Sequence[Tensor], along: Sequence[Tensor]) -> list[Tensor]:
-    """Join each tensor and its tangent along the head size: `[..., 2 * d]`."""
+    """Concatenate each tensor and its tangent along the head size: `[..., 2 * d]`."""
     return [torch.cat(pair, dim=-1) for pair in zip(given, along)]
 
 

@@ -1,7 +1,7 @@
-"""Tensors of PyTorch's own kinds: DTensors of sharded sequences, and tensors without values.
+"""Special kinds of tensors: DTensors of sharded sequences, and tensors without values.
 
-DTensor, Shard(1) ── to_local ── ring attention over its mesh ── DTensor, placed as q is
-meta, fake        ── ranks agree that all of them are ── shapes and dtypes of results
+DTensor, Shard(1) ── to_local ── ring attention over its mesh ── DTensor with q's placements
+meta, fake        ── ranks agree that all have no values ── shapes and dtypes of results
 """
 
 import sys
@@ -28,14 +28,14 @@ _TAKEN = (
 
 
 def has_values(*tensors: Tensor) -> bool:
-    """Tell whether no tensor is on the meta device or of a FakeTensorMode."""
+    """True if no tensor is on the meta device or a FakeTensor."""
     return not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)
 
 
 def shapes_of_results(
     qkv: QKV, sinks: Tensor | None, group: Group, plan: RingPlan | None
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse without values, differentiable; nothing but notes is exchanged.
+    """Return out and lse without values, differentiable; ranks exchange only notes.
 
     Raises:
         ValueError: shapes or dtypes don't fit, or other ranks have values; the same on all ranks.
@@ -54,16 +54,16 @@ def shapes_of_results(
 
 
 class Sharded(NamedTuple):
-    """The local tensors of DTensors, their ring, and how they lie."""
+    """The local tensors of DTensors, their ring, and their placements."""
 
     qkv: QKV
     group: Group
     mesh: Any
     placements: tuple[Any, ...]
-    shape: tuple[int, int, int, int]  # of out, whole
+    shape: tuple[int, int, int, int]  # the global shape of out
 
     def out(self, t: Tensor) -> Tensor:
-        """Return this rank's part of out as a DTensor, placed as q is."""
+        """Return this rank's part of out as a DTensor with q's placements."""
         return self._placed(t, self.placements, self.shape)
 
     def lse(self, t: Tensor) -> Tensor:
@@ -92,10 +92,10 @@ class Sharded(NamedTuple):
 def sharded(
     qkv: QKV, options: Mapping[str, Any], group: Group, plan: RingPlan | None
 ) -> Sharded | None:
-    """Take DTensors that are sharded along the sequence; return None if there are none.
+    """Return the local tensors of DTensors sharded along the sequence; None without DTensors.
 
     Raises:
-        ValueError: they are sharded otherwise, or group and plan are of others; all ranks find it.
+        ValueError: they are sharded otherwise, or group or plan has other ranks; on all ranks.
     """
     given: dict[str, Any] = {"q": qkv[0], "k": qkv[1], "v": qkv[2], **options}
     found = [name for name, t in given.items() if _is_dtensor(t)]
@@ -124,7 +124,7 @@ def sharded(
 
 
 def check_plain(name: str, x: Tensor) -> None:
-    """Raise ValueError if x is a DTensor, where tensors are plain.
+    """Raise ValueError if x is a DTensor, for functions that take plain tensors only.
 
     >>> check_plain("x", torch.zeros(2))
     """
@@ -137,7 +137,7 @@ def check_plain(name: str, x: Tensor) -> None:
 
 def _is_dtensor(t: object) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
-    kind = getattr(module, "DTensor", None)  # another thread may import it just now
+    kind = getattr(module, "DTensor", None)  # another thread may be importing it
     return kind is not None and isinstance(t, kind)
 
 
@@ -146,6 +146,6 @@ def _process_group(group: Group) -> ProcessGroup | None:
 
 
 def swapped(qkv: Sequence[Tensor]) -> QKV:
-    """Return q, k and v heads first as tokens first, or the reverse; others as they are."""
+    """Swap tokens and heads of q, k and v `[b, n, h, d]`; tensors of other ranks stay the same."""
     q, k, v = (t.transpose(1, 2) if t.ndim == 4 else t for t in qkv)
     return q, k, v

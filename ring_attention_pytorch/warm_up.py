@@ -1,6 +1,6 @@
 """Warm a plan up: compile, record and capture before the first step.
 
-It stands above attention, which it calls a few times. `RingPlan.warm_up` is its one way in.
+It calls attention a few times, so it is above it. `RingPlan.warm_up` is its only caller.
 """
 
 import socket
@@ -19,11 +19,11 @@ from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import agree, error_of
 from ring_attention_pytorch.runtime.launches import compile_only, compile_together
 
-_CALLS = 4  # the first one, two that are recorded, one that repeats what they did
+_CALLS = 4  # the first one, two that are recorded, one that replays the recording
 
 
 def warm_up(plan: RingPlan, given: Sequence[Tensor], sinks: Tensor | None) -> None:
-    """Do what `RingPlan.warm_up` says."""
+    """Implement `RingPlan.warm_up`."""
     differentiable = torch.is_grad_enabled()
     same = {"plan": plan.number, "grad mode": differentiable, "sinks": sinks is not None}
     agree(plan.ring, "warming up a plan", same, check=lambda: _check(plan.signature, given))
@@ -40,17 +40,17 @@ def warm_up(plan: RingPlan, given: Sequence[Tensor], sinks: Tensor | None) -> No
 def _call(plan: RingPlan, qkv: list[Tensor], sinks: Tensor | None) -> None:
     q, k, v = qkv
     out, _ = attention(plan, q, k, v, sinks)
-    if out.requires_grad:  # of a number: given a cotangent, PyTorch imports sympy, for a second
+    if out.requires_grad:  # of a scalar: with a cotangent, PyTorch imports sympy, which takes 1 s
         torch.autograd.grad(out.square().sum(), qkv)
 
 
 def _launches_ours(plan: RingPlan) -> bool:
-    """Tell whether a plan launches kernels that we compile; the same on all ranks."""
+    """True if a plan launches kernels that we compile; the same on all ranks."""
     return plan.device.type == "cuda" and "triton" in plan.kernel.name.split("+")
 
 
 def _compile(plan: RingPlan, qkv: list[Tensor], sinks: Tensor | None) -> None:
-    """Compile what calls need: by one rank of each host first; others find it on the disk."""
+    """Compile the kernels of calls, by one rank of each host first; others load its disk cache."""
     with compile_only() as calls:
         wrong = error_of(lambda: _dry_run(plan, qkv, sinks))
     host = crc32(socket.gethostname().encode())
@@ -64,17 +64,17 @@ def _compile(plan: RingPlan, qkv: list[Tensor], sinks: Tensor | None) -> None:
 
 
 def _dry_run(plan: RingPlan, qkv: list[Tensor], sinks: Tensor | None) -> None:
-    """Call with kernels held back, so that all results are anything.
+    """Run a call within `compile_only`: no kernel is launched, so results are undefined.
 
-    Backward is in this thread, which holds them back. The plan is another one: this one would take
-    it for its first call. Swaps of heads hold nothing back, so for them it is the first call.
+    Backward runs in this thread, because `compile_only` is per thread. The plan is a copy: the
+    original would count this as its first call. For swaps of heads, which do run, it is the first.
     """
     with torch.autograd.set_multithreading_enabled(False), set_detect_anomaly(False):
         _call(replace(plan), qkv, sinks)
 
 
 def _check(wanted: Signature, given: Sequence[Tensor]) -> None:
-    """Raise ValueError if the tensors given, if any, are not such as the plan is for."""
+    """Raise ValueError if the given tensors, if any, don't fit the plan."""
     if not given:
         return
     if len(given) != 3:
@@ -87,7 +87,7 @@ def _check(wanted: Signature, given: Sequence[Tensor]) -> None:
 
 
 def _shards(signature: Signature, device: torch.device) -> list[Tensor]:
-    """Make q, k and v that fit a plan, contiguous; of zeros a kernel may do otherwise."""
+    """Make contiguous q, k and v that fit a plan; not zeros, which a kernel can treat specially."""
     b, n, m, h, h_kv, d, d_v, dtype, _ = signature
     shapes = (b, n, h, d), (b, m, h_kv, d), (b, m, h_kv, d_v)
     dtype = getattr(torch, dtype.removeprefix("torch."))

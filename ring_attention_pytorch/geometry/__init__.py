@@ -1,1 +1,1 @@
-"""The tokens that each rank holds, and what of a block of scores is visible: arithmetic on ints."""
+"""The tokens that each rank holds, and the visible scores of a block: arithmetic on ints."""

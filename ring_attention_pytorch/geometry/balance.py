@@ -1,8 +1,8 @@
-"""Balanced layouts: as many tokens on every rank, and nearly as many visible pairs.
+"""Balanced layouts: equally many tokens on every rank, and nearly equally many visible pairs.
 
 Packed documents make some tokens cheap and others dear, so no fixed pattern is even. Equal chunks
 are weighed by the pairs that their queries see, and dealt out in rounds. In each round the heaviest
-chunk goes to the rank that has the least so far. Under a causal mask over one document the result
+chunk goes to the rank with the least work so far. Under a causal mask over one document the result
 is zigzag.
 """
 
@@ -21,25 +21,25 @@ from ring_attention_pytorch.geometry.documents import (
 from ring_attention_pytorch.geometry.layouts import AssignedLayout
 from ring_attention_pytorch.geometry.segments import Documents, Segment, Segments
 
-_UNEVEN = 0.02  # how much more than the mean the slowest rank may have before chunks get smaller
-_MOST = 32  # chunks a rank
+_UNEVEN = 0.02  # the slowest rank's work above the mean, as a share, that makes chunks smaller
+_MOST = 32  # chunks per rank
 
 
 @checked
 def balanced(
     cu_seqlens: Borders, ring_size: int, *, causal: bool = True, window: int | None = None
 ) -> AssignedLayout:
-    """Make a layout for packed documents, for every `layout=`: to shard, to attend and to unshard.
+    """Make a layout for packed documents, accepted by every `layout=` argument.
 
     Args:
         cu_seqlens: borders of the documents, as for `ring_attn`; with one list for each sample
-            the layout is for all of them together.
+            one layout balances all of them together.
         ring_size: how many ranks share the sequence.
-        causal, window: what the attention shows.
+        causal, window: the mask of the attention.
 
     Returns:
-        The layout with the fewest chunks a rank (at most 32) that leaves no rank more than 2 %
-        above the mean in visible pairs, or the most even one that was found.
+        The layout with the fewest chunks per rank (at most 32) whose slowest rank is at most 2 %
+        above the mean in visible pairs; if there is none, the most even one found.
 
     Raises:
         ValueError: borders that don't ascend from 0, or a ring size below 1.
@@ -63,7 +63,7 @@ def balanced(
 def deal(
     samples: Sequence[Documents], ring_size: int, causal: bool, window: int | None
 ) -> AssignedLayout:
-    """Return the balanced layout of samples of one length."""
+    """Return one balanced layout for samples of equal length."""
     work = torch.stack([visible_keys(d, causal, window) for d in set(samples)]).sum(0)
     before = torch.cat((work.new_zeros(1), work.cumsum(0)))  # the work of all earlier positions
     length = len(work)
@@ -103,16 +103,16 @@ def visible_keys(documents: Documents, causal: bool, window: int | None) -> Tens
 
 
 def _borders(length: int, chunks: int) -> Tensor:
-    """Return borders of chunks as `torch.tensor_split` cuts them: the first ones longer by one."""
+    """Return the borders of chunks as `torch.tensor_split` cuts: the first ones longer by one."""
     size, longer = divmod(length, chunks)
     numbers = torch.arange(chunks + 1)
     return numbers * size + numbers.clamp(max=longer)
 
 
 def _dealt(before: Tensor, ring_size: int, chunks: int) -> tuple[list[int], int]:
-    """Return each chunk's owner, so many for each rank, and the work of the rank that has most.
+    """Deal `chunks` chunks to each rank; return each chunk's owner and the largest work of a rank.
 
-    In every round the heaviest chunk goes to the rank that has the least so far.
+    In every round the heaviest chunk goes to the rank with the least work so far.
     """
     borders = _borders(len(before) - 1, chunks * ring_size)
     weights = before[borders].diff().tolist()
@@ -130,7 +130,7 @@ def _dealt(before: Tensor, ring_size: int, chunks: int) -> tuple[list[int], int]
 
 
 def _segments(owners: list[int], borders: list[int], rank: int) -> Segments:
-    """Return a rank's chunks as segments, neighbours as one."""
+    """Return a rank's chunks as segments; adjacent chunks are joined."""
     segments: list[Segment] = []
     for owner, (start, stop) in zip(owners, pairwise(borders)):
         if owner != rank or start == stop:

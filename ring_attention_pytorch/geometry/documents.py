@@ -28,9 +28,9 @@ def check_documents(
     shape: Sequence[int],
     whole: int | None = None,
 ) -> None:
-    """Raise ValueError if what one rank gave does not fit tokens of shape `[b, n, ...]`.
+    """Raise ValueError if one rank's ids or borders do not fit tokens of shape `[b, n, ...]`.
 
-    `whole` is the length of the whole sequence, where one rank knows it.
+    `whole` is the length of the whole sequence, if this rank knows it.
     """
     if documents is not None and cu_seqlens is not None:
         raise ValueError("documents and cu_seqlens say the same thing; pass one or the other")
@@ -52,7 +52,7 @@ def check_documents(
 
 
 def check_end(cu_seqlens: Borders | None, length: int) -> None:
-    """Raise ValueError if borders do not end where a sequence of that length does."""
+    """Raise ValueError if the borders do not end at `length`, the whole sequence's."""
     if cu_seqlens is None:
         return
     samples = as_lists(cu_seqlens)
@@ -63,7 +63,7 @@ def check_end(cu_seqlens: Borders | None, length: int) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Borders) -> list[list[int]]:
-    """Return borders as lists; raise ValueError if they are none by themselves."""
+    """Return borders as lists; raise ValueError if they are not valid borders."""
     try:
         samples = as_lists(cu_seqlens)
     except (TypeError, ValueError) as error:
@@ -105,7 +105,7 @@ def _all_ints(values: Iterable[object]) -> bool:
 
 
 def digest(cu_seqlens: Borders | None) -> str | None:
-    """Return a digest of borders for comparing notes: borders may be longer than a note."""
+    """Return a digest of borders for the note that ranks compare: borders can be longer."""
     if cu_seqlens is None:
         return None
     samples = as_lists(cu_seqlens)
@@ -115,7 +115,7 @@ def digest(cu_seqlens: Borders | None) -> str | None:
 
 
 def of_borders(borders: Sequence[int]) -> Documents:
-    """Return the documents between borders. Empty ones leave no trace.
+    """Return the documents between borders, without empty ones.
 
     >>> [tuple(run) for run in of_borders([0, 2, 2, 5]).runs]
     [(0, 0, 2), (1, 2, 5)]
@@ -145,7 +145,7 @@ def of_ids(ids: Tensor) -> Documents:
 
 
 def last_of_document(packing: BatchDocuments, positions: Tensor) -> Tensor:
-    """Tell where other documents, or nothing, follow tokens at positions `[n]`: bool `[b, n]`."""
+    """Return where positions `[n]` are the last of a document, or of a run of it: bool `[b, n]`."""
     last = positions.new_empty((len(packing), len(positions)), dtype=torch.bool)
     for sample, documents in enumerate(packing):
         ends = torch.tensor([run.stop - 1 for run in documents.runs], dtype=torch.long)

@@ -1,8 +1,8 @@
-"""Layouts: where each token lives, as arithmetic on ints.
+"""Layouts: which rank holds which token, as arithmetic on ints.
 
-A layout gives every rank the *segments* (arithmetic progressions of global token positions) that
-the rank holds, in the order held. Sharding, rotary angles, labels and masks (`tiles`) all follow
-from positions.
+A layout gives every rank its *segments* (arithmetic progressions of global token positions), in
+the order in which they lie in memory. Sharding, rotary angles, labels and masks (`tiles`) all
+follow from positions.
 
 Eight tokens over two ranks; `A` and `B` hold them:
 
@@ -28,7 +28,7 @@ from ring_attention_pytorch.geometry.segments import (
 
 
 class AssignedLayout(NamedTuple):
-    """A layout made for one sequence and one ring: every rank's segments."""
+    """A layout for one sequence and one ring: every rank's segments."""
 
     segments: tuple[Segments, ...]
 
@@ -53,7 +53,7 @@ def striped(rank: int, ring_size: int, length: int) -> Segments:
 
 
 def zigzag(rank: int, ring_size: int, length: int) -> Segments:
-    """Give each rank an early one of 2P chunks and its mirror image: causal work is equal."""
+    """Give each rank one of the first P of 2P chunks and its mirror image: equal causal work."""
     return _chunks([rank, 2 * ring_size - 1 - rank], 2 * ring_size, length)
 
 
@@ -66,7 +66,7 @@ LAYOUTS: dict[str, Callable[[int, int, int], Segments]] = {
 
 
 def _chunks(chosen: list[int], chunks: int, length: int) -> Segments:
-    """Return chosen ones of all chunks, the first ones longer by one as in `torch.tensor_split`."""
+    """Return the chosen chunks as segments; chunks are cut as by `torch.tensor_split`."""
     size, longer = divmod(length, chunks)
     segments = []
     for chunk in chosen:
@@ -79,7 +79,7 @@ def all_segments(layout: Layout, ring_size: int, length: int) -> tuple[Segments,
     """Return the segments of every rank.
 
     Raises:
-        ValueError: there is no such layout, or it was dealt for another length or ring.
+        ValueError: an unknown layout, or one that was made for another length or ring size.
     """
     check_layout(layout, ring_size, length)
     if isinstance(layout, AssignedLayout):
@@ -98,7 +98,7 @@ def _segments_by_name(layout: str, ring_size: int, length: int) -> tuple[Segment
 
 @checked
 def positions(layout: Layout, *, rank: int, ring_size: int, length: int) -> Tensor:
-    """Return the global positions that a rank holds, in the order in which it holds them.
+    """Return the global positions of a rank's tokens, in the order in which it holds them.
 
     Args:
         layout: "contiguous", "striped", "zigzag" or a layout that `balanced` made.
@@ -110,7 +110,7 @@ def positions(layout: Layout, *, rank: int, ring_size: int, length: int) -> Tens
         int64 `[n]`, n being the number of tokens that this rank holds.
 
     Raises:
-        ValueError: an unknown layout, numbers outside of these ranges or not the layout's.
+        ValueError: an unknown layout, or numbers outside of these ranges or not the layout's own.
 
     >>> positions("striped", rank=0, ring_size=4, length=12).tolist()
     [0, 4, 8]
@@ -127,7 +127,7 @@ def positions(layout: Layout, *, rank: int, ring_size: int, length: int) -> Tens
 
 
 def check_layout(layout: Layout, ring_size: int | None = None, length: int | None = None) -> None:
-    """Raise ValueError if there is no such layout, or not for so many ranks and tokens if given."""
+    """Raise ValueError for an unknown layout, or one for another ring size or length (if given)."""
     if isinstance(layout, AssignedLayout):
         ranks = len(layout.segments)
         tokens = sum(map(count, layout.segments))
@@ -142,10 +142,10 @@ def check_layout(layout: Layout, ring_size: int | None = None, length: int | Non
 
 
 def resolve_layout(layout: Layout | None, striped: bool) -> Layout | None:
-    """Return the layout that was asked for by either name.
+    """Return the layout that `layout=` or the older flag `striped` names.
 
     Raises:
-        ValueError: an unknown layout, or one that striped contradicts.
+        ValueError: an unknown layout, or one that contradicts `striped`.
     """
     if layout is not None:
         check_layout(layout)

@@ -1,7 +1,7 @@
 """Segments: arithmetic progressions of positions, and how packed documents cut them.
 
-Documents cut segments at their borders into *pieces*, whose positions count in their own
-document, and only pieces of one document ever meet.
+Documents cut segments at their borders into *pieces*, whose positions count within their own
+document. Queries of a piece see keys of the same document only.
 """
 
 from bisect import bisect_right
@@ -25,18 +25,18 @@ Segments = tuple[Segment, ...]
 
 
 def count(segments: Segments) -> int:
-    """Count the tokens of a rank with these segments."""
+    """Count the tokens in these segments."""
     return sum(s.length for s in segments)
 
 
 def segment_positions(segments: Segments, device: torch.device | None = None) -> Tensor:
-    """Return the positions that the segments stand for, in the order held: int64 `[n]`."""
+    """Return the positions in the segments, in the order held: int64 `[n]`."""
     parts = [torch.arange(s.length, device=device) * s.stride + s.start for s in segments]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long, device=device)
 
 
 def slice_segments(segments: Segments, span: slice) -> Segments:
-    """Return the positions of some of the tokens held, one after another.
+    """Return the segments of the tokens in `span`, which counts tokens in the order held.
 
     >>> slice_segments((Segment(0, 1, 4), Segment(12, 1, 4)), slice(3, 6))
     (Segment(start=3, stride=1, length=1), Segment(start=12, stride=1, length=2))
@@ -53,9 +53,9 @@ def slice_segments(segments: Segments, span: slice) -> Segments:
 
 
 class Piece(NamedTuple):
-    """A part of a segment in one document; its positions count the document's own tokens."""
+    """The part of a segment in one document; its positions count the document's own tokens."""
 
-    start: int  # local index among the tokens held
+    start: int  # local index among the rank's tokens
     segment: Segment
 
 
@@ -73,7 +73,7 @@ def whole_pieces(segments: Segments) -> list[Piece]:
 
 
 def pieces_at(segments: Segments, border: int) -> list[Piece]:
-    """Return segments as pieces, cut where they pass the border.
+    """Return each segment as one piece, or two if the position `border` cuts it.
 
     >>> [tuple(piece.segment) for piece in pieces_at((Segment(1, 3, 4),), border=5)]
     [(1, 3, 2), (7, 3, 2)]
@@ -91,7 +91,7 @@ def pieces_at(segments: Segments, border: int) -> list[Piece]:
 
 
 class Run(NamedTuple):
-    """A run of positions of one document, from `start` to `stop`."""
+    """Consecutive positions of one document, from `start` to `stop`."""
 
     document: int
     start: int
@@ -102,7 +102,7 @@ class Run(NamedTuple):
 class Documents:
     """The documents of one packed sequence, as runs in order of positions without a gap.
 
-    A document may come in several runs: its tokens see one another wherever they stand.
+    A document can have several runs: all of its tokens can see one another.
 
     >>> documents = Documents((Run(0, 0, 3), Run(1, 3, 8)))
     >>> for document, pieces in documents.pieces((Segment(2, 1, 3),)).items():
@@ -122,7 +122,7 @@ class Documents:
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Positions in the sequence less those in the document, one number for each run."""
+        """Position in the sequence minus position in the document, for each run."""
         lengths: dict[int, int] = {}  # of each document so far
         offsets = []
         for document, start, stop in self.runs:
@@ -139,10 +139,10 @@ class Documents:
         [8, 1]
         """
         ends = {run.document: run.stop - offset for run, offset in zip(self.runs, self.offsets)}
-        return [*ends.values()]  # of several runs the last one's
+        return [*ends.values()]  # a document's last run wins
 
     def pieces(self, segments: Segments) -> Pieces:
-        """Return the pieces of a rank's segments by document, made once."""
+        """Return the pieces of a rank's segments by document; cached."""
         if segments not in self._pieces:
             self._pieces[segments] = self._cut(segments)
         return self._pieces[segments]
@@ -156,7 +156,7 @@ class Documents:
         return positions
 
     def head(self, length: int) -> "Documents":
-        """Return the documents of the first so many tokens."""
+        """Return the documents of the first `length` tokens."""
         runs = []
         for document, start, stop in self.runs:
             if start < length:

@@ -1,8 +1,8 @@
 """Tiles: the visible parts of a block of scores, as arithmetic on ints.
 
 Between two segments of equal stride every mask here is a *band* `-left <= j - i <= right` of local
-indices. So a block of scores (my queries x somebody's keys) falls into a few *tiles*, rectangles
-with a band each, and ranks never appear in a mask.
+indices. A block of scores (my queries x one owner's keys) therefore falls into a few *tiles*,
+rectangles with a band each, and ranks never appear in a mask.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ class Tile(NamedTuple):
     """A rectangle of scores in which query i sees key j where `-left <= j - i <= right`.
 
     `i` and `j` count from the rectangle's own top left corner; None is no bound. Bounds are
-    never negative and every row and column has something visible.
+    never negative, and every row and column has a visible score.
     """
 
     rows: slice
@@ -47,16 +47,16 @@ class Mask(NamedTuple):
     causal: bool = False
     window: int | None = None
     documents: Documents | None = None  # None is a single document
-    prefix: int | None = None  # this many first tokens see one another whatever causal says
+    prefix: int | None = None  # the first `prefix` tokens see one another even if causal
 
     @property
     def cacheable(self) -> bool:
-        """Tell whether the mask will come again: documents and prefixes change with their batch."""
+        """True if later calls have the same mask: documents and prefixes change with the batch."""
         return self.documents is None and self.prefix is None
 
 
 def tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
-    """Return the visible tiles of one block, as few and as large as can be, in order of rows.
+    """Return the visible tiles of one block in order of rows, joined to few large ones.
 
     Zigzag, rank 1 of 2, its own keys: triangle, rectangle and triangle are one causal tile.
 
@@ -67,7 +67,7 @@ def tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
     """
     if mask.cacheable:
         return _cached_tiles(queries, keys, mask)
-    return _tiles(queries, keys, mask)  # a caller that needs them again keeps them
+    return _tiles(queries, keys, mask)  # callers that need them again cache them
 
 
 def _tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
@@ -84,7 +84,7 @@ _cached_tiles = lru_cache(maxsize=65536)(_tiles)
 
 
 def _visible_tiles(queries: Segments, keys: Segments, mask: Mask) -> Iterator[tuple[int, Tile]]:
-    """Yield the tile of each pair of pieces that shows anything, with its document."""
+    """Yield the tile of each pair of pieces with a visible score, and its document."""
     of_keys = _pieces(keys, mask)
     for document, of_queries in _pieces(queries, mask).items():
         for query, key in product(of_queries, of_keys.get(document, ())):
@@ -102,12 +102,12 @@ def _pieces(segments: Segments, mask: Mask) -> Pieces:
 
 
 def _tile_of_pair(query: Piece, key: Piece, mask: Mask) -> Tile | None:
-    """Return the tile that one pair of pieces shows; None if it shows nothing."""
+    """Return the tile of a pair of pieces of one document; None if no score is visible."""
     row, q = query
     col, k = key
     left = right = None
-    # position of query i - position of key j = gap + stride * (i - j); segments of unequal
-    # strides only ever meet without a mask
+    # position of query i - position of key j = gap + stride * (i - j); segments with unequal
+    # strides are paired without a mask only
     gap = q.start - k.start
     if mask.window is not None:
         left = (mask.window - gap) // q.stride
@@ -119,9 +119,9 @@ def _tile_of_pair(query: Piece, key: Piece, mask: Mask) -> Tile | None:
 
 
 def trim(rows: slice, cols: slice, left: int | Any, right: int | Any) -> Tile | None:
-    """Return a band's tile without the rows and columns that see nothing, and without idle bounds.
+    """Return a band's tile, without hidden rows and columns and bounds that hide nothing.
 
-    None is no tile: nothing is visible.
+    None if no score is visible.
     """
     n = rows.stop - rows.start
     m = cols.stop - cols.start
@@ -145,7 +145,7 @@ def trim(rows: slice, cols: slice, left: int | Any, right: int | Any) -> Tile | 
 
 
 def unseen(queries: Iterable[Segments], keys: Segments, mask: Mask) -> Iterator[slice]:
-    """Yield stretches of some keys that none of these queries sees.
+    """Yield the slices of `keys` that none of these queries sees.
 
     >>> from ring_attention_pytorch.geometry.segments import Segment
     >>> here = (Segment(4, 1, 3),), (Segment(9, 1, 1),)
@@ -161,7 +161,7 @@ def unseen(queries: Iterable[Segments], keys: Segments, mask: Mask) -> Iterator[
 
 
 def buckets(tile: Tile, size: int) -> Iterator[Tile]:
-    """Yield a tile some rows at a time, each part with only the columns that it sees.
+    """Yield a tile in parts of `size` rows, each with only the columns that its rows see.
 
     >>> for part in buckets(Tile(slice(0, 4), slice(0, 4), None, 0), size=2):
     ...     print(part.rows, part.cols, part.right)
@@ -179,7 +179,7 @@ def buckets(tile: Tile, size: int) -> Iterator[Tile]:
 
 
 def band(tile: Tile, device: torch.device) -> Tensor:
-    """Return what a tile shows, as bool `[rows, columns]`."""
+    """Return the visible scores of a tile, as bool `[rows, columns]`."""
     rows, cols, left, right = tile
     i = torch.arange(rows.stop - rows.start, device=device)
     j = torch.arange(cols.stop - cols.start, device=device)
@@ -195,8 +195,8 @@ def band(tile: Tile, device: torch.device) -> Tensor:
 def _join(tiles: list[Tile]) -> list[Tile]:
     """Join neighbouring tiles, in near linear time: one large kernel call beats many small ones.
 
-    Tiles side by side are joined first, for a query that is in one tile only has its result at
-    once. The other way comes first if it joins more.
+    Tiles side by side are joined first, because a query in a single tile needs no merge. Tiles one
+    below the other are joined first if that leaves fewer.
     """
     if len(tiles) == 1:
         return tiles
@@ -206,7 +206,7 @@ def _join(tiles: list[Tile]) -> list[Tile]:
 
 
 def _join_across(tiles: list[Tile]) -> list[Tile]:
-    """Join full tiles side by side, and staircases."""
+    """Join full tiles side by side, and staircases (`_is_staircase`) into causal squares."""
     joined: list[Tile] = []
     for tile in sorted(tiles, key=attrgetter("rows.start", "rows.stop", "cols.start")):
         joined.append(tile)
@@ -241,7 +241,7 @@ def _spanned(first: Tile, last: Tile, right: int | None) -> Tile:
 
 
 def _is_staircase(a: Tile, b: Tile, c: Tile) -> bool:
-    """Tell whether b is full, below the causal square a, and beside the causal square c."""
+    """True if b is full, below the causal square a, and left of the causal square c."""
     below = b.cols == a.cols and b.rows.start == a.rows.stop
     beside = c.rows == b.rows and c.cols.start == b.cols.stop
     if not (below and beside and b[2:] == _FULL):
@@ -250,9 +250,9 @@ def _is_staircase(a: Tile, b: Tile, c: Tile) -> bool:
 
 
 def _is_causal_square(tile: Tile) -> bool:
-    """Tell whether a tile is a causal square.
+    """True if a tile is a causal square.
 
-    One query and its own key are causal, too, though nothing is hidden.
+    One query and its own key count as causal, too, though nothing is hidden.
     """
     n = tile.rows.stop - tile.rows.start
     if tile.cols.stop - tile.cols.start != n:
@@ -261,7 +261,7 @@ def _is_causal_square(tile: Tile) -> bool:
 
 
 def visible_pairs(tiles: Sequence[Tile]) -> int:
-    """Count the (query, key) pairs that the tiles show: the work of a block.
+    """Count the visible (query, key) pairs of the tiles: the work of a block.
 
     >>> visible_pairs([Tile(slice(0, 3), slice(0, 3), None, 0)])
     6
@@ -275,7 +275,7 @@ def visible_pairs(tiles: Sequence[Tile]) -> int:
 
 
 def _hidden_pairs(rows: int, cols: int, bound: int | None) -> int:
-    """Count the pairs beyond a bound on one side, a trapezium of the rectangle."""
+    """Count the pairs that a bound on one side hides, a trapezium of the rectangle."""
     if bound is None:
         return 0
     longest = cols - 1 - bound
@@ -290,7 +290,7 @@ def needed_distances(
 ) -> tuple[int, ...]:
     """Return the ring distances t at which some rank r needs the keys of rank r - t; 0 always.
 
-    They are no count of hops: zigzag with a short window needs distances 0, 1 and P - 1.
+    They are not a count of hops: zigzag with a short window needs distances 0, 1 and P - 1.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> four = all_segments("zigzag", 4, 64)

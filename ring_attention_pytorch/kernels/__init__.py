@@ -1,8 +1,8 @@
 """The table of kernels, and the choice among them.
 
-A kernel is one module that satisfies `interfaces.Kernel`, and one line in `KERNELS`. What it can do
-is data (`Capabilities`), so that the choice can be explained and the table in `docs/kernels.md`
-drawn. Kernels know nothing of ranks or layouts and never import one another.
+A kernel is one module that satisfies `interfaces.Kernel`, and one line in `KERNELS`. Its limits are
+data (`Capabilities`), from which the choice, its explanation and the table in `docs/kernels.md` are
+made. Kernels have no notion of ranks or layouts and never import one another.
 """
 
 import importlib
@@ -47,7 +47,7 @@ KERNELS: dict[str, Kernel] = {
     "sdpa": sdpa,
     "eager": eager,
 }
-# our Triton kernels are made for Hopper; flash attention 2 is best on the GPUs it is made for
+# our Triton kernels are tuned for Hopper; flash attention 2 is best on GPUs before it
 _BEFORE_HOPPER = ("flash-attn-2", "sdpa-flash", "triton", "flex", "sdpa", "eager")
 _HOPPER = 9  # the first number of the compute capability
 _WORDS = {
@@ -59,7 +59,7 @@ _WORDS = {
 
 
 class SelectedKernel(NamedTuple):
-    """A kernel under its name, or the forward of one with the backward of another."""
+    """A kernel with its name, or the forward of one with the backward of another."""
 
     name: str
     forward: Callable[..., None]
@@ -68,10 +68,10 @@ class SelectedKernel(NamedTuple):
 
 
 def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
-    """Return the fastest kernel of that name that can do the case; None is any name.
+    """Return the fastest kernel with that name that can do the case; None allows all kernels.
 
-    "flash-attn" is any kernel whose name begins so; "triton+flash-attn" is forward by one and
-    backward by another.
+    "flash-attn" matches all kernels whose names begin with it; "triton+flash-attn" takes forward
+    from one and backward from another.
 
     Raises:
         ValueError: no such kernel, or it can't do the case. A named kernel never falls back.
@@ -93,23 +93,23 @@ def choose(name: str | None, case: KernelRequest) -> SelectedKernel:
 
 
 def forget() -> None:
-    """Forget choices and packages: for those who change the table, or what is installed."""
+    """Clear cached choices and packages: after a change to `KERNELS` or to installed packages."""
     _fastest.cache_clear()
     package_refusal.cache_clear()
 
 
 @lru_cache(maxsize=256)
 def _fastest(case: KernelRequest) -> str:
-    """Return the fastest kernel that can do the case, "eager" at last; log it once for each."""
+    """Return the fastest kernel that can do the case, "eager" at last; log it once per case."""
     name = next(each for each in _named(None, case) if refusal(each, case) is None)
     logger.info("kernel %s for %s", name, case)
     return name
 
 
 def fewest_launches(case: KernelRequest) -> SelectedKernel | None:
-    """Return the fastest kernel that takes one call for all keys, if one can do the case.
+    """Return the fastest kernel that computes all keys in one call, if one can do the case.
 
-    None before Hopper, where that takes longer to compute than kernels made for those GPUs.
+    None before Hopper, where it computes more slowly than the kernels made for those GPUs.
     """
     if _is_old(case):
         return None
@@ -118,16 +118,16 @@ def fewest_launches(case: KernelRequest) -> SelectedKernel | None:
 
 
 def for_short_documents(case: KernelRequest) -> SelectedKernel | None:
-    """Return the kernel that takes documents if they are short, if one can do the case.
+    """Return the kernel for short documents, if one can do the case.
 
-    None but on Hopper: nothing else was measured.
+    None except on Hopper: nothing else was measured.
     """
     hopper = case.capability is not None and case.capability[0] == _HOPPER
     return fewest_launches(case) if case.packed and hopper else None
 
 
 def explain(case: KernelRequest, name: str | None = None) -> str:
-    """Say which kernel does the case, and why the faster ones can't, a line each."""
+    """Explain which kernel does the case, and why the faster ones can't, a line each."""
     if name is not None and name.count("+") == 1:
         first, second = (explain(case, part) for part in name.split("+"))
         return f"forward:\n{first}\nbackward:\n{second}"
@@ -141,7 +141,7 @@ def explain(case: KernelRequest, name: str | None = None) -> str:
 
 
 def refusal(name: str, case: KernelRequest) -> str | None:
-    """Say why the kernel of this name can't do the case; None where it can."""
+    """Return why the kernel with this name can't do the case; None if it can."""
     can, sizes = KERNELS[name].CAN, f"got {case.d} and {case.d_v}"
     if (why := _device_refusal(can, case)) is not None:
         return why
@@ -166,14 +166,14 @@ def _selected(name: str) -> SelectedKernel:
 
 def _named(name: str | None, case: KernelRequest) -> list[str]:
     order = list(dict.fromkeys((*(_BEFORE_HOPPER if _is_old(case) else ()), *KERNELS)))
-    if case.packed:  # many short calls take longer than one of a kernel that is slower by itself
+    if case.packed:  # many short calls take longer than one call of a slower kernel
         order = sorted(order, key=lambda n: not KERNELS[n].CAN.varlen)
     check_name(name)
     return [n for n in order if name is None or _is_called(n, name)]
 
 
 def check_name(name: str | None) -> None:
-    """Raise ValueError if no kernel has this name, or one of the two that it is made of."""
+    """Raise ValueError if a name, or one of the two in "first+second", matches no kernel."""
     if name is None:
         return
     for part in name.split("+") if name.count("+") == 1 else (name,):
@@ -188,7 +188,7 @@ def _is_called(kernel: str, name: str) -> bool:
 
 
 def _is_old(case: KernelRequest) -> bool:
-    """Tell whether the GPU is of before Hopper."""
+    """True if the GPU is older than Hopper."""
     return case.capability is not None and case.capability < (9, 0)
 
 
@@ -212,20 +212,20 @@ def _device_refusal(can: Capabilities, case: KernelRequest) -> str | None:
 
 
 def _interprets(device: str) -> bool:
-    """Tell whether Triton's interpreter runs kernels there."""
+    """True if Triton's interpreter runs kernels on the device."""
     return device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @lru_cache(maxsize=16)
 def package_refusal(package: Dependency) -> str | None:
-    """Say what keeps the package from being used; None where it is there and new enough."""
+    """Return why the package can't be used; None if it is installed and new enough."""
     wanted = f"needs {package.name} {package.min_version} or later ({package.command})"
     try:
         found = importlib.import_module(package.module)
         version = getattr(found, "__version__", None) or importlib.metadata.version(package.name)
     except Exception as error:  # a package built for another torch fails in ways of its own
         lacks = error.name if isinstance(error, ModuleNotFoundError) else None
-        if lacks and f"{package.module}.".startswith(f"{lacks}."):  # else what it imports lacks
+        if lacks and f"{package.module}.".startswith(f"{lacks}."):  # not one of its dependencies
             return f"{wanted}, which is not installed"
         return f"{wanted}; the one that is installed can't be imported: {error}"
     return None if TorchVersion(version) >= package.min_version else f"{wanted}, got {version}"

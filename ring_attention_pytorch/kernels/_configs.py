@@ -1,4 +1,4 @@
-"""How our Triton kernels cut a call into blocks: by direction, head size, dtype, GPU and mask."""
+"""Block sizes of our Triton kernels, by direction, head size, dtype, GPU and mask."""
 
 import math
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ import torch
 
 
 class Config(NamedTuple):
-    """The cut of one kernel: rows and columns of scores at a time, and the compiler's options.
+    """One kernel's block of scores, `rows` by `cols`, and the compiler's options.
 
-    `tma`: inputs come by the tensor memory accelerator where the GPU has one and they lie right.
-    `pack`: query heads of one key head that share a block's rows, at most.
+    `tma`: load inputs by the tensor memory accelerator, if the GPU has one and they are aligned.
+    `pack`: the most query heads of one key head that share a block's rows.
     """
 
     rows: int
@@ -30,13 +30,13 @@ class Config(NamedTuple):
     def of_group(self, group: int) -> "Config":
         """Return this config for `group` query heads of a key head.
 
-        A block has 4 tokens at least: of numbers of 4 bytes TMA brings as many at a time.
+        A block has 4 tokens at least, because TMA loads 16 bytes, 4 numbers, at a time.
         """
         return self._replace(pack=math.gcd(self.pack, group, self.rows // 4))
 
 
 class Rule(NamedTuple):
-    """Configs for calls of a kind, by direction and head size up to.
+    """Configs for one kind of calls, by direction and largest head size.
 
     A key head has a multiple of `group` query heads. A query sees fewer than `seen` keys on
     average, and there are at least `times` that number of queries, as in short documents.
@@ -57,8 +57,8 @@ def _tma(rows: int, cols: int, warps: int, stages: int, pack: int = 1) -> Config
     return Config(rows, cols, warps, stages, True, pack)
 
 
-# swept on H200s; the first rule counts that holds and has the direction and the head size. Blocks
-# of fewer tokens waste less at borders, and packed ones are as fast
+# swept on H200s; the first rule that holds and has the direction and head size is used. Blocks of
+# fewer tokens waste less at borders, and packed ones are as fast
 _HOPPER = (
     Rule({"forward": {64: _tma(64, 32, 4, 3, pack=8)}}, group=4, seen=500, times=8),
     Rule(
@@ -111,7 +111,7 @@ _ELSEWHERE = {
     "keys": {64: Config(32, 64, 4, 2), 128: Config(32, 64, 4, 1), 256: Config(32, 32, 4, 1)},
     "queries": {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 1), 256: Config(32, 32, 4, 1)},
 }
-# in IEEE float32 no tensor core helps, so registers are what is short
+# in IEEE float32 tensor cores don't help, so registers are scarce
 _FLOAT32 = {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)}
 _overrides: dict[str, Config] = {}
 
@@ -128,13 +128,13 @@ def config_for(
     """Return the config of a kernel: a pure function of the shape class.
 
     Args:
-        direction: "forward"; of backward "keys", which makes dk and dv, or "queries", for dq.
-        width: the larger head size.
+        direction: "forward", or the backward's "keys", for dk and dv, or "queries", for dq.
+        width: the larger of the two head sizes.
         dtype: of queries and keys.
-        capability: the GPU's.
+        capability: the GPU's compute capability.
         seen: keys that a query sees, on average.
-        rows: queries.
-        group: query heads of a key head.
+        rows: number of queries.
+        group: query heads per key head.
     """
     if direction in _overrides:
         return _overrides[direction].of_group(group)
@@ -152,7 +152,7 @@ def config_for(
 
 @contextmanager
 def configured(**configs: Config) -> Iterator[None]:
-    """Use other configs, by direction: for benchmarks, and for tests with small blocks."""
+    """Override configs in this block, by direction: for benchmarks and tests with small blocks."""
     global _overrides
     before, _overrides = _overrides, {**_overrides, **configs}
     try:
@@ -162,5 +162,5 @@ def configured(**configs: Config) -> Iterator[None]:
 
 
 def is_overridden(direction: str) -> bool:
-    """Tell whether a config is in place of that direction's own."""
+    """True if `configured` overrides that direction's config."""
     return direction in _overrides

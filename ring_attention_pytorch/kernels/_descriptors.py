@@ -1,4 +1,4 @@
-"""Tensors as the Triton kernels read them: as they are, or by the tensor memory accelerator."""
+"""Tensor arguments of the Triton kernels: tensors, or descriptors for TMA (Hopper's bulk loads)."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def padded(width: int) -> int:
-    """Round a head size up to what a matrix product can take."""
+    """Round a head size up to a width that a matrix product can take: a power of two from 16 on."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def tma_fits(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether the tensor memory accelerator can address these: 16 bytes at a time."""
+    """True if the tensor memory accelerator can address these tensors: 16-byte alignment."""
     device = tensors[0].device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
         return False
@@ -27,7 +27,7 @@ def tma_fits(tensors: Sequence[Tensor]) -> bool:
 
 
 class Blocks(NamedTuple):
-    """A tensor, and how many of its rows a kernel reads at a time: of `pack` heads together."""
+    """A tensor, and the number of its rows that a kernel reads at a time, over `pack` heads."""
 
     of: Tensor
     rows: int
@@ -35,12 +35,12 @@ class Blocks(NamedTuple):
 
 
 def in_blocks(rows: int, *tensors: Tensor, pack: int = 1) -> list[Blocks]:
-    """Return tensors with the blocks in which a kernel reads them."""
+    """Return tensors with the block size by which a kernel reads them."""
     return [Blocks(t, rows, pack) for t in tensors]
 
 
 def operands(tma: bool, *blocks: Blocks) -> list[Any]:
-    """Return tensors as kernels read them: with TMA their descriptors."""
+    """Return the tensors, or with TMA their descriptors, to be passed to a kernel."""
     if not tma:
         return [block.of for block in blocks]
     from triton.tools.tensor_descriptor import TensorDescriptor

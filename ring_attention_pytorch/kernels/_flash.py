@@ -1,4 +1,4 @@
-"""Helpers of kernels that return whole parts and have a flash attention's interface."""
+"""Helpers for kernels with flash attention's interface, which return parts in new tensors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,14 +15,13 @@ from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals,
 from ring_attention_pytorch.runtime.streams import side_stream
 
 NO_BOUND = -1
-_ALIGNMENT = 16  # bytes: what these kernels load at once
+_ALIGNMENT = 16  # bytes that these kernels load at once
 
 
 def from_bottom_right(tile: Tile) -> tuple[int, int]:
-    """Return a tile's (left, right) as flash attention counts them, from the bottom right corner.
+    """Return a tile's (left, right) in flash attention's convention, from the bottom right corner.
 
-    There -1 is no bound, and no other bound can be negative: the last row of a tile sees its last
-    column.
+    -1 is no bound. Other bounds are never negative: the last row of a tile sees its last column.
 
     >>> from_bottom_right(Tile(slice(0, 4), slice(0, 6), 1, 2))
     (3, 0)
@@ -35,11 +34,11 @@ def from_bottom_right(tile: Tile) -> tuple[int, int]:
 
 
 def windows(tiles: Sequence[Tile]) -> Iterator[tuple[Tile, tuple[int, int]]]:
-    """Yield tiles with (left, right) as flash-attn 2 counts them, some of them in parts.
+    """Yield tiles, some of them split, with (left, right) in flash-attn 2's convention.
 
-    flash-attn 2 reads a bound of as many as there are columns as no bound. Beside another bound it
-    reads no bound as one of as many as there are columns. Where rows are more than columns neither
-    is true of the first rows.
+    flash-attn 2 takes a bound of at least the number of columns for no bound. Next to another bound
+    it takes no bound for one of the number of columns. With more rows than columns both are wrong
+    for the first rows, so these become a part of their own.
 
     >>> [(t.rows, window) for t, window in windows([Tile(slice(0, 9), slice(0, 4), None, 1)])]
     [(slice(0, 3, None), (-1, 0)), (slice(3, 9, None), (-1, -1))]
@@ -50,7 +49,7 @@ def windows(tiles: Sequence[Tile]) -> Iterator[tuple[Tile, tuple[int, int]]]:
 
 
 def _apart(tile: Tile) -> Iterator[Tile]:
-    """Yield the rows of a tile that see all columns on one side apart from those that do not."""
+    """Split a tile's rows into those that see all columns on one side and those that do not."""
     rows, cols, left, right = tile
     n, m = rows.stop - rows.start, cols.stop - cols.start
     if left is not None and left >= n - 1:
@@ -72,9 +71,9 @@ def _apart(tile: Tile) -> Iterator[Tile]:
 
 
 def lane(tiles: Sequence[Tile], keys: KVBlock, *memory: Tensor) -> AbstractContextManager[None]:
-    """Return the context of one of the calls that compute these tiles, and write this memory.
+    """Return the context of one of the calls for these tiles, which writes `memory`.
 
-    It is a side stream, beside the other calls, where the tiles allow it.
+    It is a side stream, so that calls overlap, if the tiles allow it.
     """
     if isinstance(tiles, Tiles) and tiles.concurrent:
         return side_stream(keys.k.device, keys.own, *memory)
@@ -82,12 +81,12 @@ def lane(tiles: Sequence[Tile], keys: KVBlock, *memory: Tensor) -> AbstractConte
 
 
 def part(t: Tensor, at: slice) -> Tensor:
-    """Return these tokens of `[b, n, ...]`; all of them are the tensor itself, without a view."""
+    """Slice the tokens of `[b, n, ...]`; return the tensor itself, not a view, for all of them."""
     return t if at == slice(0, t.shape[1]) else t[:, at]
 
 
 def aligned(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors where they are if a kernel can read them there, else laid out anew."""
+    """Return the tensors, each copied to contiguous memory unless a kernel can read it in place."""
     return [t if _readable(t) else t.clone(memory_format=torch.contiguous_format) for t in tensors]
 
 
@@ -109,9 +108,9 @@ def forward_in_windows(
     terms: ScoreMods,
     result: OutputAccumulator,
 ) -> None:
-    """Compute forward by an op with the windows of flash-attn 2.
+    """Compute forward by an op with flash-attn 2's window convention.
 
-    `attend` makes (out, lse) of q, k, v, the terms of scores, and a window.
+    `attend(q, k, v, terms, window)` returns (out, lse).
     """
     for tile, window in windows(tiles) if q.numel() else ():
         with lane(tiles, keys):
@@ -129,10 +128,10 @@ def backward_in_windows(
     terms: ScoreMods,
     grads: Grads,
 ) -> None:
-    """Compute backward by an op with the windows of flash-attn 2.
+    """Compute backward by an op with flash-attn 2's window convention.
 
-    `differentiate` makes (dq, dk, dv) of q, k, v, out, dout, lse, the terms of scores, and a
-    window. If `placed` it is told last where to write them.
+    `differentiate(q, k, v, out, dout, lse, terms, window)` returns (dq, dk, dv). If `placed`, its
+    last three arguments are the memory for them.
     """
     for tile, window in windows(tiles) if saved.q.numel() else ():
         rows, cols = tile.rows, tile.cols
@@ -160,10 +159,10 @@ def with_lse_gradient(
     terms: ScoreMods,
     grads: Grads,
 ) -> None:
-    """Compute the whole backward by a `backward` that knows only out's gradient.
+    """Compute the whole backward by a `backward` that supports only the gradient of out.
 
-    A score's share of dlse is p * dlse. A second call gives it: there v is 0 and out * dout is
-    -dlse, which is brought to at most 1 for 16 bits to hold it.
+    dlse adds p * dlse to a score's gradient. A second call computes it, with v = 0 and
+    out * dout = -dlse, which is scaled to at most 1 so that it fits in 16 bits.
     """
     backward(saved, keys, tiles, terms, grads)
     if saved.dlse is None or not saved.dlse.numel():

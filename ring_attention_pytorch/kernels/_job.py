@@ -1,4 +1,4 @@
-"""What our kernels are given: one constant for tapes, and the tensors of a call."""
+"""Arguments of our kernels: a constant for tapes (`Job`), and the tensors of a call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ring_attention_pytorch.runtime.interfaces import KVBlock, Residuals, ScoreM
 
 
 class Rows(NamedTuple):
-    """What a backward pass reads of queries; `Residuals` has their shapes."""
+    """The tensors of queries that a backward pass reads; `Residuals` has their shapes."""
 
     q: Tensor
     dout: Tensor
@@ -24,7 +24,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Tiles and terms: constants of a plan, which are the same only if they are the same object."""
+    """Tiles and terms, constants of a plan; equal only if both are the same objects."""
 
     tiles: Tiles
     terms: ScoreMods
@@ -41,6 +41,6 @@ class Job:
 def opened(
     job: Job, tensors: Sequence[Tensor | Any]
 ) -> tuple[Tiles, ScoreMods, KVBlock, Sequence[Tensor | Any]]:
-    """Take k, v and a mask off tensors that came one by one; return what a kernel is given."""
+    """Return (tiles, terms, keys, other tensors) from a job and tensors (k, v, key mask, ...)."""
     k, v, key_mask, *rest = tensors
     return job.tiles, job.terms, KVBlock(k, v, key_mask, ()), rest

@@ -1,4 +1,4 @@
-"""Tables of tiles, in which a block of rows or columns finds the tiles that it is part of."""
+"""Tables on the device in which a block of rows or columns finds the tiles that cover it."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,20 +16,20 @@ from ring_attention_pytorch.runtime.interfaces import Tiles
 class TileTable(NamedTuple):
     """A table of tiles, and one of blocks of rows or columns, as the Triton kernels read them.
 
-    A line of `blocks` has the block's number, and from which to which tile it looks.
+    A line of `blocks` has the block's number, and the first and the end of its tiles.
     """
 
     tiles: Tensor
     blocks: Tensor
-    count: int  # type: ignore[assignment]  # which a tuple has, too, for what nobody asks here
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used here
 
 
 def tile_table(
     tiles: Sequence[Tile], side: Literal["rows", "cols"], block: int, of: Tensor, every: bool
 ) -> TileTable:
-    """Return the table for blocks of one side of `of`, made once for tiles that are used again.
+    """Return the table for blocks of one side of `of`, cached in `Tiles`.
 
-    It has those blocks that see anything, or `every` one.
+    It has the blocks with a visible score, or `every` block.
     """
     key = side, block, of.shape[1] if every else None, of.device
     if not isinstance(tiles, Tiles):
@@ -64,17 +64,17 @@ def _make_table(
 def _tables(
     tiles: Sequence[tuple[int, ...]], side: str, block: int, every: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the tables of tiles and of blocks, on the host: documents have thousands of blocks."""
+    """Build the tables of tiles and of blocks on the host: documents have thousands of blocks."""
     start, stop = (0, 1) if side == "rows" else (2, 3)
     end = max(tile[stop] for tile in tiles) if every is None else every
     at = torch.arange(0, end, block, device="cpu")
     table = torch.tensor(sorted(tiles, key=itemgetter(start)), device="cpu", dtype=torch.int64)
     stops = table[:, stop].cummax(0).values  # the last up to each tile
-    # where many documents lie, a block looks at the tiles of a few
+    # with many documents, a block looks at the tiles of a few only
     first = torch.searchsorted(stops, at, right=True)
     last = torch.searchsorted(table[:, start].contiguous(), at + block)
     seen = _seen(table, first, last, at, block, side)
-    # those that see the most go first, so that all end together
+    # blocks that see the most begin first, so that all end at about the same time
     number = seen.argsort(descending=True, stable=True)
     if every is None:
         number = number[(last > first)[number]]
@@ -82,9 +82,9 @@ def _tables(
 
 
 def _seen(tiles: Tensor, first: Tensor, last: Tensor, at: Tensor, block: int, side: str) -> Tensor:
-    """Count how much of the other side blocks see, each of its tiles from `first` to `last`."""
+    """Count the rows or columns of the other side that each block sees, in tiles `first:last`."""
     each = (last - first).clamp(min=0)
-    of = torch.repeat_interleave(each)  # the block of each tile that one looks at
+    of = torch.repeat_interleave(each)  # the block of each pair of a block and its tile
     before = (each.cumsum(0) - each)[of]
     tile = torch.arange(len(of), device="cpu") - before + first[of]
     a0, a1, b0, b1, back, ahead = tiles[tile].unbind(1)

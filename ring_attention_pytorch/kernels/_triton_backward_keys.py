@@ -1,9 +1,9 @@
 # ruff: noqa: PLR0913 - a kernel takes every size by itself
 """Flash attention backward to keys and values, over all tiles of a block: dk and dv.
 
-`_triton_backward_queries.py` has dq. So scores are computed twice, but every program owns what it
-adds to, and results repeat to the bit. One kernel for all three, adding to dq by the tensor memory
-accelerator, was slower on an H200.
+`_triton_backward_queries.py` has dq. Scores are computed twice, but every program owns the memory
+that it adds to, and results repeat to the bit. One kernel for all three, adding to dq by the tensor
+memory accelerator, was slower on an H200.
 """
 
 import triton
@@ -58,7 +58,7 @@ def _keys_step(
     ALIBI: tl.constexpr,
     DROPS: tl.constexpr,
 ):
-    """Add rows i and on to dk, dv of one block of keys. EDGE: the tile may not show all of it."""
+    """Add rows from i on to dk, dv of one block of keys. EDGE: the tile may hide some scores."""
     dk, dv = running
     r0, r1, c0, c1, left, right = tile
     k_block, v_block, col, shown = keys
@@ -72,7 +72,7 @@ def _keys_step(
     )
     if EDGE:
         shown = shown & seen(col[:, None], row[None, :], (c0, c1, r0, r1, right, left))
-    # products first: lse and delta in their layout take many registers, so they come late
+    # products first: lse and delta in their layout take many registers, so they are loaded late
     scores = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
     dp = tl.dot(v_block, tl.trans(do_block), input_precision=PRECISION)
     if TMA:
@@ -81,7 +81,7 @@ def _keys_step(
     else:
         lse = tl.load(lse_at + row.to(tl.int64) * lse_n, mask=row < r1, other=0.0)
         delta = tl.load(delta_at + row.to(tl.int64) * delta_n, mask=row < r1, other=0.0)
-    # a row that sees nothing has lse = -inf, but then all of it is masked
+    # a row that sees no key has lse = -inf, but then all of it is masked
     bias = None
     if ALIBI:
         slope_at, rows_at, col_at = places
@@ -116,7 +116,7 @@ def _of_heads(
     ALIBI: tl.constexpr,
     DROPS: tl.constexpr,
 ):
-    """Return each row's slope of ALiBi, and both marks of its head; unread if there are none."""
+    """Return each row's ALiBi slope and its head's two marks; placeholders if not ALIBI, DROPS."""
     slope, marks = head_of_row, (head_of_row, head_of_row)
     if ALIBI:
         slope = tl.load(alibi + head_of_row)
@@ -243,11 +243,11 @@ def keys_kernel(
         for t in range(first_tile, last_tile):
             tile = tile_at(tiles, t)
             r0, r1, c0, c1, left, right = tile
-            # columns beyond the last are not stored, whatever comes of them
+            # columns beyond the last are computed, but not stored
             stop = tl.minimum(start + COLS, m)
             a, z = tl.maximum(start, c0), tl.minimum(stop, c1)
             whole = (start >= c0) & (stop <= c1)
-            # lse and delta come by TMA, 16 bytes at a time
+            # TMA loads lse and delta 16 bytes at a time
             first, early, masked, full, full_end = span(
                 a, z, whole, c0, r0, r1, right, left, ROWS // PACK, 4
             )
@@ -267,7 +267,7 @@ def keys_kernel(
     dk_sum, dv_sum = running
     if DROPS:
         dv_sum = dv_sum * inverse
-    if NEGATE:  # dk was made from the negated q
+    if NEGATE:  # dk was computed from the negated q
         scale = -scale
     dk_sum = dk_sum * scale
     add_rows(dk_before, dk, dk_strides, batch, key_head, start, m, d, dk_sum, COLS, D, WIDE, FRESH)

@@ -53,7 +53,7 @@ def _queries_step(
     ALIBI: tl.constexpr,
     DROPS: tl.constexpr,
 ):
-    """Add columns j to stop to dq of one block of queries. EDGE: not all of it is seen."""
+    """Add columns j to stop to dq of one block of queries. EDGE: some scores may be hidden."""
     q_block, do_block, lse, delta, row = queries
     k, k_strides, v, v_strides, mask, mask_b, mask_m, batch, head, d, d_v = keys
     k_block = rows_of(k, k_strides, batch, head, j, stop, d, COLS, D, EDGE, EVEN, TMA, WIDE)

@@ -1,8 +1,7 @@
 # ruff: noqa: PLR0913 - a kernel takes every size by itself
 """Flash attention forward over all tiles of a block, merging into the running out and lse.
 
-The algorithm is that of Dao et al. 2022; the online softmax goes on from what the rows have seen
-before.
+The algorithm is Dao et al.'s of 2022; the online softmax starts from the rows' running out and lse.
 """
 
 import triton
@@ -46,7 +45,7 @@ def _so_far(
     DROPS: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    """Return (acc, top, total) of the keys that these rows have seen before, as `_attend` does."""
+    """Load the running out and lse of these rows as (acc, top, total), as in `_attend`."""
     lse = tl.full([ROWS], -float("inf"), tl.float32)
     acc = tl.zeros([ROWS, D_V], tl.float32)
     if not FRESH:
@@ -131,7 +130,7 @@ def _step(
     TMA: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Attend to keys j and on, that lie before `stop`. EDGE: the tile may not show all of them."""
+    """Attend to a block of keys from j on, before `stop`. EDGE: the tile may hide some scores."""
     k, k_strides, v, v_strides, mask, mask_b, mask_m, batch, head, d, d_v = keys
     k_block = rows_of(k, k_strides, batch, head, j, stop, d, COLS, D, EDGE, EVEN, TMA, WIDE)
     v_block = rows_of(v, v_strides, batch, head, j, stop, d_v, COLS, D_V, EDGE, EVEN_V, TMA, WIDE)
@@ -228,7 +227,7 @@ def forward_kernel(
 ):
     """Compute out and lse of a block of queries.
 
-    MOVES: out is other memory than what was before; lse is in place.
+    MOVES: out is other memory than `before`; lse is updated in place.
     """
     TOKENS: tl.constexpr = ROWS // PACK
     block, pack, looks = block_of(blocks, count, at_once)
@@ -277,7 +276,7 @@ def forward_kernel(
     acc, top, total = running
     if DROPS:
         acc = acc * inverse
-    if not FRESH:  # a row that has seen no key stays as it was
+    if not FRESH:  # a row that has seen no key keeps its out and lse
         held = held & ((top != before_top) | (total != before_total))
         if not MOVES:
             within = within & held[:, None]

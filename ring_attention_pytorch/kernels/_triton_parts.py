@@ -1,10 +1,10 @@
 # ruff: noqa: PLR0913 - a kernel takes every stride by itself
-"""Functions that the Triton kernels forward and backward have in common."""
+"""Functions that the forward and backward Triton kernels share."""
 
 import triton
 import triton.language as tl
 
-# arguments for whose values no kernel is compiled anew
+# arguments whose values don't specialize a kernel
 VARYING = [
     "count",
     "beside",
@@ -25,13 +25,11 @@ VARYING = [
 
 @triton.jit
 def block_of(blocks, count, at_once):
-    """Return this program's block and pack, and where the table says which tiles it looks at.
-
-    Its first one and the one after its last stand there.
+    """Return this program's block and pack, and the address of its tiles' first number and end.
 
     A pack is a key head, or query heads of one key head that share a block: each has `count`
-    blocks. Packs take turns `at_once` at a time, and of those the same block is next to each other:
-    programs that run at once read the same keys, out of the cache.
+    blocks. `at_once` packs take turns: their programs for the same block are adjacent, so that
+    programs that run at once read the same keys from the cache.
     """
     turn, place = tl.program_id(0) // (at_once * count), tl.program_id(0) % (at_once * count)
     pack = turn * at_once
@@ -44,8 +42,8 @@ def block_of(blocks, count, at_once):
 def packed(start, head, ROWS: tl.constexpr, PACK: tl.constexpr):
     """Return the token and the head of each row of a block: `PACK` heads, one after another.
 
-    Query heads that read the same keys share a block, as in flash-attn's `pack_gqa`. Then it is
-    as high as tensor cores want, but has few tokens: at borders of tiles less is computed in vain.
+    Query heads that read the same keys share a block, as in flash-attn's `pack_gqa`. It has as many
+    rows as tensor cores need, but few tokens, which wastes less at the borders of tiles.
     """
     i = tl.arange(0, ROWS)
     return start + i % (ROWS // PACK), head + i // (ROWS // PACK)
@@ -53,7 +51,7 @@ def packed(start, head, ROWS: tl.constexpr, PACK: tl.constexpr):
 
 @triton.jit
 def tile_at(tiles, t):
-    """Load rows from and to, columns from and to, left and right of one tile of the table."""
+    """Load tile t of the table: first row, end of rows, first column, end, left, right."""
     at = tiles + 6 * t
     r0, r1 = tl.load(at), tl.load(at + 1)
     c0, c1 = tl.load(at + 2), tl.load(at + 3)
@@ -63,13 +61,13 @@ def tile_at(tiles, t):
 
 @triton.jit
 def alibi_of(slope, a, b):
-    """Return the ALiBi bias of scores in base 2, from the distance of positions."""
+    """Return the ALiBi bias of scores in base 2, from positions a and b."""
     return -1.4426950408889634 * slope * tl.abs(a - b).to(tl.float32)
 
 
 @triton.jit
 def places_of_rows(alibi, rows_at, head, row, held, ALIBI: tl.constexpr):
-    """Return each row's slope of ALiBi, by its head, and its position; without ALIBI unread."""
+    """Load each row's ALiBi slope, by its head, and its position; placeholders without ALIBI."""
     slope, row_at = row, row
     if ALIBI:
         slope = tl.load(alibi + head)
@@ -79,7 +77,7 @@ def places_of_rows(alibi, rows_at, head, row, held, ALIBI: tl.constexpr):
 
 @triton.jit
 def mixed(x):
-    """Return 32 bits that all depend on all of x; this and what follows as `dropout.py` says."""
+    """Mix 32 bits: each result bit depends on all of x. `dropout.py` has the formulas from here."""
     x ^= x >> 17
     x *= 0xED5AD4BB
     x ^= x >> 11
@@ -91,7 +89,7 @@ def mixed(x):
 
 @triton.jit
 def marks_of_head(word, other_word, sample, head):
-    """Mix both words of the seed with what all pairs of a head have in common."""
+    """Mix both words of the seed with the numbers of sample and head."""
     sample, head = sample.to(tl.uint32, bitcast=True), head.to(tl.uint32, bitcast=True)
     first = mixed(mixed(word.to(tl.uint32, bitcast=True) ^ sample) ^ head)
     return first, mixed(mixed(other_word.to(tl.uint32, bitcast=True) ^ sample) ^ head)
@@ -115,7 +113,7 @@ def draws_of_rows(
     held,
     DROPS: tl.constexpr,
 ):
-    """Return both marks of each row, by its head; without DROPS they are not read."""
+    """Return both marks of each row, by its head; placeholders without DROPS."""
     marks = row, row
     if DROPS:
         number = tl.load(row_numbers + row, mask=held, other=0)
@@ -125,7 +123,7 @@ def draws_of_rows(
 
 @triton.jit
 def kept_of(first, second, number, bar):
-    """Return which probabilities dropout keeps, of rows by their marks and columns by numbers."""
+    """Return the mask of kept probabilities, from rows' marks and columns' numbers."""
     x = (first ^ number.to(tl.uint32, bitcast=True)) * 0xED5AD4BB
     x = (x ^ (x >> 16) ^ second) * 0xAC4C1B51
     x = (x ^ (x >> 15)) * 0x31848BAB
@@ -136,11 +134,11 @@ def kept_of(first, second, number, bar):
 def span(
     start, stop, whole, a0, b0, b1, back, ahead, BLOCK: tl.constexpr, ALIGNED: tl.constexpr = 1
 ):
-    """Find the blocks of the other side, from b0 to b1, seen from start to stop on this side.
+    """Find the blocks of the other side, within b0 to b1, that start to stop of this side sees.
 
-    Returns where the first block starts, how many lie before the full ones, how many of them all
-    need masking, and from where to where blocks are seen by all of this side. Blocks start at
-    multiples of `ALIGNED`.
+    Returns the start of the first block, the number of blocks before the full ones, the number of
+    all blocks that need masking, and start and end of the full ones. Blocks start at multiples of
+    `ALIGNED`.
     """
     origin = b0 // ALIGNED * ALIGNED
     first = origin + ((b0 - origin + tl.maximum(start - a0 - back, 0)) // BLOCK) * BLOCK
@@ -159,16 +157,16 @@ def span(
 
 @triton.jit
 def masked_block(i, first, before, full, full_end, BLOCK: tl.constexpr):
-    """Return where the i-th block to be masked starts: they lie on both sides of the full ones."""
+    """Return the start of the i-th block that needs masking, before or behind the full ones."""
     start = first + i * BLOCK
     return tl.where(i < before, start, start + (full_end - full))
 
 
 @triton.jit
 def seen(a, b, tile):
-    """Tell which b of the other side each a of this side sees, one of them upright.
+    """Return the mask of pairs that the tile shows, from indices a and b, one of them a column.
 
-    The bounds of each a are found first, so that a pair costs no more than two comparisons.
+    The bounds of each a are computed first, so that a pair costs only two comparisons.
     """
     a0, a1, b0, b1, back, ahead = tile
     diagonal = a - a0 + b0
@@ -179,7 +177,7 @@ def seen(a, b, tile):
 
 @triton.jit
 def place(base, batch, head, batch_stride, head_stride):
-    """Return the start of one head: offsets of batches and heads may pass 32 bits."""
+    """Return the address of one head: offsets of batches and heads can exceed 32 bits."""
     return base + batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
 
 
@@ -195,9 +193,9 @@ def matrix(
     WIDE: tl.constexpr,
     PACK: tl.constexpr = 1,
 ):
-    """Return where rows of [batch, row, head, width] lie: from `start` on, of `PACK` heads.
+    """Return the addresses of rows of [batch, row, head, width]: from `start` on, of `PACK` heads.
 
-    WIDE: offsets within a block pass 32 bits too.
+    WIDE: offsets within a block exceed 32 bits, too.
     """
     batch_stride, row_stride, head_stride, stride = strides
     row, head_of_row = packed(0, 0, ROWS, PACK)
@@ -229,9 +227,9 @@ def rows_of(
     WIDE: tl.constexpr,
     PACK: tl.constexpr = 1,
 ):
-    """Load rows of x [batch, row, head, width], as `matrix` finds them, zeros beyond its bounds.
+    """Load rows of x [batch, row, head, width], addressed as in `matrix`; zeros beyond its bounds.
 
-    x is a tensor, or its descriptor with heads before rows if TMA. Rows are only compared to `stop`
+    x is a tensor, or its descriptor with heads before rows if TMA. Rows are compared to `stop` only
     if CHECK.
     """
     if TMA:
@@ -254,13 +252,13 @@ def rows_of(
 
 @triton.jit
 def numbers_of(at, inside, CHECK: tl.constexpr):
-    """Load a number for each row or column, 0 where they are not inside, if CHECK."""
+    """Load a number for each row or column; with CHECK, 0 where it is not inside."""
     return tl.load(at, mask=inside, other=0) if CHECK else tl.load(at)
 
 
 @triton.jit
 def lse_of_rows(at, stride, row, r0, r1):
-    """Load lse in base 2: inf where a row sees nothing or is another tile's, and so has p = 0."""
+    """Load lse in base 2; inf, so that p = 0, for rows that see no key or are not the tile's."""
     lse = tl.load(
         at + row.to(tl.int64) * stride, mask=(row >= r0) & (row < r1), other=-float("inf")
     )
@@ -269,7 +267,7 @@ def lse_of_rows(at, stride, row, r0, r1):
 
 @triton.jit
 def tanh(x):
-    """Return tanh and its slope: no overflow, and precise both near 0 and where it saturates."""
+    """Return tanh and its derivative, without overflow, precise near 0 and where it saturates."""
     square = x * x
     near = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
     e = tl.exp2(tl.abs(x) * -2.8853900817779268)
@@ -289,7 +287,7 @@ def probabilities(
     CLAMP: tl.constexpr,
     BIASED: tl.constexpr,
 ):
-    """Return p, and the slope of softclamping. lse is in base 2."""
+    """Return p and the derivative of the softclamp. lse is in base 2."""
     slope = 1.0
     if CLAMP:
         scores, slope = tanh(scores * inner)
@@ -318,7 +316,7 @@ def add_rows(
     FRESH: tl.constexpr,
     PACK: tl.constexpr = 1,
 ):
-    """Store rows in total, as `matrix` finds them, added to `before` unless FRESH."""
+    """Store rows in total, addressed as in `matrix`, added to `before` unless FRESH."""
     at = matrix(0, strides, batch, head, start, ROWS, WIDTH, WIDE, PACK)
     row, _ = packed(start, head, ROWS, PACK)
     inside = (row < length)[:, None]

@@ -1,14 +1,14 @@
-"""Tiles as sequences of one call, for a kernel that takes many of different lengths.
+"""Tiles as sequences of one call, for a kernel that takes many sequences of different lengths.
 
-Packed documents make many small tiles. Tiles of one bound whose rows ascend are one call. Each tile
-is a sequence that begins at its own first row and column (`cu_seqlens`) and is as long as the tile
-(`seqused`). What lies between tiles belongs to none: the kernel does not write it. One tile or two
+Packed documents make many small tiles. Tiles with equal bounds and ascending rows are one call.
+Each tile is a sequence that begins at its own first row and column (`cu_seqlens`) and has the
+tile's length (`seqused`). The kernel does not write rows and columns between tiles. One tile or two
 are calls of their own.
 
-Forward, columns may be in several sequences and come in any order: where lengths are given, the
-kernel reads no more of `cu_seqlens_k` than where each sequence begins. Where each column needs a
-gradient of its own, columns ascend too. A sequence is read to the end of its last block: what is
-NaN or infinite in the first tokens of the next may spoil it.
+Forward, columns can be in several sequences and in any order: with lengths given, the kernel reads
+only the beginnings of sequences in `cu_seqlens_k`. If each column needs a gradient of its own,
+columns ascend too. A sequence is read to the end of its last block, so NaN or inf in the first
+tokens of the next one can leak into it.
 """
 
 from bisect import bisect_left, bisect_right
@@ -29,17 +29,17 @@ from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAcc
 from ring_attention_pytorch.runtime.graph_pool import outside_graph_pool
 from ring_attention_pytorch.runtime.interfaces import Tiles
 
-_MOST = 256  # sequences of a call: beyond that flash-attn 4 looks them up in another way
-_FEW = 2  # tiles that are calls of their own: with lengths the kernel is a twentieth slower
-_ALIGNED = 4  # numbers of 32 bits: what kernels load at once
+_MOST = 256  # sequences per call: with more, flash-attn 4 looks them up in another way
+_FEW = 2  # so few tiles are calls of their own: with lengths the kernel is a twentieth slower
+_ALIGNED = 4  # 32-bit numbers that kernels load at once
 
 
 class VarlenCall(NamedTuple):
     """The tiles of one call, of all samples.
 
-    `sequences` are arguments as flash attention names them; a single tile needs none. `row_gaps`
-    are the numbers of the rows between tiles, and where keys are disjoint `col_gaps` those of the
-    columns; None is no gap.
+    `sequences` are flash attention's keyword arguments; a single tile needs none. `row_gaps` are
+    the indices of rows between tiles, and, if keys are disjoint, `col_gaps` the indices of columns;
+    None if there is no gap.
     """
 
     rows: slice
@@ -51,40 +51,40 @@ class VarlenCall(NamedTuple):
     col_gaps: Tensor | None = None
 
     def flat(self, *tensors: Tensor) -> list[Tensor]:
-        """Return tensors [b, n, h, d] as the call takes them: samples one after another."""
+        """Return tensors [b, n, h, d] in the call's layout: samples one after another."""
         given = aligned(*tensors)
         if not self.sequences:
             return given
         return [t.flatten(0, 1) for t in given]
 
     def flat_by_head(self, t: Tensor) -> Tensor:
-        """Return a tensor [b, h, n], such as lse, as the call takes it."""
+        """Return a tensor [b, h, n], such as lse, in the call's layout."""
         if self.sequences:
             t = rearrange(t, "b h n -> h (b n)")
         return t.contiguous()
 
     def alloc(self, total: GradAccumulator, at: slice) -> Tensor:
-        """Return memory for what the call gives for these rows, or columns."""
+        """Return memory for the call's gradient of these rows, or columns."""
         blank = total.alloc(at, flat=bool(self.sequences))
         return blank.flatten(0, 1) if self.sequences else blank
 
     def blank_rows(self, result: OutputAccumulator) -> dict[str, Tensor]:
-        """Return memory for out and lse of the call; none with sequences: those lie otherwise."""
+        """Return memory for the call's out and lse; none for sequences, whose layout differs."""
         if self.sequences:
             return {}
         out, lse = result.alloc(self.rows)
         return dict(out=out, lse=lse)
 
     def of_rows(self, t: Tensor, batch: int) -> Tensor:
-        """Return [b, n, h, d] of what the call gave for rows, 0 between tiles."""
+        """Return the call's result for rows as [b, n, h, d], 0 between tiles."""
         return _filled(self._by_sample(t, batch), 1, self.row_gaps, 0.0)
 
     def of_cols(self, t: Tensor, batch: int) -> Tensor:
-        """Return [b, m, h_kv, d] of what the call gave for columns, 0 between tiles."""
+        """Return the call's result for columns as [b, m, h_kv, d], 0 between tiles."""
         return _filled(self._by_sample(t, batch), 1, self.col_gaps, 0.0)
 
     def of_lse(self, lse: Tensor, batch: int) -> Tensor:
-        """Return [b, h, n] of the lse that the call gave, -inf between tiles."""
+        """Return the call's lse as [b, h, n], -inf between tiles."""
         if self.sequences:
             lse = rearrange(lse, "h (b n) -> b h n", b=batch)
         return _filled(lse, 2, self.row_gaps, -torch.inf)
@@ -96,7 +96,7 @@ class VarlenCall(NamedTuple):
 def packs(tiles: Sequence[Tile], like: Tensor, disjoint_keys: bool) -> list[VarlenCall]:
     """Pack all tiles into calls for samples like these, each tile into the first that it fits.
 
-    With disjoint_keys no column is in two tiles of a call. Made once for tiles that are used again.
+    With disjoint_keys no column is in two tiles of a call. Cached in `Tiles`.
     """
     batch, device = len(like), like.device
 
@@ -114,9 +114,9 @@ def packs(tiles: Sequence[Tile], like: Tensor, disjoint_keys: bool) -> list[Varl
 def in_runs(
     tiles: Sequence[Tile], disjoint_keys: bool = False, most: int = _MOST
 ) -> list[list[Tile]]:
-    """Group tiles of one bound into runs of at most `most`, whose rows ascend.
+    """Group tiles with equal bounds into runs of at most `most`, in which rows ascend.
 
-    With disjoint_keys their columns ascend too.
+    With disjoint_keys columns ascend, too.
 
     >>> a, b, c = slice(0, 4), slice(4, 7), slice(7, 9)
     >>> tiles = [Tile(t, t, None, 0) for t in (a, b, c)] + [Tile(b, a, None, None)]
@@ -128,7 +128,7 @@ def in_runs(
     """
     joined = _joined(_cut(tiles))
     if len(joined) <= _FEW:
-        # the widest's gradients can take the whole place: the narrower ones' lie upon them
+        # the widest tile's gradients can fill the whole place, the others are added there
         widest_first = sorted(joined, key=lambda tile: tile.cols.start - tile.cols.stop)
         return [[tile] for tile in widest_first]
     runs: list[list[Tile]] = []
@@ -152,7 +152,7 @@ def _follows(tile: Tile, last: Tile, disjoint_keys: bool) -> bool:
 
 
 def _cut(tiles: Sequence[Tile]) -> Iterator[Tile]:
-    """Yield the tiles; full ones in pieces whose rows begin and end where those of others do."""
+    """Yield the tiles; full ones are cut where rows of other tiles begin or end."""
     ends = set()
     for tile in tiles:
         ends |= {tile.rows.start, tile.rows.stop}
@@ -170,8 +170,8 @@ def _cut(tiles: Sequence[Tile]) -> Iterator[Tile]:
 def _joined(tiles: Iterable[Tile]) -> list[Tile]:
     """List the tiles in order, each full one joined to the tile of the same rows on its right.
 
-    The bounds of the right tile, from its bottom right, are those of both: each of its rows sees
-    something, and so sees all that lies left of it.
+    The right tile's bounds, from its bottom right, hold for both: each of its rows sees a column,
+    and therefore all columns left of the tile.
     """
     joined: list[Tile] = []
     for tile in sorted(tiles, key=lambda t: (t.rows.start, t.cols.start)):
@@ -186,12 +186,12 @@ def _joined(tiles: Iterable[Tile]) -> list[Tile]:
 
 
 def _shows_all_before(tile: Tile, rows: slice, col: int) -> bool:
-    """Tell whether the tile shows these rows all that it has, up to that column."""
+    """True if a tile is full, has these rows, and ends at that column."""
     return (tile.rows, tile.cols.stop, *tile[2:]) == (rows, col, None, None)
 
 
 def _pack(run: list[Tile], disjoint_keys: bool, batch: int, device: torch.device) -> VarlenCall:
-    """Make one call of a run of tiles, its numbers brought to the device together."""
+    """Make one call of a run of tiles; its numbers are copied to the device together."""
     rows = [tile.rows for tile in run]
     cols = [tile.cols for tile in run]
     left, right = from_bottom_right(run[0])
@@ -219,7 +219,7 @@ def _spanned(side: list[slice]) -> slice:
 
 
 def _sequences(side: list[slice], batch: int) -> tuple[list[int], list[int]]:
-    """Return where the sequences of all samples start, and the end; and how long they are.
+    """Return the starts of the sequences of all samples and the end, and the lengths.
 
     >>> _sequences([slice(3, 5), slice(6, 9)], batch=2)
     ([0, 3, 6, 9, 12], [2, 3, 2, 3])
@@ -235,7 +235,7 @@ def _sequences(side: list[slice], batch: int) -> tuple[list[int], list[int]]:
 
 
 def _gaps(side: list[slice]) -> list[int]:
-    """List the numbers between ascending spans, counted from the first."""
+    """List the indices between ascending spans, counted from the first span's start."""
     first = side[0].start
     gaps: list[int] = []
     for a, b in pairwise(side):
@@ -244,7 +244,7 @@ def _gaps(side: list[slice]) -> list[int]:
 
 
 def _on_device(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Copy lists to the device as int32, by one copy, each where kernels can load it."""
+    """Copy lists to the device as int32 in one copy, each aligned for kernels."""
     each = [torch.tensor(numbers, dtype=torch.int32) for numbers in lists]
     padded = [F.pad(t, (0, -len(t) % _ALIGNED)) for t in each]
     # from pageable memory: the copy ends before this returns, so any stream may read it

@@ -63,10 +63,10 @@ def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, gr
 def visible_parts(
     keys: KVBlock, tiles: Tiles, terms: ScoreMods, h: int
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None, Tensor | None]]:
-    """Yield the tiles, few rows at a time with the keys that those see.
+    """Yield the tiles in parts of few rows, as (rows, columns, hidden, bias, dropout factor).
 
-    With each comes what is hidden in it, what is added to scores [b, g, r, i, j] and what dropout
-    leaves of probabilities.
+    `hidden` masks scores, the bias is added to scores, and dropout's factor of probabilities is 0
+    or 1 / (1 - rate); they broadcast to [b, g, r, i, j], and the last two can be None.
     """
     dropout = terms.dropout
     marks = None if dropout is None else _marks(keys, tiles, dropout, h)
@@ -107,12 +107,12 @@ def _marks(keys: KVBlock, tiles: Tiles, dropout: Dropout, h: int) -> tuple[Tenso
 
 
 def _less(t: Tensor, left: Tensor | None) -> Tensor:
-    """Multiply t by what dropout leaves, in place; None leaves all."""
+    """Multiply t by dropout's factor `left`, in place; None is no dropout."""
     return t if left is None else t.mul_(left)
 
 
 def _allowed(keys: KVBlock, tiles: Tiles, part: Tile, mask_mod: MaskMod, h: int) -> Tensor:
-    """Return what the predicate lets be seen, bool [b, g, r, i, j]."""
+    """Return the mask of pairs that the predicate shows, bool [b, g, r, i, j]."""
     b, _, h_kv, _ = keys.k.shape
     seen = mask_mod(
         rearrange(_samples(keys, tiles), "b -> b 1 1 1"),
@@ -132,7 +132,7 @@ def _samples(keys: KVBlock, tiles: Tiles) -> Tensor:
 def scores_of(
     q: Tensor, k: Tensor, terms: ScoreMods, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | float]:
-    """Return scores [b, g, r, i, j], and the derivative of each by its q.k."""
+    """Return scores [b, g, r, i, j], and each score's derivative by q.k."""
     scores = einsum(q, k, "b i g r d, b j g d -> b g r i j").mul_(terms.scale)
     slope: Tensor | float = terms.scale
     if terms.softclamp is not None:
@@ -143,7 +143,7 @@ def scores_of(
 
 
 def grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast to the accumulator's dtype, query head i put beside its key head i // (h / h_kv)."""
+    """Cast to the accumulator's dtype, and group query heads by key head: i // (h / h_kv)."""
     k = k.to(accumulation_dtype(k.dtype))
     v = v.to(accumulation_dtype(v.dtype))
     return by_key_head(q, k.shape[2]), k, v
@@ -154,5 +154,5 @@ def by_key_head(t: Tensor, h_kv: int) -> Tensor:
 
 
 def finite(lse: Tensor) -> Tensor:
-    """Return lse, 0 where a row sees nothing: exp(-inf - 0) is 0, exp(-inf - -inf) would be NaN."""
+    """Return lse, 0 where a row sees no key: exp(-inf - 0) is 0, exp(-inf - -inf) would be NaN."""
     return lse.masked_fill(lse == -torch.inf, 0.0)

@@ -1,10 +1,10 @@
 """Tangents of attention on tiles in plain PyTorch.
 
-They tell how out, lse and the gradients change as q, k and v move along tq, tk and tv. Keys come as
-they travel: each beside its tangent along the head size, k | tk and v | tv. Probabilities are of
-the final lse, so all that tiles bring are plain sums. Let A and B be the sums over keys of p * ts
-and of p * (ts * v + tv), where ts is a score's tangent. Then d(lse) is A and d(out) is B - A * out.
-Dropout takes of p where p weighs values. Gradients are those of `eager`, differentiated once more.
+They are the derivatives of out, lse and the gradients as q, k and v move along tq, tk and tv. Keys
+have their tangents appended along the head size, k | tk and v | tv, as they are sent. Probabilities
+use the final lse, so tiles contribute plain sums. Let A and B be the sums over keys of p * ts and
+of p * (ts * v + tv), where ts is a score's tangent. Then d(lse) is A and d(out) is B - A * out.
+Dropout applies where p weighs values. The gradients are `eager`'s, differentiated once more.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
     Shapes: q, tq [b, i, g, r, d]; k, tk, v, tv [b, j, g, d]; all other tensors [b, g, r, i, j].
     These are p, the score's tangent ts, its derivative `slope` by q.k, the tangent `tslope` of
-    that, and what dropout leaves of p, `left`.
+    that, and dropout's factor of p, `left`.
     """
 
     rows: slice
@@ -53,7 +53,7 @@ class Part(NamedTuple):
     left: Tensor | None
 
     def less(self, t: Tensor) -> Tensor:
-        """Return what dropout leaves of t [b, g, r, i, j]."""
+        """Return t [b, g, r, i, j] times dropout's factor."""
         return t if self.left is None else t * self.left
 
 
@@ -84,9 +84,9 @@ def backward(
     terms: ScoreMods,
     grads: Grads,
 ) -> None:
-    """Add each gradient's tangent, and beside it the gradient itself, to `grads`.
+    """Add each gradient's tangent, and behind it the gradient itself, to `grads`.
 
-    `along` are the tangents of `saved`, and `grads` are as wide as both together.
+    `along` has the tangents of `saved`; `grads` have twice the head size.
     """
     h_kv, running = keys.k.shape[2], [total.begin_update() for total in grads]
     delta_along = tangent_of_delta(saved, along)
@@ -124,7 +124,7 @@ def _parts(
         scores, slope = scores_of(rows_q, k, terms, None)
         tslope: Tensor | float = 0.0
         if terms.softclamp is not None:
-            # scores are c * t and slope is scale * (1 - t ** 2), of t = tanh(scale * q.k / c)
+            # scores are c * t and slope is scale * (1 - t ** 2), with t = tanh(scale * q.k / c)
             tslope = scores * slope * tqk * (-2 * terms.scale / terms.softclamp**2)
         scores = scores if bias is None else scores + bias
         total = rearrange(lse[..., rows], "b (g r) i -> b g r i 1", g=h_kv)
@@ -133,7 +133,7 @@ def _parts(
 
 
 def _of_rows(t: Tensor, part: Part, h_kv: int) -> Tensor:
-    """Return t [b, h, n] of a part's rows beside their keys: [b, g, r, i, 1]."""
+    """Return t [b, h, n] of a part's rows, to broadcast over its keys: [b, g, r, i, 1]."""
     return rearrange(t[..., part.rows], "b (g r) i -> b g r i 1", g=h_kv)
 
 

@@ -1,7 +1,7 @@
-"""flash-attn 2 (Dao 2023, https://arxiv.org/abs/2307.08691), where it is installed.
+"""flash-attn 2 (Dao 2023, https://arxiv.org/abs/2307.08691), if it is installed.
 
 It has windows, softcap and a deterministic backward of its own. Its diagonals count from the bottom
-right, and it makes its own delta from `out`.
+right, and it computes delta from `out`.
 """
 
 from functools import partial

@@ -1,8 +1,8 @@
-"""flash-attn 4 (`flash_attn.cute`), where it is installed: the fastest on Hopper and later.
+"""flash-attn 4 (`flash_attn.cute`), if it is installed: the fastest on Hopper and later.
 
-It has windows, softcap, the gradient of lse, a deterministic backward and many sequences in one
-call of its own. Its diagonals count from the bottom right. It compiles itself on first use of each
-shape class.
+It has windows, softcap, the gradient of lse, a deterministic backward and calls with many
+sequences. Its diagonals count from the bottom right. It is compiled on the first use of each shape
+class.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -34,7 +34,7 @@ CAN = Capabilities(
     min_capability=(9, 0),
     max_capability=(11, 9),
     max_head_dim=128,
-    head_dim_multiple=64,  # for 16 and 80 4.0.0b36 gives wrong gradients without a word
+    head_dim_multiple=64,  # for 16 and 80 4.0.0b36 silently gives wrong gradients
     one_head_dim=True,
     varlen=True,
     traits=Traits(preemptible=True, taped=True),
@@ -117,10 +117,10 @@ class _Compiled:
 
 @contextmanager
 def _seen_by_tapes() -> Iterator[None]:
-    """Let a tape see what is launched inside, so that it repeats that without the package's Python.
+    """Make the package's launches visible to a tape, which replays them without its Python.
 
-    Each call of it works out again what to compile, and looks into the environment. Every function
-    of it that compiles has a cache.
+    That Python computes a cache key in each call, and reads the environment. Every function of the
+    package that compiles has a cache, which is wrapped in this block.
     """
     if not recording():
         yield

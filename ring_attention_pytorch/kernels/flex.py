@@ -1,14 +1,14 @@
 """PyTorch's FlexAttention (Dong et al. 2024): fused kernels for any predicate of pairs.
 
-Tiles become stretches: a row sees those columns that lie between its start and its stop. One mask
-holds one stretch of every row. So a block takes one call in most layouts, and two or three where
-documents or a window cut it; cells of the mask that show nothing cost nothing. What is compiled
-depends on shapes, so tokens are filled up to few lengths and head sizes to powers of two.
-Predicates are compiled too: they compare, compute and look up in tensors, no more.
+Tiles become intervals: a row sees the columns between its start and its stop. One mask has one
+interval for every row, so a block takes one call in most layouts, and two or three if documents or
+a window cut it; hidden cells of the mask cost nothing. Compiled kernels depend on shapes, so tokens
+are padded to few lengths and head sizes to powers of two. Predicates are compiled, too: they can
+only compare, compute and look up in tensors.
 
-Only public functions are called, and they know no lse from elsewhere. So backward computes a part
-forward once more and differentiates it. In the whole the part counts `w = exp(lse of part - lse)`.
-So out of the part has the gradient `w * dout`, and its lse `w * (dout . out of part - delta)`.
+Only public functions are called, whose backward can't take the lse of all keys. Backward therefore
+recomputes a part and differentiates it. Its weight in the result is `w = exp(lse of part - lse)`:
+its out has the gradient `w * dout`, and its lse `w * (dout . out of part - delta)`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,9 +44,9 @@ CAN = Capabilities(
     features=FEATURES - {"unusual_scale", "deterministic", "dropout"},
     package=Dependency("triton", "triton", "3.4"),
 )
-_CELL = 128  # rows and columns of a mask that are skipped, or seen, as one
-_NARROWEST = 16  # narrowest head size that a product of matrices can take
-_VARIANTS = 256  # variants that may be compiled, of shapes and predicates; PyTorch's bound is 8
+_CELL = 128  # rows and columns of a mask that are skipped, or shown, together
+_NARROWEST = 16  # narrowest head size that a matrix product can take
+_VARIANTS = 256  # most compiled variants, of shapes and predicates; PyTorch's bound is 8
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 Block = tuple[list[BlockMask], ScoreMod | None]
 
@@ -55,7 +55,7 @@ def forward(
     q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods, result: OutputAccumulator
 ) -> None:
     for mask, score_mod in _calls(q, keys, tiles, terms):
-        # detached, for else tensors with and without a gradient had variants of their own
+        # detached: otherwise tensors with and without a gradient would be compiled separately
         part, lse = _attention(
             q.detach(), keys.k.detach(), keys.v.detach(), mask, score_mod, terms.scale
         )
@@ -92,7 +92,7 @@ def _calls(
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, score_mod: ScoreMod | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute out [b, n, h, d_v] and lse [b, h, n] of what a mask shows."""
+    """Compute out [b, n, h, d_v] and lse [b, h, n] under one mask."""
     n, d_v = q.shape[1], v.shape[-1]
     q, k, v = _heads_first(q), _heads_first(k), _heads_first(v)
     out, lse = _run(_attend, q, k, v, mask, score_mod, scale)
@@ -108,7 +108,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, score_mod: Any, scale: f
 
 
 def _block(q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods) -> Block:
-    """Return the masks of a block, one for each stretch, and what is done to its scores."""
+    """Return the masks of a block, one for each interval of rows, and its score modification."""
     (b, n, h, _), m = q.shape, keys.k.shape[1]
     sizes = b, h, _padded(n), _padded(m)
     visible = keys.key_mask
@@ -131,7 +131,7 @@ def _block(q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods) -> Block:
 
 
 def _stretches(tiles: Sequence[Tile], n: int) -> list[Tensor]:
-    """List tiles as int32 `[2, n]`, each of them where columns of each row start and stop.
+    """List tiles as intervals, int32 `[2, n]`: start and stop of the columns that each row sees.
 
     >>> rows = slice(0, 2)
     >>> beside = [Tile(rows, slice(0, 3), None, None), Tile(rows, slice(3, 5), None, 0)]
@@ -172,9 +172,9 @@ def _shown(starts: Tensor, stops: Tensor, mask: Tensor | None, mask_mod: MaskMod
 
 
 def _of_positions(mask_mod: MaskMod, samples: Tensor, rows_at: Any, cols_at: Any) -> MaskMod:
-    """Return a predicate of local indices, made of one of positions.
+    """Convert a predicate of positions to one of local indices.
 
-    Kernels have 32 bits for indices, but positions squared need more.
+    Kernels have 32-bit indices, but squares of positions need more.
     """
 
     def local(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -207,9 +207,9 @@ def _mask(shown: MaskMod, sizes: tuple[int, ...], device: torch.device) -> Block
 
 
 def _count(shown: MaskMod, sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Count pairs shown in each cell, [b, h, cells, cells]; b, h are 1 if nothing depends on them.
+    """Count the visible pairs of each cell, [b, h, cells, cells]; b or h is 1 if irrelevant.
 
-    Compiled, no pair is ever held in memory.
+    Compiled, it never materializes the pairs.
     """
     b, h, i, j = (torch.arange(size, device=device) for size in sizes)
     seen = shown(b.view(-1, 1, 1, 1), h.view(-1, 1, 1), i.unsqueeze(1), j)
@@ -218,16 +218,16 @@ def _count(shown: MaskMod, sizes: tuple[int, ...], device: torch.device) -> Tens
 
 
 def _in_order(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many cells of each row of cells are chosen, and the columns in order.
+    """Return how many cells of each row of cells are chosen, and their columns.
 
-    The chosen ones come first.
+    The columns of cells not chosen follow.
     """
     which = chosen.byte().argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), which.int()
 
 
 def _heads_first(t: Tensor) -> Tensor:
-    """Return [b, h, tokens, head size], zeros beyond what there is; always laid out in one way."""
+    """Return a contiguous [b, h, tokens, head size], padded with zeros, so variants are few."""
     n, d = t.shape[1], t.shape[3]
     width = max(_NARROWEST, 1 << (d - 1).bit_length())
     more = 0, width - d, 0, 0, 0, _padded(n) - n
@@ -237,7 +237,7 @@ def _heads_first(t: Tensor) -> Tensor:
 
 
 def _padded(length: int) -> int:
-    """Round up a number of tokens; eight results lie between two powers of two.
+    """Round up a number of tokens, to eight steps between two powers of two.
 
     >>> [_padded(length) for length in (1, 129, 5000, 8192)]
     [128, 256, 5120, 8192]
@@ -247,13 +247,13 @@ def _padded(length: int) -> int:
 
 
 def _filled(t: Tensor, size: int) -> Tensor:
-    """Return a copy with zeros behind it, up to so many."""
+    """Return a copy of t, its last dimension padded with zeros to `size`."""
     *others, length = t.shape
     return torch.cat((t, t.new_zeros((*others, size - length))), -1)
 
 
 def _run(function: Callable[..., Any], *given: Any) -> Any:
-    """Run a function compiled: a variant for each shape, option and predicate."""
+    """Run a function under torch.compile: a variant for each shape, option and predicate."""
     with torch._dynamo.config.patch(recompile_limit=_VARIANTS):
         return _compiled(function)(*given)
 

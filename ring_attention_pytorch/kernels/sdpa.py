@@ -1,12 +1,12 @@
 """PyTorch's own flash attention on the CPU, with its log-sum-exp and its backward.
 
-The op knows full and causal tiles (its diagonal starts at the top left, as ours does) and an
-additive mask. Causal tiles go to it in pieces, for it computes much of what they hide. Every other
-band goes to it some rows at a time with a small mask of their own.
+The op supports full and causal tiles (its diagonal starts at the top left, as ours does) and an
+additive mask. Causal tiles are passed in pieces, because it computes many hidden scores. Every
+other band is passed some rows at a time, with a small mask of their own.
 
-The op must not be given an empty tile: it divides by the length. As the lse of a row that sees
-nothing it reports 0 or, by dtype and CPU, nothing but NaN. It takes the last stride of all that it
-reads for 1. It takes what is causal for `-inf * scale`, which is -inf only where scale is positive.
+The op must not get an empty tile: it divides by the length. The lse of a row that sees no key is 0
+or, by dtype and CPU, NaN. It assumes a last stride of 1 for all inputs. It fills hidden causal
+scores with `-inf * scale`, which is -inf only if scale is positive.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,11 +30,11 @@ from ring_attention_pytorch.runtime.interfaces import (
 )
 from ring_attention_pytorch.runtime.tape import opaque
 
-_SMALLEST = 256  # keys of a causal tile that is not worth cutting
+_SMALLEST = 256  # keys of the largest causal tile that is not worth cutting
 
 
 class _Call(NamedTuple):
-    """One call of the op: `mask` is additive, `unseen` marks rows that see no key, if any might."""
+    """One call of the op: `mask` is additive, `unseen` marks rows that see no key, None if none."""
 
     rows: slice
     cols: slice
@@ -71,14 +71,14 @@ def backward(
     q, k, v, out, dout = map(_dense, (saved.q, keys.k, keys.v, saved.out, saved.dout))
     d, d_v = k.shape[-1], v.shape[-1]
     if q.dtype == torch.float16 or saved.dlse is not None:
-        # parts of gradients, or dlse, may pass what 16 bits hold
+        # parts of gradients, or dlse, can overflow 16 bits
         q, k, v, out, dout = (t.to(saved.lse.dtype) for t in (q, k, v, out, dout))
     if saved.dlse is not None:
-        # one column more, in which v is 0, out 1 and dout -dlse, gives delta its share of dlse
+        # an extra column, in which v is 0, out 1 and dout -dlse, subtracts dlse from delta
         column = rearrange(saved.dlse, "b h n -> b n h 1")
         out, v = F.pad(out, (0, 1), value=1.0), F.pad(v, (0, 1))
         dout = torch.cat((dout, -column), -1)
-    # rows that see nothing anywhere: any finite lse keeps exp(-inf - lse) at 0
+    # rows that see no key at all: any finite lse keeps exp(-inf - lse) at 0
     lse = saved.lse.clamp(min=torch.finfo(saved.lse.dtype).min)
     for call in _calls(q, keys, tiles, terms):
         q_, k_, v_ = _operands(q[:, call.rows], k[:, call.cols], v[:, call.cols])
@@ -100,7 +100,7 @@ def backward(
 
 
 def _dense(t: Tensor) -> Tensor:
-    """Return the tensor as it is if each head of a token lies in one piece, else laid out anew."""
+    """Return the tensor, copied to contiguous memory unless its last stride is 1."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
@@ -108,13 +108,13 @@ def _dense(t: Tensor) -> Tensor:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return what the op does, `[b, h, n, d]` and lse, but NaN where scores are."""
-    # of torch itself, not of torch.ops, which takes the host 4 us more
+    """Return the op's out `[b, h, n, d]` and lse, corrected to be NaN where scores are."""
+    # from torch itself: torch.ops takes the host 4 us more
     out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
     if mask is not None and (bad := _bad(k, lse)) is not None:
-        # -inf added to NaN hides nothing: without these keys, of whom others see any
+        # -inf added to NaN is NaN: compute without these keys, then mark the rows that see any
         k, seen = k.masked_fill(bad.unsqueeze(-1), 0.0), mask == 0
         bad = bad.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
@@ -130,7 +130,7 @@ def _attention(
 
 
 def _bad(k: Tensor, lse: Tensor) -> Tensor | None:
-    """Mark keys [b, h_kv, m] that are NaN where rows are; None if none is."""
+    """Mark keys [b, h_kv, m] that have NaN, if any lse is NaN; None if no key has."""
     if not lse.isnan().any():
         return None
     bad = k.isnan().any(-1)
@@ -138,7 +138,7 @@ def _bad(k: Tensor, lse: Tensor) -> Tensor | None:
 
 
 def _lost(q: Tensor, k: Tensor, lse: Tensor) -> Tensor | None:
-    """Mark rows [b, h, n] that the op takes to see nothing, for all their scores are NaN."""
+    """Mark rows [b, h, n] that the op takes for rows without keys: all their scores are NaN."""
     if torch.count_nonzero(lse).item() == lse.numel():
         return None
     return (lse == 0) & (q.isnan().any(-1) | k.isnan().any())
@@ -166,9 +166,9 @@ def _calls(q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods) ->
 
 
 def _pieces(tile: Tile, bucket_size: int) -> Iterator[Tile]:
-    """Yield a causal tile as small causal tiles along its diagonal and full ones below it.
+    """Split a causal tile into small causal tiles along its diagonal and full ones below it.
 
-    The op computes whole blocks of 256 rows by 512 keys: a quarter too much of a causal tile of
+    The op computes whole blocks of 256 rows by 512 keys: a quarter too much for a causal tile of
     2048. In pieces that tile takes 8 % less CPU time backward and 3 % less forward; one of 1024
     takes 15 % and 5 % less.
     """
@@ -187,7 +187,7 @@ def _pieces(tile: Tile, bucket_size: int) -> Iterator[Tile]:
 
 
 def _unseen(visible: Tensor, tile: Tile) -> Tensor:
-    """Mark rows [b, n] of a tile that see no key, `visible` [b, m] being its unmasked keys."""
+    """Mark rows [b, n] of a tile that see no key; `visible` [b, m] marks its unmasked keys."""
     n, m = tile.rows.stop - tile.rows.start, visible.shape[1]
     row = torch.arange(n, device=visible.device)
     before = F.pad(visible.cumsum(dim=1), (1, 0))  # [b, m + 1]: unmasked keys before key j
@@ -199,7 +199,7 @@ def _unseen(visible: Tensor, tile: Tile) -> Tensor:
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Put heads first, and add zeros to make k and v equally wide, which the op insists on."""
+    """Put heads first, and pad with zeros: the op needs equal head sizes of k and v."""
     width = max(q.shape[-1], v.shape[-1])
     return [_heads_first(t, width) for t in (q, k, v)]
 

@@ -1,7 +1,7 @@
-"""cuDNN's flash attention as PyTorch ships it: the fastest on Hopper that needs nothing installed.
+"""cuDNN's flash attention as PyTorch ships it: the fastest on Hopper without further packages.
 
-It does forward and backward with lse, and grouped heads as they are. It knows full tiles and causal
-ones only.
+It computes forward and backward with lse, and supports grouped heads. It supports only full and
+causal tiles.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ class _Call(NamedTuple):
     rows: slice
     cols: slice
     causal: bool
-    by_hand: bool  # there is one key only, which the op refuses, or computes wrong
+    by_hand: bool  # a single key, which the op refuses or computes wrong: done in PyTorch
 
 
 def forward(
@@ -120,7 +120,7 @@ def _calls(q: Tensor, tiles: Sequence[Tile]) -> Iterator[_Call]:
 
 
 def _stairs(tiles: Sequence[Tile]) -> list[Tile]:
-    """Join what lies below a causal square to it: a call costs as much as many rows do."""
+    """Join the tile below a causal square to the square: a call costs as much as many rows."""
     found: list[Tile] = []
     for tile in tiles:
         if found and _below_causal_square(tile, found[-1]):
@@ -148,7 +148,7 @@ def _anew(t: Tensor) -> Tensor:
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
     """Return tensors with heads first, as the op wants them.
 
-    A single row is laid out anew: its stride says nothing, and the op took it for that of heads,
+    A single row is copied: its row stride is arbitrary, and the op took it for the heads' stride
     and gave wrong gradients.
     """
     laid = [_anew(t) if t.shape[1] == 1 else t for t in tensors]
@@ -156,19 +156,19 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 
 
 def _with_strides_of(q: Tensor, t: Tensor) -> Tensor:
-    """Return out or dout `[b, h, n, d]` with strides that follow from those of q.
+    """Return out or dout `[b, h, n, d]` with strides that depend only on q's.
 
-    The op keeps what it has compiled by the shapes and strides of q, k and v. It runs that for any
-    out and dout beside these, however they lie: silently, and wrong.
+    The op caches compiled kernels by the shapes and strides of q, k and v. It runs them for out and
+    dout of any strides: silently, and wrong.
     """
     b, h, n, d = t.shape
     size = n * h * d
     strides: tuple[int, ...] = (size, d, h * d, 1)
     if b > 1 and q.stride()[1:] == strides[1:] and size <= q.stride(0) <= 8 * size:
-        strides = q.stride()  # some rows of all, as they lie
+        strides = q.stride()  # some rows of a longer tensor
     if t.stride() == strides:
         return t
-    if b == 1 and t.stride()[1:] == strides[1:]:  # the stride of a single sample is any number
+    if b == 1 and t.stride()[1:] == strides[1:]:  # the stride of a single sample is arbitrary
         return t.as_strided(t.shape, strides)
     return t.new_empty_strided(t.shape, strides).copy_(t)
 
@@ -177,7 +177,7 @@ def _one_key(q: Tensor, k: Tensor, v: Tensor, terms: ScoreMods) -> tuple[Tensor,
     q, k, v = _by_key_head(q, k, v)
     lse = terms.scale * einsum(q, k, "b n g r d, b g d -> b g r n")
     out = rearrange(v, "b g d -> b 1 g 1 d").expand(*q.shape[:-1], -1)
-    # out gets memory of its own: it will be added to in place
+    # out needs memory of its own: it will be added to in place
     out = rearrange(out, "b n g r d -> b n (g r) d").contiguous()
     return out, rearrange(lse, "b g r n -> b (g r) n")
 
@@ -206,5 +206,5 @@ def _by_key_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def _grouped(t: Tensor, h_kv: int) -> Tensor:
-    """Cast to the accumulator's dtype, each query head put beside its key head."""
+    """Cast to the accumulator's dtype, and group query heads by key head."""
     return rearrange(t.to(accumulation_dtype(t.dtype)), "b n (g r) d -> b n g r d", g=h_kv)

@@ -1,8 +1,8 @@
-"""Flash attention of our own in Triton: NVIDIA GPUs from Ampere on, nothing to compile or install.
+"""Our own flash attention in Triton: NVIDIA GPUs from Ampere on, no extension to build or install.
 
-A block takes one launch forward, however many tiles it has, and merges into the running out
-and lse on the way; backward takes two, of which the second begins where the first has nothing to
-do any more, if nothing comes between. The kernels are in `_triton_*.py`, which only the functions
+A block takes one launch forward, for any number of tiles, which also merges into the running out
+and lse. Backward takes two launches: the second begins on multiprocessors that the first leaves
+idle, if no other launch is in between. The kernels are in `_triton_*.py`, which only the functions
 here import: Triton is optional. With TRITON_INTERPRET=1 they run on the CPU, slowly, for tests.
 """
 
@@ -50,8 +50,8 @@ CAN = Capabilities(
     package=Dependency("triton", "triton", "3.4"),
 )
 _FULL = 256  # programs that fill a large GPU twice
-# what backward's two kernels were compiled for together; what else they fork for, such as a mask,
-# they are compiled for one after the other, when it first comes
+# cases for which backward's two kernels were compiled together; other specializations, such as for
+# a mask, are compiled one after the other, on first use
 _compiled: set[Hashable] = set()
 
 
@@ -64,7 +64,7 @@ def forward(
 
 @compiled_ahead
 def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> KernelCall:
-    """Return a call for k, v, a mask of bytes, what was before, out and lse."""
+    """Return the forward call for tensors (k, v, byte mask, before, out, lse)."""
     from ring_attention_pytorch.kernels._triton_forward import forward_kernel
 
     tiles, terms, keys, (before, out, lse) = opened(job, tensors)
@@ -138,7 +138,7 @@ def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, gr
 
 @compiled_ahead
 def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> KernelCall:
-    """Return a call for `Rows`, k, v, a mask of bytes, what was before, dk, and so for dv."""
+    """Return the call for tensors (*`Rows`, k, v, byte mask, before, dk, before_v, dv)."""
     from ring_attention_pytorch.kernels._triton_backward_keys import keys_kernel
 
     saved, tensors = Rows(*tensors[:4]), tensors[4:]
@@ -193,7 +193,7 @@ def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> KernelCall:
 
 @compiled_ahead
 def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> KernelCall:
-    """Return a call for `Rows`, k, v, a mask of bytes, what was before, and dq."""
+    """Return the call for tensors (*`Rows`, k, v, byte mask, before, dq)."""
     from ring_attention_pytorch.kernels._triton_backward_queries import queries_kernel
 
     saved, tensors = Rows(*tensors[:4]), tensors[4:]
@@ -238,7 +238,7 @@ def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> KernelCall:
     ]
     early = can_begin_early(saved.q.device)
     constants = dict(FRESH=before is None, EARLY=early, **options)
-    if early:  # the keys' kernel lies between this and all that writes what it reads
+    if early:  # the keys' kernel runs between this one and the writers of its inputs
         constants["launch_pdl"] = True
     return KernelCall(queries_kernel, b * h // config.pack * table.count, args, constants)
 
@@ -264,7 +264,7 @@ def _options(
     moved: Sequence[Tensor],
     written: Sequence[Tensor] = (),
 ) -> dict[str, Any]:
-    """Return the constants that a kernel is compiled with; `moved` is what it moves in blocks."""
+    """Return a kernel's compile-time constants; `moved` are the tensors that it reads in blocks."""
     q, d, d_v = moved[0], keys.k.shape[-1], keys.v.shape[-1]
     exact = not q.is_cuda or torch.get_float32_matmul_precision() == "highest"
     block, last_head = max(config.rows, config.cols, _WIDEST), config.pack - 1
@@ -294,17 +294,17 @@ def _options(
 
 
 def _packs_at_once(blocks: int, key_heads: int, packs: int = 1) -> int:
-    """Return how many packs run side by side: few, so that what they read stays in the cache.
+    """Return how many packs run at once: few, so that their inputs stay in the cache.
 
-    But they are as many as fill a large GPU twice, for the longest blocks come first among them
-    only. And turns have the same number of heads, or nearly: a last one of few would leave long
-    blocks for the end, while most of the GPU idles. By turns of 3, 3 and 2 heads dk and dv of 2048
-    tokens took rank 2 of 4 491 us, and rank 0 420, which computes on as many pairs.
+    They must fill a large GPU twice, because the longest blocks are first only within a turn. Turns
+    have nearly equal numbers of heads: a short last one would leave long blocks for the end, while
+    most of the GPU idles. With turns of 3, 3 and 2 heads dk and dv of 2048 tokens took rank 2 of 4
+    491 us, and rank 0, with equally many pairs, 420.
 
     Args:
-        blocks: of each pack.
-        key_heads: of all samples.
-        packs: of each key head, which read the same keys; they are side by side.
+        blocks: blocks per pack.
+        key_heads: key heads, over all samples.
+        packs: packs per key head; they read the same keys and run at once.
 
     >>> _packs_at_once(blocks=48, key_heads=8), _packs_at_once(blocks=96, key_heads=8)
     (8, 4)
@@ -318,9 +318,9 @@ def _packs_at_once(blocks: int, key_heads: int, packs: int = 1) -> int:
 
 
 def _factors(terms: ScoreMods) -> tuple[float, float]:
-    """Return the factor of what goes into tanh, and the factor of the result.
+    """Return the factor of tanh's argument, and the factor of its result.
 
-    The second one makes of the result a score in base 2. Without softclamp there is no tanh.
+    The second one converts the result to a score in base 2. Without softclamp there is no tanh.
     """
     scale = max(abs(terms.scale), 1e-35)  # 0 times the -inf of a hidden score would be NaN
     if terms.softclamp is None:
@@ -329,7 +329,7 @@ def _factors(terms: ScoreMods) -> tuple[float, float]:
 
 
 def _places(tiles: Tiles, terms: ScoreMods) -> tuple[Tensor | None, ...]:
-    """Return the slopes of ALiBi, and the positions that it compares."""
+    """Return ALiBi's slopes, and the positions of queries and keys; None without ALiBi."""
     if terms.alibi is None:
         return None, None, None
     return terms.alibi, tiles.rows_at, tiles.cols_at
@@ -338,7 +338,7 @@ def _places(tiles: Tiles, terms: ScoreMods) -> tuple[Tensor | None, ...]:
 def _draws(
     tiles: Tiles, terms: ScoreMods
 ) -> tuple[Tensor | None, Tensor | None, int, int, int, float, int, int]:
-    """Return the numbers by which dropout draws, and the factor of kept probabilities."""
+    """Return dropout's arguments of a kernel: numbers for its draws, and the kept ones' factor."""
     dropout = terms.dropout
     if dropout is None:
         return None, None, 0, 0, 0, 1.0, 0, 0
@@ -352,7 +352,7 @@ def _mask(keys: KVBlock) -> Tensor | None:
 
 
 def _strides_read(saved: Rows, keys: KVBlock) -> tuple[Any, ...]:
-    """Return the strides of what backward reads, in the order of both kernels."""
+    """Return the strides of backward's inputs, in the order of both kernels' parameters."""
     return (
         *(t.stride() for t in (saved.q, keys.k, keys.v)),
         *_mask_strides(keys),

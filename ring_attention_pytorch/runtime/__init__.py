@@ -1,1 +1,1 @@
-"""Parts of one attention step on a device: interfaces, accumulators, streams, graphs."""
+"""One attention step on a device: interfaces, accumulators, streams, launches, graphs."""

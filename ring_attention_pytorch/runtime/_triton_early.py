@@ -1,12 +1,12 @@
-"""Kernels that begin before the one launched before them on their stream has ended.
+"""Kernels that begin before the previous kernel on their stream has ended.
 
-    keys_kernel   |#############______|       the second needs nothing of the first: it computes
-    queries_kernel            |_______####### where the first has nothing to do any more
+    keys_kernel   |#############______|       the second needs no result of the first: it computes
+    queries_kernel            |_______####### on multiprocessors that the first leaves idle
 
-That is programmatic dependent launch, from Hopper on: the first kernel lets the next one begin, and
-that one is launched with `launch_pdl`. Before it waits for the one before, it must read nothing
-that the launch directly before it writes, whichever that is. What comes after is launched as ever,
-and waits for the second kernel to end. So the second must not end before the first.
+This is programmatic dependent launch (PDL), from Hopper on: the first kernel allows the next one to
+begin, which is launched with `launch_pdl`. Before its `gdc_wait` it must not read anything that the
+previous launch writes, whichever that is. Later kernels are launched without PDL and wait for the
+second kernel only, which therefore must not end before the first.
 
 Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide, "Programmatic Dependent Launch"
 """
@@ -18,9 +18,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def let_next_begin(EARLY: tl.constexpr):
-    """Let the next kernel begin, if it is launched so, when all programs have come here or ended.
+    """Allow the next kernel, if launched with PDL, to begin once all programs get here or end.
 
-    A program that has not begun yet has not come here, so the next kernel takes no room from it.
+    Programs that have not begun count, so the next kernel takes no multiprocessor from them.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -28,11 +28,11 @@ def let_next_begin(EARLY: tl.constexpr):
 
 @triton.jit
 def end_after_the_last(EARLY: tl.constexpr):
-    """End a kernel that may have begun early no sooner than the kernel before it.
+    """Make a kernel that began early end no sooner than the kernel before it.
 
-    One program waits, the last one to begin: if all did, none would make room for those that wait
-    to begin.
+    One program waits, the last one to begin: if all did, none would make room for programs that
+    have not begun.
     """
-    if EARLY:  # noqa: SIM102 - which the compiler decides
+    if EARLY:  # noqa: SIM102 - the compiler decides it
         if tl.program_id(0) == tl.num_programs(0) - 1:
             gdc_wait()

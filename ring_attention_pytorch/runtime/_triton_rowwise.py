@@ -1,5 +1,5 @@
 # ruff: noqa: PLR0913 - a kernel takes every stride by itself
-"""Triton kernels over the rows of results `[b, n, h, d]`, each in one pass over memory."""
+"""Triton kernels over the rows of results `[b, n, h, d]`, each a single pass over memory."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from ring_attention_pytorch.runtime.launches import KernelCall, PreparedLaunch
 from ring_attention_pytorch.runtime.tape import opaque, prepared
 
-_ELEMENTS = 4096  # in the block of one program
-_AT_ONCE = 8  # parts of a sum that one launch adds
+_ELEMENTS = 4096  # elements in one program's block
+_AT_ONCE = 8  # parts that one launch adds
 
 
 @triton.jit
 def _block(n, heads, ROWS: tl.constexpr, D: tl.constexpr):
     """Return this program's batch and head, and its rows and columns, all in 64 bits.
 
-    Products with strides may pass 32 bits. The grid has one dimension, for its other two end at
-    65535.
+    Products with strides can exceed 32 bits. The grid has one dimension, because the other two are
+    limited to 65535.
     """
     blocks = tl.cdiv(n, ROWS)
     of, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -31,14 +31,14 @@ def _block(n, heads, ROWS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _at(x, strides, batch, head, row, col):
-    """Return where these rows and columns of one head of x [b, n, h, d] lie."""
+    """Return the addresses of these rows and columns of one head of x [b, n, h, d]."""
     x_b, x_n, x_h, x_d = strides
     return x + batch * x_b + head * x_h + row[:, None] * x_n + col[None, :] * x_d
 
 
 @triton.jit
 def _lse_at(lse, strides, batch, head, row):
-    """Return where these rows of one head of lse [b, h, n] lie."""
+    """Return the addresses of these rows of one head of lse [b, h, n]."""
     lse_b, lse_h, lse_n = strides
     return lse + batch * lse_b + head * lse_h + row * lse_n
 
@@ -86,7 +86,7 @@ def _merge_kernel(
     ROWS: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Merge x into out and lse, and y and z too where there are more PARTS."""
+    """Merge x into out and lse, and y and z too if there are more PARTS."""
     batch, head, row, col = _block(n, heads, ROWS, D)
     held = row < n
     here = _lse(lse, lse_strides, batch, head, row, held)
@@ -117,7 +117,7 @@ def _merge_kernel(
         merged += _weighted(at, within, weight)
         total += weight
     merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.debug_barrier()  # other warps may hold these rows too: all read before any writes
+    tl.debug_barrier()  # other warps may have these rows too: all must read before any writes
     lse_at = _lse_at(lse, lse_strides, batch, head, row)
     tl.store(lse_at, tl.where(total == 0.0, -float("inf"), top + tl.log(total)), mask=held)
     tl.store(out_at, merged, mask=within)
@@ -125,7 +125,7 @@ def _merge_kernel(
 
 @opaque
 def fused_merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
-    """Merge parts as `rowwise.merge_`, on a GPU, three at a time: reads each once, writes one."""
+    """Compute `rowwise.merge_` on a GPU, three parts at a time: each is read once."""
     if out.numel() == 0:
         return
     if len(parts) > 6:
@@ -145,7 +145,7 @@ def _(out: Tensor, lse: Tensor, *parts: Tensor) -> Any:
 
 def _merge_call(out: Tensor, lse: Tensor, *parts: Tensor) -> KernelCall:
     b, n, h, d = out.shape
-    slots = out, lse, *[*parts, *parts[:2], *parts[:2]][:6]  # those beyond the parts are not read
+    slots = out, lse, *[*parts, *parts[:2], *parts[:2]][:6]  # copies beyond `parts` are not read
     rows, width = _block_of(d)
     return KernelCall(
         _merge_kernel,
@@ -192,7 +192,7 @@ def _add_kernel(
 
 @opaque
 def fused_add_(total: Tensor, *parts: Tensor, fresh: bool) -> None:
-    """Add parts as `rowwise.add_`, on a GPU, eight parts at a time."""
+    """Compute `rowwise.add_` on a GPU, eight parts at a time."""
     if total.numel() == 0:
         return
     if len(parts) > _AT_ONCE:

@@ -1,11 +1,11 @@
 """Accumulators of out, lse and gradients: parts are merged or summed in wide dtypes, rounded once.
 
-A kernel that keeps a running result in memory calls `begin_update` and works in place there, or
-calls `update_memory`, whose memory need not be filled with zeros first. A kernel that returns a
-part in a tensor of its own hands it to `add`; the first part of all tokens is taken as it is. So
-where one call brings everything, nothing is copied, cast or filled. A kernel that takes an output
-argument asks `alloc` for memory: parts that fill the result's own memory become the result. Parts
-are transposed without einops, because host time counts when tokens are few.
+A kernel that updates a running result in place calls `begin_update`, or `update_memory`, whose
+memory need not be zeroed first. A kernel that returns a part in a tensor of its own passes it to
+`add`; a first part of all tokens becomes the running result without a copy. If a single call
+computes the whole result, nothing is copied, cast or zeroed. A kernel with an output argument asks
+`alloc` for memory: parts that fill the result's own memory become the result. Parts are transposed
+without einops, because host time counts when tokens are few.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,21 +19,21 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, mer
 from ring_attention_pytorch.runtime.spans import deepest, disjoint_spans, is_free
 from ring_attention_pytorch.runtime.streams import record_use, wait_side_streams
 
-_MOST = 4  # parts that wait to be combined together
+_MOST = 4  # parts that are put off, to be combined in one pass
 
 Tensors = tuple[Tensor, ...]
-Part = tuple[slice, Tensors]  # its tokens, and what it has for them
+Part = tuple[slice, Tensors]  # its tokens, and tensors of these tokens
 
 
 class _Accumulator:
     """An accumulator of parts of a result that has the tokens of `like` [b, n, ...].
 
-    Parts wait, or are combined into wide running tensors. The result is of dtype `end`. Subclasses
-    say what it is made of (`_anew`), what it is of no parts (`_clear`), and how parts are combined
-    in place (`_combine`).
+    Parts are put off, or combined into wide running tensors. The result has dtype `end`. Subclasses
+    define its tensors (`_anew`), its value without parts (`_clear`), and how parts are combined in
+    place (`_combine`).
     """
 
-    _dims: tuple[int, ...]  # of tokens, in each tensor of a part
+    _dims: tuple[int, ...]  # the dimension of tokens, in each tensor of a part
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class _Accumulator:
         self._into = into
         self._place = place
         self._given = place is not None
-        self._taken: list[slice] = []  # tokens of the place that parts have taken
+        self._taken: list[slice] = []  # tokens of `_place` in which parts lie
         self._wide: Tensors | None = None
         self._parts: list[Part] = []
-        self._first_is_borrowed = False  # the first part that waits is to be read only
+        self._first_is_borrowed = False  # the first part must not be written
 
     def _anew(self, at: slice, dtype: torch.dtype) -> Tensors:
         """Return new memory for these tokens."""
@@ -67,7 +67,7 @@ class _Accumulator:
         raise NotImplementedError
 
     def add(self, at: slice, *part: Tensor) -> None:
-        """Add a part of these tokens, out and lse or a gradient, whose memory becomes its own."""
+        """Add a part of these tokens, (out, lse) or a gradient; the accumulator owns its memory."""
         record_use(*part)
         wide = at == self._whole and part[0].dtype == self._dtype and self._into is None
         if wide and self.is_empty:
@@ -78,7 +78,7 @@ class _Accumulator:
             self._update()
 
     def _alloc(self, at: slice, flat: bool = False) -> Tensors:
-        """Return memory for a part of these tokens, in the result's own place if it can be."""
+        """Return memory for a part of these tokens, within the result's own if possible."""
         if self._end != self._like.dtype:
             return self._anew(at, self._like.dtype)
         if self._place is None and self._into is None and self.is_empty:
@@ -90,7 +90,7 @@ class _Accumulator:
         return _narrowed(self._place, self._dims, self._whole, at)
 
     def _update(self) -> Tensors:
-        """Return the running tensors, with all parts in them."""
+        """Combine all parts into the running tensors; return these."""
         self._join()
         if self._wide is None:
             if self._begins_whole and not self._first_is_borrowed:
@@ -102,7 +102,7 @@ class _Accumulator:
         return self._wide
 
     def _update_memory(self) -> tuple[Tensors | None, Tensors]:
-        """Return what was before, if anything, and where the next call has to write."""
+        """Return the result so far, if any, and the memory that the next call must write."""
         dtype = self._end if self._calls == 1 else self._dtype
         if self._calls is not None:
             self._calls -= 1
@@ -121,16 +121,16 @@ class _Accumulator:
 
     @property
     def is_empty(self) -> bool:
-        """Tell whether there is no part yet."""
+        """True if no part was added yet."""
         return self._wide is None and not self._parts
 
     @property
     def _begins_whole(self) -> bool:
-        """Tell whether the first part has all tokens, so that others can be combined into it."""
+        """True if the first part has all tokens, so that others can be combined into it."""
         return bool(self._parts) and self._parts[0][0] == self._whole
 
     def _join(self) -> None:
-        """Let the current stream wait for all parts."""
+        """Make the current stream wait for all parts."""
         wait_side_streams(self._like.device)
 
     def _fold(self, totals: Tensors) -> None:
@@ -142,19 +142,19 @@ class _Accumulator:
             self._combine(_narrowed(totals, self._dims, self._whole, at), found)
 
     def _fold_into_first(self) -> Tensors:
-        """Combine all other parts into the first one, which has all tokens; return it."""
+        """Combine all later parts into the first one, which has all tokens; return it."""
         _, first = self._parts.pop(0)
         self._fold(first)
         self._parts = [(self._whole, first)]
         return first
 
     def _join_in_place(self, place: Tensors) -> None:
-        """Take parts that fill their place for one part."""
+        """Replace parts that together fill `place` with one part."""
         if _fill(place, self._dims, self._taken, self._parts):
             self._parts[: len(self._taken)] = [(self._whole, place)]
 
     def _widened(self, part: Tensors) -> Tensors:
-        """Return the part in the running tensors' dtype, and where they have to be."""
+        """Return the part in the running tensors' dtype, in `into` if that is given."""
         if self._into is None:
             return tuple([t.to(self._dtype) for t in part])
         for memory, t in zip(self._into, part):
@@ -175,8 +175,8 @@ class _Accumulator:
 class OutputAccumulator(_Accumulator):
     """An accumulator of (out, lse) for queries like q and values like v; empty at first.
 
-    `calls` is how many calls of a kernel bring the whole result, None if that is not known.
-    `place` is memory in which out and lse have to be at the end, if that is given.
+    `calls` is the number of kernel calls that make up the whole result, None if unknown.
+    `place` is the memory for out and lse at the end, if given.
     """
 
     _dims = (1, 2)
@@ -188,7 +188,7 @@ class OutputAccumulator(_Accumulator):
         self._d_v = v.shape[-1]
 
     def alloc(self, rows: slice) -> Tensors:
-        """Return memory for out and lse of these rows, for a kernel that is told where to write."""
+        """Return memory for out and lse of these rows, for a kernel with output arguments."""
         return self._alloc(rows)
 
     def begin_update(self) -> Tensors:
@@ -200,8 +200,8 @@ class OutputAccumulator(_Accumulator):
 
         `before` is None if nothing was merged yet: then all of out and lse must be written.
         Otherwise lse is the running one, to be merged into in place, and so is out. Only for the
-        last call may out be other memory, like `before` but in q's dtype: then all of out must be
-        written.
+        last call can out be other memory, shaped like `before` but in q's dtype: then all of out
+        must be written.
         """
         before, (out, lse) = self._update_memory()
         return None if before is None else before[0], out, lse
@@ -268,11 +268,11 @@ class OutputAccumulator(_Accumulator):
 class GradAccumulator(_Accumulator):
     """An accumulator of parts that lie along the tokens of a tensor like this one, [b, n, ...].
 
-    `calls` is how many calls of a kernel bring the whole sum, None if that is not known. `into` is
-    memory of the accumulator's dtype in which the sum has to be kept. Parts have the dtype of
-    `like`; the sum is of `dtype` at the end, which is like's unless given. `place` is memory of
-    that dtype, like `like`, in which the sum has to be at the end. What adds to it may be left for
-    `deferred`, if that is given; whoever gives it does what is left before the sum is read.
+    `calls` is the number of kernel calls that make up the whole sum, None if unknown. `into` is
+    memory of the accumulator's dtype for the running sum. Parts have the dtype of `like`; the final
+    sum has `dtype`, by default like's, and lies in `place` if given, which has that dtype and
+    like's shape. Kernels can put off calls that add to it by `deferred`, if given; the caller that
+    passes it must run them before it reads the sum.
     """
 
     _dims = (1,)
@@ -297,20 +297,20 @@ class GradAccumulator(_Accumulator):
         self.deferred = deferred
 
     def after(self, wait: Callable[[], None]) -> None:
-        """Register `wait`, to be called before any part that is added next is read."""
+        """Register `wait`, to be called before parts that are added from now on are read."""
         self._waits.append(wait)
 
     def alloc(self, at: slice, flat: bool = False) -> Tensor:
-        """Return memory for a part of these tokens, for a kernel that is told where to write.
+        """Return memory for a part of these tokens, for a kernel with an output argument.
 
-        The memory is in `place` if it can be. With `flat` all samples lie one after another.
+        The memory is in `place` if possible. With `flat` all samples lie one after another.
         """
         return self._alloc(at, flat)[0]
 
     def add_all(self, parts: Iterable[tuple[slice, Tensor]]) -> None:
         """Add parts, in this order.
 
-        They wait for more while few of them cover the same tokens, or while they must not be read
+        They are not summed while few of them cover the same tokens, or while they must not be read
         yet.
         """
         for at, part in parts:
@@ -327,7 +327,7 @@ class GradAccumulator(_Accumulator):
         self._parts.append((at, (part,)))
 
     def whole(self) -> Tensor | None:
-        """Return the only part there is, to be added to in place, if it is like the sum.
+        """Return the only part, to be added to in place, if it has the sum's shape and dtype.
 
         >>> total = GradAccumulator(torch.zeros(1, 2, 1, 1))
         >>> total.add_borrowed(slice(0, 2), torch.ones(1, 2, 1, 1))
@@ -347,7 +347,7 @@ class GradAccumulator(_Accumulator):
         return found[0] if found[0].dtype == self._end and found[0].is_contiguous() else None
 
     def flush(self) -> Tensor:
-        """Sum all parts, and return the sum: borrowed memory is not read after this.
+        """Sum all parts and return the sum; borrowed memory is not read after this.
 
         >>> total, borrowed = GradAccumulator(torch.zeros(1, 2, 1, 1)), torch.ones(1, 2, 1, 1)
         >>> total.add_borrowed(slice(0, 2), borrowed)
@@ -370,7 +370,7 @@ class GradAccumulator(_Accumulator):
         return None if before is None else before[0], total
 
     def move_to(self, whole: "GradAccumulator", first: int) -> None:
-        """Add everything here to another accumulator, whose token `first` is the first one here."""
+        """Move all parts to another accumulator, in which the first token here is token `first`."""
         parts = self._parts
         if self._wide is not None:
             parts = [(self._whole, self._wide), *parts]
@@ -390,7 +390,7 @@ class GradAccumulator(_Accumulator):
         return part
 
     def finalize(self) -> Tensor:
-        """Return the sum in the dtype that it has to have at the end."""
+        """Return the sum in its final dtype."""
         self._join()
         if self._crowded:
             if self._wide is not None and 0 < len(self._parts) <= _MOST and self._ends_elsewhere:
@@ -411,11 +411,11 @@ class GradAccumulator(_Accumulator):
 
     @property
     def _ends_elsewhere(self) -> bool:
-        """Tell whether the sum ends in other memory than where it runs."""
+        """True if the final sum lies in other memory than the running one."""
         return self._end != self._dtype and self._into is None
 
     def _written(self, totals: Tensors) -> Tensor:
-        """Sum all parts in `totals` in one pass, except one that lies there already; return it."""
+        """Sum all parts into `totals` in one pass; a part can lie there already. Return the sum."""
         for at, (_, *found) in overlaps([(self._whole, ()), *self._parts], self._dims):
             (there,) = _narrowed(totals, self._dims, self._whole, at)
             parts = [part for (part,) in found]
@@ -427,7 +427,7 @@ class GradAccumulator(_Accumulator):
 
     @property
     def _crowded(self) -> bool:
-        """Tell whether parts must be summed in a wide dtype: some are already, or many overlap."""
+        """True if parts must be summed in a wide dtype: some were already, or many overlap."""
         many = len(self._parts) > _MOST and deepest([at for at, _ in self._parts]) > _MOST
         return self._wide is not None or many
 
@@ -448,7 +448,7 @@ class GradAccumulator(_Accumulator):
 
 
 def _fill(place: Tensors, dims: Sequence[int], taken: list[slice], parts: Sequence[Part]) -> bool:
-    """Tell whether the first parts are those that took a place, and together fill it."""
+    """True if the first parts lie in `place`, where `taken` says, and together fill it."""
     if not taken or sum(at.stop - at.start for at in taken) < place[0].shape[dims[0]]:
         return False
     where = [(t.data_ptr(), t.stride(dim) * t.element_size()) for t, dim in zip(place, dims)]
@@ -457,7 +457,7 @@ def _fill(place: Tensors, dims: Sequence[int], taken: list[slice], parts: Sequen
 
 
 def _narrowed(tensors: Tensors, dims: Sequence[int], tokens: slice, at: slice) -> Tensors:
-    """Return what tensors of these tokens, along `dims`, hold for some of them."""
+    """Narrow tensors of `tokens`, along `dims`, to the tokens `at`."""
     if at == tokens:
         return tensors
     start, length = at.start - tokens.start, at.stop - at.start
@@ -465,7 +465,7 @@ def _narrowed(tensors: Tensors, dims: Sequence[int], tokens: slice, at: slice) -
 
 
 def overlaps(parts: Sequence[Part], dims: Sequence[int]) -> Iterator[tuple[slice, list[Tensors]]]:
-    """Yield stretches of tokens, each with what the parts that cover it have there.
+    """Yield disjoint slices of tokens, each with the parts that cover it, narrowed to it.
 
     `dims` are the dimensions of tokens, in each tensor of a part.
     """

@@ -7,6 +7,6 @@ class Deferred(list[Callable[[], None]]):
     """Deferred work, in order."""
 
     def do(self) -> None:
-        """Run it all."""
+        """Run all of it, in order; empties the list."""
         while self:
             self.pop(0)()

@@ -1,4 +1,4 @@
-"""Digests: numbers by which ranks find out that they hold something else, with few words."""
+"""Digests: short numbers that ranks compare to find out that tensors or functions differ."""
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
@@ -13,11 +13,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 _INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> its version and digest
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> (version, digest)
 
 
 def digest(t: Tensor) -> int:
-    """Return a number that tells tensors apart: of shape, dtype and all values, on any device.
+    """Return a number that depends on a tensor's shape, dtype and all values, on any device.
 
     >>> digest(torch.tensor([1, 2])) == digest(torch.tensor([2, 1]))
     False
@@ -32,10 +32,10 @@ def digest(t: Tensor) -> int:
 
 
 def digest_of_function(function: Callable[..., Any]) -> str:
-    """Return the name of a function and what tells it from others: its code and what that reads.
+    """Return the name of a function and a digest of its code and of all values that it reads.
 
-    That is constants, defaults, what it closes over, and global names; tensors by their values. Of
-    an object it is the type, and those attributes whose names the code has; of a module its name.
+    These are constants, defaults, closure cells and globals; tensors by their values. An object
+    counts by its type, and by the attributes whose names the code has; a module by its name.
 
     >>> first, same, other = (digest_of_function(lambda i: i < n) for n in (3, 3, 4))
     >>> first == same, first == other
@@ -47,10 +47,10 @@ def digest_of_function(function: Callable[..., Any]) -> str:
 
 
 def _described(thing: Any, names: frozenset[str], seen: dict[int, int]) -> Any:
-    """Return what is told of a thing that code with these names reads, in plain values."""
+    """Describe a value, read by code with these names, in plain values."""
     if isinstance(thing, _PLAIN):
         return repr(thing)
-    if id(thing) in seen:  # as functions that call themselves
+    if id(thing) in seen:  # such as a function that calls itself
         return "again", seen[id(thing)]
     seen[id(thing)] = len(seen)
     if isinstance(thing, Tensor):
@@ -84,7 +84,7 @@ def _of_function(function: FunctionType, seen: dict[int, int]) -> Any:
     for cell in function.__closure__ or ():
         try:
             cells.append(_described(cell.cell_contents, names, seen))
-        except ValueError:  # it is empty yet
+        except ValueError:  # still empty
             cells.append("empty")
     if (function.__module__ or "").split(".")[0] == "torch":  # the same on all ranks
         return function.__module__, function.__qualname__, cells
@@ -101,7 +101,7 @@ def _of_object(thing: Any, names: frozenset[str], seen: dict[int, int]) -> Any:
 
 
 def _methods(kind: type, names: frozenset[str]) -> dict[str, FunctionType]:
-    """Return the methods of these names, and those that they call."""
+    """Return the methods of these names, and the methods that they call."""
     found: dict[str, FunctionType] = {}
     while names:
         there = {name: getattr_static(kind, name, None) for name in sorted(names - {*found})}
@@ -112,16 +112,16 @@ def _methods(kind: type, names: frozenset[str]) -> dict[str, FunctionType]:
 
 
 def _names(code: CodeType) -> frozenset[str]:
-    """Return the names of globals and attributes that code reads, and functions within it."""
+    """Return the names of globals and attributes that code reads, inner functions included."""
     inner = [_names(each) for each in code.co_consts if isinstance(each, CodeType)]
     return frozenset(code.co_names).union(*inner)
 
 
 def _of_tensor(t: Tensor) -> Hashable:
-    """Return a tensor's digest, worked out once for each version of it; the host waits for it."""
+    """Return a tensor's digest, cached for each version of the tensor; syncs with the device."""
     if t.is_meta:
         return t.shape, t.dtype
-    if t.is_inference():  # which has no versions
+    if t.is_inference():  # such tensors have no version
         return digest(t)
     known: Any = _known.get(t)
     if known is None or known[0] != t._version:

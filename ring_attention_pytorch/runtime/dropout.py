@@ -1,7 +1,7 @@
-"""Dropout of attention's probabilities: what is dropped is a pure function of numbers.
+"""Dropout of attention's probabilities: the mask is a pure function of numbers.
 
-The numbers are the seed, and those of sample, head, query and key in the whole. So what is dropped
-does not depend on ring, layout, transport or tiles, nothing is stored, and backward drops the same.
+The numbers are the seed, and the global indices of sample, head, query and key. The mask does not
+depend on ring, layout, transport or tiles, it is not stored, and backward computes the same one.
 The Triton kernels compute the same bits (`kernels/_triton_parts.py`):
 
     mixed(x)   x ^= x >> 17; x *= A; x ^= x >> 11; x *= B; x ^= x >> 15; x *= C; x ^= x >> 14
@@ -9,8 +9,8 @@ The Triton kernels compute the same bits (`kernels/_triton_parts.py`):
     draw       x = (mark ^ key) * A; x ^= x >> 16; x ^= other mark; x *= B; x ^= x >> 15; x *= C
 
 all in unsigned 32-bit numbers. A probability is dropped where draw < rate * 2 ** 32. `mixed`, by
-C. Wellons ("Prospecting for Hash Functions", triple32), is computed once for a query, the draw for
-each pair. Two queries drop the same keys only if both of their marks are equal.
+C. Wellons ("Prospecting for Hash Functions", triple32), is computed once per query, the draw once
+per pair. Two queries drop the same keys only if both of their marks are equal.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ A, B, C = 0xED5AD4BB, 0xAC4C1B51, 0x31848BAB
 class Dropout(NamedTuple):
     """A dropout of `rate` of the probabilities, drawn by a seed of 64 bits.
 
-    Kept probabilities are multiplied by `inverse`. Heads here are `first_head` and on of all heads.
+    Kept probabilities are multiplied by `inverse`. The first local head has number `first_head`.
     """
 
     rate: float
@@ -45,11 +45,11 @@ class Dropout(NamedTuple):
         return _signed(word), _signed(other_word), _signed(bound)
 
     def for_layer(self, number: int) -> "Dropout":
-        """Return this dropout with another seed, made of its seed and the layer's number."""
+        """Return this dropout with a seed made of its own seed and the layer's number."""
         return self._replace(seed=_mixed_seed(self.seed ^ _mixed_seed(number)))
 
     def marks(self, sample: Tensor, head: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both marks of each query, of int32 tensors that broadcast; heads are local."""
+        """Return both marks of each query, from int32 tensors that broadcast; heads are local."""
         head = head + self.first_head
         marks = []
         for word in self.numbers[:2]:
@@ -60,7 +60,7 @@ class Dropout(NamedTuple):
         return first, second
 
     def kept(self, first: Tensor, second: Tensor, key: Tensor) -> Tensor:
-        """Return which probabilities stay, bool: queries are given by their marks, keys by numbers.
+        """Return the mask of kept probabilities, bool, from queries' marks and keys' numbers.
 
         >>> dropout, at = Dropout(0.5, seed=1), torch.arange(4, dtype=torch.int32)
         >>> dropout.kept(*dropout.marks(at[:1], at[:1], at[:, None]), at).long().tolist()
@@ -69,7 +69,7 @@ class Dropout(NamedTuple):
         x = (first ^ key).mul_(_signed(A))
         x.bitwise_xor_(_right(x, 16)).bitwise_xor_(second).mul_(_signed(B))
         x.bitwise_xor_(_right(x, 15)).mul_(_signed(C))
-        # unsigned numbers have the order of signed ones, the first bit flipped
+        # unsigned numbers compare like signed ones with the first bit flipped
         return x.bitwise_xor_(-_SIGN) >= (self.numbers[2] ^ -_SIGN)
 
 
@@ -83,15 +83,15 @@ def check_dropout(rate: float, seed: int | None) -> None:
 
 
 def check_seed(seed: int | None) -> None:
-    """Raise ValueError if a seed of dropout has more than 64 bits, or a sign."""
+    """Raise ValueError if a dropout seed is negative or has more than 64 bits."""
     if seed is not None and not 0 <= seed < _WORD**2:
         raise ValueError(f"dropout_seed must be at least 0 and less than 2 ** 64, got {seed}")
 
 
 def own_seed(seed: int | None) -> int:
-    """Return the seed that was given, or one from PyTorch's generator.
+    """Return the given seed, or one drawn from PyTorch's generator.
 
-    The ring uses its first rank's seed, but every rank draws one, so that generators stay together.
+    The ring uses its first rank's seed, but every rank draws one, so that generators stay in step.
     """
     if seed is not None:
         return seed
@@ -99,7 +99,7 @@ def own_seed(seed: int | None) -> int:
 
 
 def _mixed_seed(x: int) -> int:
-    """Return 64 bits that all depend on all of x (splitmix64, Steele et al. 2014)."""
+    """Mix 64 bits: each result bit depends on all of x (splitmix64, Steele et al. 2014)."""
     x = (x + 0x9E3779B97F4A7C15) % _WORD**2
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % _WORD**2
     x = (x ^ x >> 27) * 0x94D049BB133111EB % _WORD**2
@@ -115,10 +115,10 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _right(x: Tensor, by: int) -> Tensor:
-    """Shift int32 to the right as if it had no sign."""
+    """Shift int32 to the right as an unsigned number."""
     return (x >> by).bitwise_and_((1 << 32 - by) - 1)
 
 
 def _signed(x: int) -> int:
-    """Return the int32 of the same bits."""
+    """Return the int32 with the same bits as a uint32."""
     return x - _WORD if x >= _SIGN else x

@@ -1,17 +1,17 @@
-"""Addresses within a CUDA graph: found in what its nodes are given, and set anew before a launch.
+"""Addresses of tensors in a CUDA graph: found in its nodes' arguments, replaced before a launch.
 
-    a capture   copy(q', x)   kernel(x, k', out')    over memory of its own: q', k', out'
-    another     copy(q", x)   kernel(x, k", out")    over other memory
-    now         copy(q, x)    kernel(x, k, out)      over what a call has: q, k, out
+    a capture   copy(q', x)   kernel(x, k', out')    with tensors q', k', out'
+    another     copy(q", x)   kernel(x, k", out")    with other tensors
+    a launch    copy(q, x)    kernel(x, k, out)      with a call's tensors q, k, out
 
-A node of a graph holds the arguments of its kernel by value. Eight bytes of them are an address
-within a tensor if in both captures they are as far from where that tensor begins. A number that
-happens to look like an address does not move with it: factors by which kernels divide do look so.
-Both captures list their nodes in the order in which these were captured.
+A graph's node stores its kernel's arguments by value. Eight bytes of them are an address within a
+tensor if in both captures they have the same offset from that tensor's start. A number that only
+looks like an address does not move with the tensor: factors by which kernels divide do look so.
+Both captures list their nodes in the order of capture.
 
-Where a call has a tensor elsewhere, its address is put there. That goes for descriptors of blocks
-(TMA), too, which begin with an address. Launches that are under way are not affected. All of this
-is "Graph Management" of CUDA's driver interface, and needs a driver of CUDA 12.4 or newer.
+Before a launch each such address is replaced by the one in the call's tensor. This works for block
+descriptors (TMA), too, which begin with an address. Launches in flight are not affected. The calls
+are "Graph Management" of CUDA's driver API, and need a driver of CUDA 12.4 or newer.
 """
 
 import ctypes
@@ -37,16 +37,16 @@ import torch
 from torch import Tensor
 
 _T = TypeVar("_T")
-_OLDEST = 12040  # a driver that tells how large a kernel's parameters are
+_OLDEST = 12040  # the first driver that reports the sizes of a kernel's parameters
 _ALIGNMENT = 64  # bytes, of a descriptor
-_INVALID_VALUE = 1  # an error: there is no such parameter
-# kinds of nodes without tensors: empty ones, events awaited or recorded, memory taken or returned
+_INVALID_VALUE = 1  # error code: there is no such parameter
+# kinds of nodes without tensors: empty, event wait or record, memory allocation or free
 _NO_TENSORS = (5, 6, 7, 10, 11)
 
 
 @cache
 def can_be_set() -> bool:
-    """Tell whether addresses in CUDA graphs can be set here, as far as the driver goes."""
+    """True if this driver can set addresses in CUDA graphs."""
     version = c_int()
     try:
         _call("cuDriverGetVersion", byref(version))
@@ -56,9 +56,9 @@ def can_be_set() -> bool:
 
 
 class Capture(NamedTuple):
-    """A graph that was captured with `keep_graph=True`, and tensors that it reads and writes.
+    """A graph that was captured with `keep_graph=True`, and the tensors that it reads and writes.
 
-    Their memory is that of nothing else in it.
+    The graph uses their memory for nothing else.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -67,13 +67,13 @@ class Capture(NamedTuple):
 
 
 class Addresses:
-    """The addresses of a capture's tensors, what is given and then the results, in its graph.
+    """The addresses of a capture's tensors, inputs and then results, in the nodes of its graph.
 
-    `other` is a capture of the same, at the same time, so that no memory is that of both.
+    `other` is a second capture of the call, made while `of` exists, so they share no memory.
 
     Raises:
-        RuntimeError: what a node is given can't be read, the two captures are not the same, or
-            no node writes a result.
+        RuntimeError: a node's arguments can't be read, the captures differ, or no node writes a
+            result.
     """
 
     def __init__(self, of: Capture, other: Capture) -> None:
@@ -96,10 +96,10 @@ class Addresses:
                 raise _error(f"no node writes result {span.number - len(of.given)}")
 
     def set(self, tensors: Sequence[Tensor | None]) -> None:
-        """Let launches from now on read and write these tensors, contiguous ones like the first."""
+        """Make later launches use these tensors: contiguous, shaped like the captured ones."""
         now, was = _addresses(tensors), self._now
         moved = {number for number, at in enumerate(now) if at != was[number]}
-        self._now = [-1] * len(now)  # all are told again if the driver refuses one
+        self._now = [-1] * len(now)  # if the driver refuses one, the next call sets all again
         for node in self._nodes:
             if not moved.isdisjoint(node.numbers):
                 node.set(now)
@@ -115,14 +115,14 @@ def _error(what: str) -> RuntimeError:
 
 
 def _alike(these: Sequence[_T], those: Sequence[_T]) -> Iterable[tuple[_T, _T]]:
-    """Pair what two captures have."""
+    """Pair the items of two captures; raise RuntimeError if the lengths differ."""
     if len(these) != len(those):
         raise _error("two captures of it are not the same")
     return zip(these, those)
 
 
 class _Span(NamedTuple):
-    """Where a tensor is, and how far from there in the other capture."""
+    """A tensor's first and end address, and its distance to the tensor in the other capture."""
 
     number: int
     first: int
@@ -131,15 +131,15 @@ class _Span(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What a node is given: its words, and what gives it these as they are now."""
+    """A node's arguments, in our memory: their words, and a function that writes them back."""
 
-    what: Sequence[int | None]  # tells what the node does: kind, or kernel and grid
-    words: Sequence[Any]  # arrays of 8 bytes each
+    what: Sequence[int | None]  # identifies the operation: kind, or kernel and grid
+    words: Sequence[Any]  # arrays of 8-byte words
     give: Callable[[], None]
 
 
 class _Node:
-    """A node, and which of its words are how far within which tensor."""
+    """A node, and for each word that is an address its tensor and the offset in it."""
 
     def __init__(self, given: _Given, twin: _Given, spans: Sequence[_Span]) -> None:
         if given.what != twin.what:
@@ -155,7 +155,7 @@ class _Node:
         self.numbers = {number for _, _, number, _ in self._found}
 
     def set(self, now: Sequence[int]) -> None:
-        """Let it read and write tensors at these addresses."""
+        """Make the node use tensors at these addresses."""
         for words, at, number, beyond in self._found:
             words[at] = now[number] + beyond
         self._give()
@@ -171,7 +171,7 @@ def _nodes(graph: int) -> list[c_void_p]:
 
 
 def _given(executable: c_void_p | None, node: c_void_p) -> _Given:
-    """Return what a node is given, in memory of ours, and what gives it to an executable graph."""
+    """Copy a node's arguments to our memory, with a function that writes them to `executable`."""
     kind = c_int()
     _call("cuGraphNodeGetType", node, byref(kind))
     if kind.value in _NO_TENSORS:
@@ -195,7 +195,7 @@ class _KernelParams(Structure):
     ]
 
     def asked(self) -> tuple[str, c_void_p]:
-        """Return how functions of the driver that tell of this kernel begin, and by what."""
+        """Return the prefix of the driver's query functions for this kernel, and its handle."""
         if self.function:
             return "cuFunc", c_void_p(self.function)
         return "cuKernel", c_void_p(self.kernel)
@@ -224,14 +224,14 @@ def _of_kernel(executable: c_void_p | None, node: c_void_p) -> _Given:
 
 
 def _there(params: _KernelParams, number: int) -> int:
-    """Return where a parameter is."""
+    """Return the address of a parameter's value."""
     if not params.params or (at := params.params[number]) is None:
         raise _error(f"kernel {_name(params)} hides what it is given")
     return at
 
 
 def _sizes(params: _KernelParams) -> list[int]:
-    """Return how many bytes each parameter of a kernel has."""
+    """Return the size in bytes of each parameter of a kernel."""
     begin, kernel = params.asked()
     ask, offset, size = getattr(_driver(), f"{begin}GetParamInfo"), c_size_t(), c_size_t()
     sizes: list[int] = []
@@ -250,7 +250,7 @@ def _name(params: _KernelParams) -> str:
 
 
 def _of_words(which: str, number: int, executable: c_void_p | None, node: c_void_p) -> _Given:
-    """Return what a node is given that copies or fills memory: so many words."""
+    """Return the arguments of a node that copies or fills memory: `number` words."""
     words, context = (c_uint64 * number)(), c_void_p()
     _call(f"cuGraph{which}NodeGetParams", node, words)
     _call("cuCtxGetCurrent", byref(context))
@@ -266,10 +266,10 @@ _READ: dict[int, Callable[..., _Given]] = {  # by CUgraphNodeType
 
 
 def _call(name: str, *args: Any) -> None:
-    """Call a function of the driver.
+    """Call a function of the CUDA driver.
 
     Raises:
-        RuntimeError: it has failed.
+        RuntimeError: the call failed.
         OSError: there is no driver.
     """
     if code := getattr(_driver(), name)(*args):

@@ -1,8 +1,8 @@
 """Tensors that outlive the call that makes them, such as tables of a plan's tiles.
 
-torch.compile with CUDA graphs runs a call once with all memory out of the pool of its graph, and
-raises where anything of that pool is still held afterwards. The pool is the thread's, so another
-thread makes what stays.
+torch.compile with CUDA graphs runs a call once with all memory from its graph's pool, and raises if
+any of that memory is still in use afterwards. The pool belongs to the thread, so another thread
+makes the tensors that stay.
 """
 
 import sys
@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 _T = TypeVar("_T")
-_POOLS = "torch._inductor.cudagraph_trees"  # loaded where such pools can be
+_POOLS = "torch._inductor.cudagraph_trees"  # loaded wherever such pools can exist
 
 
 def outside_graph_pool(make: Callable[[], _T], device: torch.device) -> _T:
@@ -31,7 +31,7 @@ def outside_graph_pool(make: Callable[[], _T], device: torch.device) -> _T:
 def _made(make: Callable[[], _T], device: torch.device) -> _T:
     with torch.cuda.device(device):
         made = make()
-        torch.cuda.current_stream().synchronize()  # whoever reads it is on another stream
+        torch.cuda.current_stream().synchronize()  # readers are on other streams
     return made
 
 

@@ -1,9 +1,9 @@
-"""CUDA graphs of a plan's calls: the host launches each at once, whatever it consists of.
+"""CUDA graphs of a plan's calls: the host launches each whole call at once.
 
-Where tokens are few, Python takes longer to launch the kernels of a ring attention than a GPU takes
-to run them. A graph reads and writes the memory with which it was captured. So before it is
-launched its nodes are told where a call's tensors are. So these are not copied there, and results
-are like any others.
+With few tokens, Python takes longer to launch the kernels of a ring attention than a GPU takes to
+run them. A graph reads and writes the memory with which it was captured. Before each launch the
+addresses in its nodes are therefore set to the call's tensors: nothing is copied, and results are
+ordinary tensors.
 """
 
 from collections.abc import Callable, Hashable
@@ -18,16 +18,16 @@ from ring_attention_pytorch.runtime.graph_nodes import Addresses, Capture, can_b
 from ring_attention_pytorch.runtime.replay import Function, Recordings, Replay, Tensors
 from ring_attention_pytorch.runtime.streams import capturing, passing_capture
 
-_ALIGNMENT = 32  # bytes: kernels read as many at once where addresses are multiples of it
+_ALIGNMENT = 32  # bytes: kernels read this many at once if addresses are multiples of it
 
 
 def has_graphs(owner: Any) -> bool:
-    """Tell whether a plan's calls, or its swaps, are replayed by CUDA graphs."""
+    """True if CUDA graphs replay the calls of this plan or swap."""
     return owner.recordings is not None and owner.recordings.by is Graph
 
 
 def graphs_refusal(plan: Any) -> str | None:
-    """Say why a plan can't have CUDA graphs of its own; None if it can."""
+    """Return why a plan can't have CUDA graphs of its own; None if it can."""
     if not plan.replay.graph:
         return (
             "CUDA graphs need tensors on CUDA, keys in memory that GPUs share, no messages; "
@@ -41,9 +41,9 @@ def graphs_refusal(plan: Any) -> str | None:
 def with_graphs(plan: Any) -> Any:
     """Return a plan with graphs of its own.
 
-    Replacing something in it gives a plan without graphs; only swaps of heads keep theirs. The host
-    launches a graph at once, so calls that overlap cost it nothing more there. Kernels
-    that merge by themselves lose by overlapping, so their transport stays.
+    `replace` on it gives a plan without graphs; only swaps of heads keep theirs. With a graph,
+    overlapping calls cost no extra host time, so the overlapping transport is used. Kernels that
+    merge by themselves get slower by overlap, so their transport stays.
     """
     merges = plan.kernel.traits.fuses_merge
     transport = plan.transport if merges else plan.chosen.overlapping_transport or plan.transport
@@ -60,30 +60,30 @@ def _recorded(owner: Any, replay: Replay) -> Any:
 
 
 class Graph:
-    """A CUDA graph of what a function does with tensors like these.
+    """A CUDA graph of a function's call with tensors of given shapes and dtypes.
 
-    The first call runs the function as ever, and makes what is made once; the second captures it.
-    The function takes `into=`, too: memory for its results, or None for those that are None.
+    The first call runs the function eagerly, which fills caches; the second captures it.
+    The function also takes `into=`: memory for its results, None for a result that is None.
     """
 
     memory = True
 
     def __init__(self) -> None:
         self.replay: Callable[[Tensors], None] | None = None
-        self._results: Tensors = ()  # what they are like, of one element each
+        self._results: Tensors = ()  # shapes and dtypes of the results, with one element's memory
 
     @staticmethod
     def key(given: Tensors) -> tuple[Hashable, ...] | None:
-        """Return which tensors are given, and of which dtypes; None while a graph is captured.
+        """Return the tensors' dtypes, None for missing ones; None while a graph is captured.
 
-        That one holds what inner graphs would do, not them.
+        An outer capture records the operations themselves, not inner graphs.
         """
         if capturing(given[0].device):
             return None
         return tuple([None if t is None else t.dtype for t in given])
 
     def run(self, function: Function, owner: Any, given: Tensors) -> Tensors:
-        """Return `function(owner, *given)`, by the graph once there is one."""
+        """Return `function(owner, *given)`, replayed by the graph once there is one."""
         given = tuple([None if t is None else _readable(t) for t in given])
         if not self._results:
             found = function(owner, *given)
@@ -99,22 +99,22 @@ class Graph:
 
 
 def _readable(t: Tensor) -> Tensor:
-    """Return a tensor, copied unless it lies as one that is captured: contiguous and aligned."""
+    """Return a tensor in the layout that a capture has: copied unless contiguous and aligned."""
     t = t.contiguous()
     return t if t.data_ptr() % _ALIGNMENT == 0 else t.clone()
 
 
 def _like(tensors: Tensors) -> Tensors:
-    """Return new tensors like these, but contiguous."""
+    """Return new contiguous tensors of the same shapes and dtypes."""
     return tuple([None if t is None else t.new_empty(t.shape) for t in tensors])
 
 
 def captured(
     function: Function, given: Tensors, results: Tensors, device: torch.device
 ) -> Callable[[Tensors], None]:
-    """Capture what a function does with tensors like these; return what replays it with others."""
-    with torch.cuda.device(device):  # to which what is read of the graph belongs
-        # two at a time, so that they have no memory in common
+    """Capture a function with tensors like these; return a function that replays it with others."""
+    with torch.cuda.device(device):  # the driver's queries need the graph's context
+        # both exist at once, so that they have no memory in common
         other, capture = (_capture(function, given, results, device) for _ in range(2))
         graph = capture.graph
         graph.instantiate()
@@ -130,7 +130,7 @@ def captured(
 def _capture(function: Function, given: Tensors, results: Tensors, device: torch.device) -> Capture:
     graph, stream = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.Stream(device)
     given, results = _like(given), _like(results)
-    # calls of other threads don't spoil it: NCCL's threads query the device meanwhile
+    # calls of other threads don't break it: NCCL's threads query the device during a capture
     mode: dict[str, Any] = dict(stream=stream, capture_error_mode="thread_local")
     with passing_capture(), torch.cuda.graph(graph, **mode):
         function(*given, into=results)

@@ -1,12 +1,12 @@
-"""Handles: numbers that stand for objects in a traced graph, which can hold no others.
+"""Handles: integers that stand for objects in a traced graph, which can't hold the objects.
 
-A graph that is traced for one plan runs with others. So it takes the plan's number, which differs
-between plans, and what runs looks the plan up:
+A graph that is traced for one plan runs with others. It therefore takes the plan's handle, an int
+that differs between plans, and the operator looks the plan up:
 
     plan.handle -> 7 << 32           its layer 3 -> (7 << 32) + 4
 
-A handle that a graph has used keeps its object for a while, since backward comes after the caller
-may have let go of it.
+The table keeps the last 64 objects that graphs have used alive, because the caller may drop a plan
+before backward runs.
 """
 
 from collections import OrderedDict
@@ -14,9 +14,9 @@ from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
-_STRIDE = 1 << 32  # between objects; in between are the numbers of their layers
-LAYERS = _STRIDE - 1  # that an object may have, or two of them would meet
-_MOST_KEPT = 64  # objects that are kept though nobody else may hold them
+_STRIDE = 1 << 32  # between the handles of objects; layers' handles lie in between
+LAYERS = _STRIDE - 1  # the most that an object can have: with more, handles would collide
+_MOST_KEPT = 64  # objects that are kept alive here
 
 _counter = count(_STRIDE, _STRIDE)
 _objects: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -24,7 +24,7 @@ _kept_alive: OrderedDict[int, Any] = OrderedDict()
 
 
 def check_layer(number: int) -> None:
-    """Raise ValueError if no layer of an object can have this number.
+    """Raise ValueError unless a layer of an object can have this number.
 
     >>> check_layer(LAYERS - 1)
     """
@@ -35,7 +35,7 @@ def check_layer(number: int) -> None:
 
 
 def new_handle(thing: Any) -> int:
-    """Return a number for an object, which is never another's."""
+    """Return a new handle for an object; handles are never reused."""
     handle = next(_counter)
     _objects[handle] = thing
     return handle
@@ -51,16 +51,16 @@ def handle_of_layer(handle: int, layer: int) -> int:
 
 
 def parted(handle: int) -> tuple[int, int | None]:
-    """Split a handle into that of an object and the number of a layer, None if it is of none."""
+    """Split a handle into the object's handle and the layer's number, None without a layer."""
     layer = handle % _STRIDE
     return handle - layer, layer - 1 if layer else None
 
 
 def object_of(handle: int) -> tuple[Any, int | None]:
-    """Return the object of a handle and the number of its layer, and keep the object for a while.
+    """Return a handle's object and layer number; keep the object alive until 64 others were used.
 
     Raises:
-        RuntimeError: nobody holds the object any more.
+        RuntimeError: the object was freed.
     """
     handle, layer = parted(handle)
     thing = _objects.get(handle)

@@ -5,7 +5,7 @@
     out, dout [b, n, h, d_v]   lse, dlse, delta [b, h, n]
 
 `lse` is the natural logarithm of the sum of exponentials. Running results (out, lse, dq, dk, dv)
-are kept as `accumulate` says, in float32 at least, in float64 for float64.
+have `accumulation_dtype`: at least float32, and float64 for float64.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -43,7 +43,7 @@ FEATURES = frozenset(
 
 
 class KVBlock(NamedTuple):
-    """A block of keys and values that travel together. `own` is true for this rank's keys."""
+    """Keys and values in memory together, on which a kernel computes; `own`: this rank's keys."""
 
     k: Tensor
     v: Tensor
@@ -54,8 +54,8 @@ class KVBlock(NamedTuple):
     def without_unseen(self, reached: Tensor | None = None) -> "KVBlock":
         """Return the block with zeros in place of the keys and values that no query may see.
 
-        These are what `key_mask` hides, and what is not `reached`, bool `[1, m]`. NaN may be there,
-        as in padding, and probability 0 times NaN is NaN, in forward and in backward.
+        Those are hidden by `key_mask` or not `reached`, bool `[1, m]`. They can be NaN, as in
+        padding, and probability 0 times NaN is NaN, in forward and in backward.
         """
         shown = self.key_mask
         if reached is not None:
@@ -77,8 +77,8 @@ class KVBlock(NamedTuple):
 class ScoreMods(NamedTuple):
     """Terms of a score: `scale * q.k`, then `c * tanh(score / c)` if softclamp is c.
 
-    With `alibi` [h] a score loses its head's slope times the distance of the positions in `Tiles`.
-    `mask_mod` says of (sample, head, position of query, of key) whether the key may be seen.
+    `alibi` [h] subtracts the head's slope times the distance of the positions in `Tiles`.
+    `mask_mod(sample, head, query position, key position)` returns True for a visible pair.
     `dropout` drops probabilities by the numbers in `Tiles`; lse is without it. `bucket_size`
     changes no score: it bounds the rows of a tile that are computed at once.
     """
@@ -93,7 +93,7 @@ class ScoreMods(NamedTuple):
 
 @dataclass(frozen=True)
 class Residuals:
-    """Residuals of the queries for a backward pass; dlse is None where nothing came through lse."""
+    """Residuals of the queries for a backward pass; dlse is None if lse has no gradient."""
 
     q: Tensor
     out: Tensor
@@ -103,10 +103,10 @@ class Residuals:
 
     @cached_property
     def delta(self) -> Tensor:
-        """The row sum of dout * out, less dlse: d(score) = p * (dout.v - delta), [b, h, n].
+        """The row sum of dout * out, minus dlse: d(score) = p * (dout.v - delta), [b, h, n].
 
-        Under dropout dout.v stands for what dropout leaves of it, and so it does in out. Computed
-        once, for the kernels that ask for it.
+        With dropout dout.v has the mask and factor of dropout, as v has in out. Computed once, on
+        first use.
         """
         delta = sum_of_products(self.dout, self.out)
         return delta if self.dlse is None else delta - self.dlse
@@ -122,7 +122,7 @@ class Residuals:
 class Grads(NamedTuple):
     """Accumulators of the gradients of this rank's queries, and of these keys and values.
 
-    A kernel that has finished dk and dv may put off dq (`dq.deferred`, if given), so that dk and dv
+    A kernel that has finished dk and dv can put off dq (`dq.deferred`, if given), so that dk and dv
     can start their transfer.
     """
 
@@ -138,14 +138,14 @@ class Grads(NamedTuple):
 
 
 class Tiles(tuple[Tile, ...]):
-    """The tiles of a block, with a cache for what a kernel makes of them once.
+    """The tiles of a block, with a cache for tables that a kernel makes from them.
 
     `rows_at` and `cols_at` are the positions of the block's queries and keys, int32 `[n]` and
-    `[m]`, where `ScoreMods` need them; `first` is its first sample's number. Dropout draws by
-    `row_numbers` and `col_numbers`, int32 too, no two of them alike: documents share positions.
+    `[m]`, if `ScoreMods` need them; `first` is its first sample's number. Dropout draws by
+    `row_numbers` and `col_numbers`, int32 and distinct; positions repeat between documents.
     `concurrent` allows a kernel that returns parts to compute them on side streams.
 
-    Plans that differ in nothing but their key mask share `made`; each has a `masked` of its own.
+    Plans that differ only in their key mask share `made`; each has its own `masked`.
     """
 
     first: int = 0
@@ -161,14 +161,14 @@ class Tiles(tuple[Tile, ...]):
         self.masked: dict[Hashable, Any] = {}
 
     def once(self, what: Hashable, make: Callable[[], Any], *, of_mask: bool = False) -> Any:
-        """Return what `make` gives, made when first asked for; `of_mask` if the mask is in it."""
+        """Return `make()`, cached by the key `what`; `of_mask` if it depends on the key mask."""
         kept = self.masked if of_mask else self.made
         if what not in kept:
             kept[what] = make()
         return kept[what]
 
     def of_another_mask(self) -> "Tiles":
-        """Return the same tiles without what was made of a key mask.
+        """Return the same tiles without the cached values that depend on a key mask.
 
         >>> tiles = Tiles()
         >>> tiles.once("both", int), tiles.once("of a mask", int, of_mask=True)
@@ -185,9 +185,9 @@ class Tiles(tuple[Tile, ...]):
 class KernelRequest(NamedTuple):
     """A request to a kernel: everything that decides whether the kernel can do it.
 
-    `capability` is the compute capability of a CUDA device. `packed` says that there are documents,
-    each of which takes a call with some kernels. `named` is True where the kernel was asked for by
-    name, which lets it run where it is never the fastest.
+    `capability` is the compute capability of a CUDA device. `packed`: there are documents, each of
+    which takes a call of some kernels. `named`: the user named the kernel, so it can run even where
+    it is never the fastest.
     """
 
     device: str
@@ -218,9 +218,9 @@ class KernelRequest(NamedTuple):
         packed: bool = False,
         **others: object,
     ) -> "KernelRequest":
-        """Return what tensors like these, options and torch.use_deterministic_algorithms ask for.
+        """Return the request of these tensors, options and torch.use_deterministic_algorithms.
 
-        `others` are window, key_mask, softclamp and mask_mod, None where they are not given.
+        `others` are window, key_mask, softclamp and mask_mod, None if not given.
         """
         return cls(
             q.device.type,
@@ -238,12 +238,12 @@ class KernelRequest(NamedTuple):
 
 
 class Dependency(NamedTuple):
-    """A package that a kernel needs: its name, from which version on, and how to install it."""
+    """A package that a kernel needs: its name, its oldest version, and how to install it."""
 
     name: str
     module: str
     min_version: str
-    built: bool = False  # when it is installed, with the torch that is there
+    built: bool = False  # compiled at installation, with the installed torch
 
     @property
     def command(self) -> str:
@@ -253,18 +253,18 @@ class Dependency(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """Traits of a kernel's calls, which decide nothing about whether it can do a case."""
+    """Traits of a kernel's calls, for schedules; they don't decide which cases it can do."""
 
     preemptible: bool = False  # a backward call that has begun gives way to one of higher priority
-    square: bool = False  # of causal tiles it knows those whose diagonal begins at the top left
+    square: bool = False  # causal tiles must have their diagonal begin at the top left
     # merges by itself: for few tokens one call of all keys is faster than several
     fuses_merge: bool = False
-    keys_first: bool = False  # backward makes dk and dv first, and leaves dq for `dq.deferred`
-    # all that it does are PyTorch's operations and `opaque` functions, so a tape can hold its calls
+    keys_first: bool = False  # backward makes dk and dv first, and puts off dq by `dq.deferred`
+    # runs only PyTorch's operations and `opaque` functions, so a tape can record its calls
     taped: bool = False
 
     def with_backward(self, other: "Traits") -> "Traits":
-        """Return the traits of the forward of this kernel with the backward of another."""
+        """Return the traits of this kernel's forward with another kernel's backward."""
         return other._replace(
             square=self.square and other.square,
             fuses_merge=self.fuses_merge and other.fuses_merge,
@@ -281,7 +281,7 @@ class Capabilities(NamedTuple):
     max_capability: tuple[int, int] | None = None
     max_head_dim: int | None = None  # head size
     head_dim_multiple: int = 1  # head sizes must be multiples of it
-    one_head_dim: bool = False  # d and d_v must be the same
+    one_head_dim: bool = False  # d and d_v must be equal
     varlen: bool = False  # computes many tiles in a few calls: the first choice for documents
     traits: Traits = Traits()
     features: frozenset[str] = FEATURES
@@ -313,28 +313,28 @@ class Kernel(Protocol):
 
 
 class Transport(Protocol):
-    """The interface of a transport: it brings keys to this rank, and their gradients home.
+    """The interface of a transport: fetches keys for this rank, and sends gradients to owners.
 
-    All ranks make the same exchanges in the same order, whatever they hold.
+    All ranks make the same exchanges in the same order, even if they have no tokens.
     """
 
     @property
     def fabric(self) -> Any:
-        """What carries keys among which ranks, a `comm.fabric.Fabric`."""
+        """The `comm.fabric.Fabric` that moves the bytes, with its ring of ranks."""
         ...
 
     @property
     def keeps(self) -> bool:
-        """Tell whether others' keys come, and stay where they are until the last call has ended."""
+        """True if others' keys stay in memory, unchanged, until the last kernel call has ended."""
         ...
 
     @property
     def schedule(self) -> Schedule:
-        """What all ranks do, in the order in which `stream` and `stream_back` do it."""
+        """The programs of all ranks, which `stream` and `stream_back` run."""
         ...
 
     def stream(self, own_keys: KVBlock) -> Iterator[KVBlock]:
-        """Yield own keys, then all others that anyone needs, those that come next under way."""
+        """Yield own keys, then others' keys part by part, while the next transfer is in flight."""
         ...
 
     def stream_back(
@@ -343,11 +343,11 @@ class Transport(Protocol):
         own: tuple[GradAccumulator, GradAccumulator],
         deferred: Deferred | None = None,
     ) -> Iterator[tuple[KVBlock, tuple[GradAccumulator, GradAccumulator]]]:
-        """Yield the blocks of `stream`, each with accumulators (dk, dv) to add its gradients to.
+        """Yield the blocks of `stream`, each with the accumulators (dk, dv) of its gradients.
 
-        `own` are the accumulators of own keys. They get what every rank added, and are complete
-        when the stream has ended. What a kernel leaves for `deferred` is done before anything is
-        waited for; of the last block it may still be left then.
+        `own` are the accumulators of own keys. They receive every rank's gradients, and are
+        complete when the stream has ended. Work that a kernel puts off by `deferred` runs before
+        the next wait; the last block's can still be left when the stream ends.
         """
         ...
 
@@ -363,7 +363,7 @@ def sink_weights(sinks: Tensor, lse: Tensor) -> Tensor:
 
 
 def grad_of_sinks(sinks: Tensor, saved: Residuals, into: Tensor | None = None) -> Tensor:
-    """Return the gradient [h] of sinks, from the queries here, `into` that memory if it is given.
+    """Return the gradient [h] of sinks from this rank's queries, in the tensor `into` if given.
 
     A sink has no value, so its d(score) is -p * delta.
     """
@@ -372,6 +372,6 @@ def grad_of_sinks(sinks: Tensor, saved: Residuals, into: Tensor | None = None) -
 
 
 def tangent_of_delta(saved: Residuals, along: Residuals) -> Tensor:
-    """Return the tangent [b, h, n] of delta, `along` being the tangents of what was saved."""
+    """Return the tangent [b, h, n] of delta; `along` has the tangents of `saved`."""
     tangent = sum_of_products(along.dout, saved.out) + sum_of_products(saved.dout, along.out)
     return tangent if along.dlse is None else tangent - along.dlse

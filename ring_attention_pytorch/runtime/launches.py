@@ -1,4 +1,4 @@
-"""Launches of Triton kernels that cost the host half of what they usually do, or less."""
+"""Launches of Triton kernels that take the host half of Triton's own time, or less."""
 
 import contextvars
 import logging
@@ -22,14 +22,14 @@ logger = logging.getLogger("ring_attention_pytorch")
 class Launch:
     """A Triton kernel that is launched over and over, with arguments of the same kinds.
 
-    Triton looks at all arguments of a launch to find what it has compiled for such, which takes
-    15 us of the host or more; what is compiled is launched in 7. So integers must be annotated in
-    the kernel, and not specialized; tensors must be of the same dtypes, and equally aligned. It is
-    launched on the device for which it was first.
+    Triton inspects all arguments of a launch to find the compiled variant, which takes 15 us of the
+    host or more; launching that variant directly takes 7. Integers must therefore be annotated in
+    the kernel and not specialized, and tensors must have the same dtypes and alignment. All
+    launches are on the device of the first one.
 
     A kernel's parameters are the arguments of a call, then the `fixed` ones, which are the same in
-    all calls, then constants. What is compiled is given addresses: of each tensor it would ask the
-    driver.
+    all calls, then constants. The compiled variant gets addresses, because for each tensor it would
+    query the driver.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ def _addressed(args: tuple[Any, ...]) -> list[Any]:
 
 
 def _launcher(made: Any, programs: int) -> Callable[..., None]:
-    """Return what launches a kernel that has run, as Triton does, but without hooks of profilers.
+    """Return a function that launches a compiled kernel as Triton does, without profiler hooks.
 
-    Those take as long as a third of the launch, each time, if there are none.
+    Hooks take a third of a launch's time, even if none is set.
     """
     from triton.runtime import driver
 
@@ -86,9 +86,9 @@ def _launcher(made: Any, programs: int) -> Callable[..., None]:
 
 
 def can_begin_early(device: torch.device) -> bool:
-    """Tell whether kernels of a device can begin before the one before has ended: `launch_pdl`.
+    """True if a device's kernels can begin before the previous one has ended: `launch_pdl`.
 
-    They can't where PyTorch fills new memory: what they write could be filled after that.
+    False if PyTorch fills new memory: the fill could overwrite a kernel's output.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
@@ -99,7 +99,7 @@ def can_begin_early(device: torch.device) -> bool:
 
 
 class KernelCall(NamedTuple):
-    """A launch of a Triton kernel, with all it is given."""
+    """A launch of a Triton kernel, with all its arguments."""
 
     kernel: Any
     programs: int
@@ -107,19 +107,19 @@ class KernelCall(NamedTuple):
     constants: dict[str, Any]  # the kernel's last parameters, and the compiler's options
 
     def launch(self) -> Any:
-        """Launch it on the current stream, as Triton does; return what is compiled, if anything."""
+        """Launch it on the current stream by Triton; return the compiled kernel, if any."""
         return self.kernel[(self.programs,)](*self.args, **self.constants)
 
     def compile(self) -> Any:
-        """Compile what a launch needs, if nobody has; return it, or what will give it."""
+        """Compile the kernel of a launch unless it is cached; return it, or a future of it."""
         return self.kernel.warmup(*self.args, grid=(self.programs,), **self.constants)
 
 
 def compile_together(calls: Sequence[KernelCall]) -> None:
-    """Compile for the current device what these calls need, all at the same time.
+    """Compile the kernels of these calls for the current device, all at the same time.
 
-    Each kernel takes a second or two. Compilers run in threads, and let others run. Triton before
-    3.5 compiles one after another. What can't be compiled is tried again at its launch.
+    Each kernel takes a second or two. Compilers run in threads and release the GIL. Triton before
+    3.5 compiles one after another. A kernel that fails is compiled again at its launch.
     """
     if not calls:
         return
@@ -132,7 +132,7 @@ def compile_together(calls: Sequence[KernelCall]) -> None:
     with ThreadPoolExecutor(len(calls)) as threads:
         mode = triton.AsyncCompileMode(threads)
         try:
-            contextvars.Context().run(_compile, calls, mode)  # where no other mode is
+            contextvars.Context().run(_compile, calls, mode)  # a context without another mode
         finally:
             for call in calls:
                 _forget_failed(call.kernel)
@@ -156,7 +156,7 @@ def _log(call: KernelCall, begin: float, future: Future[Any] | None = None) -> N
 
 
 def _forget_failed(kernel: Any) -> None:
-    """Drop what was not compiled from what a kernel has: Triton would raise that error for ever."""
+    """Drop failed compilations from a kernel's caches: Triton would raise their errors forever."""
     for known, *_ in getattr(kernel, "device_caches", {}).values():
         for kind, made in [*known.items()]:
             if _is_under_way(made) and made.future.done() and made.future.exception() is not None:
@@ -164,12 +164,12 @@ def _forget_failed(kernel: Any) -> None:
 
 
 def _is_under_way(made: Any) -> bool:
-    """Tell whether Triton has given a promise of a kernel, not the kernel."""
+    """True if Triton has returned a future of a kernel, not the kernel."""
     return isinstance(vars(made).get("future"), Future) if hasattr(made, "__dict__") else False
 
 
 class _Thread(threading.local):
-    """What this thread holds back at the moment, one call of each kind."""
+    """A thread's calls that `compile_only` collects, one of each kind; None outside of it."""
 
     held: dict[Hashable, KernelCall] | None = None
 
@@ -179,7 +179,7 @@ _thread = _Thread()
 
 @contextmanager
 def compile_only() -> Iterator[dict[Hashable, KernelCall]]:
-    """Collect what operations that are `compiled_ahead` would launch in this block and thread.
+    """Collect the calls that `compiled_ahead` operations would launch in this block and thread.
 
     Nothing is launched, so outputs are undefined. Of calls with the same constants only the first
     is collected, because it keeps its tensors.
@@ -192,9 +192,9 @@ def compile_only() -> Iterator[dict[Hashable, KernelCall]]:
 
 
 def compile_ahead(run: Callable[[], None]) -> bool:
-    """Compile together what `run` launches, before any of it is; tell whether that was done.
+    """Compile the kernels that `run` launches, all together, without launching; True on success.
 
-    It is not done if something is wrong, which a launch will say, nor while it is held back.
+    False if compilation fails (a launch will raise), and within `compile_only` or a recording.
     """
     if _thread.held is not None or recording():
         return False
@@ -211,9 +211,9 @@ def compile_ahead(run: Callable[[], None]) -> bool:
 def operation(
     call: Callable[..., KernelCall], launch: Callable[[KernelCall], object] = KernelCall.launch
 ) -> Callable[..., None]:
-    """Decorate what makes a call of a constant, then of tensors and other constants: launch it.
+    """Decorate a function (constant, *tensors and constants) -> KernelCall: also launch the call.
 
-    For tapes that is one operation. Tapes launch what is compiled without looking at arguments.
+    A tape records it as one operation, and replays it without inspecting arguments.
     """
 
     @opaque
@@ -230,9 +230,9 @@ def operation(
 
 
 def compiled_ahead(call: Callable[..., KernelCall]) -> Callable[..., None]:
-    """Decorate as `operation` does; what is launched may be `compile_only`.
+    """Decorate as `operation` does, but obey `compile_only`.
 
-    Never a kernel in which ranks meet: those that hold back and those that do not would wait.
+    Never use it for a kernel with a barrier: ranks that skip the launch would block the others.
     """
     return operation(call, _launch_or_hold)
 
@@ -245,12 +245,12 @@ def _launch_or_hold(call: KernelCall) -> None:
 
 
 def _on(t: Tensor) -> AbstractContextManager[Any]:
-    """Make the device of t current: Triton launches on that one, whatever device tensors are on."""
+    """Make the device of t current: Triton launches there, even if tensors are elsewhere."""
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
 
 
 class _Given(NamedTuple):
-    """Stands for a tensor that a call is given, by its number."""
+    """A placeholder for a tensor argument of a call, by its number."""
 
     number: int
 
@@ -262,7 +262,7 @@ class _Given(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Stands for a tuple of such tensors."""
+    """A placeholder for a tuple of such tensors."""
 
     numbers: tuple[int, ...]
 
@@ -274,7 +274,7 @@ class _Group(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """Stands for a descriptor of such a tensor, by which blocks of it are moved."""
+    """A placeholder for a block descriptor (TMA) of such a tensor."""
 
     number: int
     shape: tuple[int, ...]
@@ -288,7 +288,7 @@ class _Described(NamedTuple):
         return TensorDescriptor(given[self.number], shape, strides, block)
 
     def address(self, given: Sequence[Tensor | Any]) -> SimpleNamespace:
-        """Return what a launch reads of a descriptor, without the checks that making one takes."""
+        """Return the fields of a descriptor that a launch reads, without a descriptor's checks."""
         return SimpleNamespace(
             base=given[self.number], shape=self.shape, strides=self.strides, padding="zero",
             round_f32_to_tf32=False,
@@ -296,11 +296,11 @@ class _Described(NamedTuple):
 
 
 class PreparedLaunch:
-    """A launch that is repeated with tensors like the first ones, on the same device.
+    """A launch that is repeated with tensors of the same kinds, on the same device.
 
-    What Triton has compiled for these is launched without looking at the arguments again, which
-    takes the host 100 us where they are many. Arguments that are tensors of the call, or
-    descriptors of such, are those of each call; other tensors stay what they are.
+    The compiled kernel is launched without inspecting the arguments again, which takes the host
+    100 us if they are many. Arguments that are the call's tensors, or descriptors of them, are
+    replaced in each call; other tensors stay the same.
     """
 
     def __init__(self, call: KernelCall, given: Sequence[Tensor | Any]) -> None:
@@ -310,7 +310,7 @@ class PreparedLaunch:
         names = call.kernel.arg_names[len(slots) :]
         self._template = [*slots, *(call.constants[name] for name in names)]
         args = [None if moves else arg for moves, arg in zip(moving, call.args)]
-        self._call = call._replace(args=args)  # keeps no tensor of this call
+        self._call = call._replace(args=args)  # without this call's tensors
         self._compiled: Any = None
         self.kind = call.kernel, call.programs, tuple(slots), tuple(call.constants.items())
 
@@ -321,7 +321,7 @@ class PreparedLaunch:
         return hash(self.kind)
 
     def __call__(self, *given: Tensor | Any, **_: object) -> None:
-        """Launch it on the current stream; other arguments are as they were."""
+        """Launch it on the current stream with these tensors."""
         if self._compiled is None:
             self._look(given)
             return
@@ -331,7 +331,7 @@ class PreparedLaunch:
         self._compiled(*args)
 
     def _look(self, given: Sequence[Tensor | Any]) -> None:
-        """Launch it as Triton does, and keep what it has compiled; the interpreter does not."""
+        """Launch it by Triton and keep the compiled kernel; the interpreter has none."""
         args = [*self._call.args]
         for at, slot in self._moving:
             args[at] = slot.tensor(given)
@@ -340,7 +340,7 @@ class PreparedLaunch:
 
 
 def _slot(arg: Any, given: Sequence[Tensor | Any]) -> Any:
-    """Return what stands for an argument in all calls: of a tensor that stays, its address."""
+    """Return an argument's placeholder; a tensor that is not the call's becomes its address."""
     numbers = {
         id(t): number for number, t in reversed([*enumerate(given)]) if isinstance(t, Tensor)
     }

@@ -1,11 +1,11 @@
-"""A look at calls while they run: ranges for profilers, and times of what a call does.
+"""Observing calls: ranges for profilers, and times of the steps of a call.
 
     with observe():              plan.run ── watched ──► function(a plan whose kernel is ranged)
         loss.backward()              │ Record, of this thread
     plan.statistics()            comm.scheduled_transport ── recorded(call) ──► waits, starts, parts
 
-Off, a call looks at a switch, and a thread's record, once each. On, it runs without its tape, whose
-operations would be those of no hop. Nothing waits for a GPU before somebody asks for times.
+Off, a call reads a switch and a thread's record, once each. On, it runs without its tape, whose
+operations belong to no hop. Recording does not wait for a GPU; only reading the times does.
 """
 
 import os
@@ -33,7 +33,7 @@ _lock = threading.Lock()
 
 
 class _Switch:
-    """Whether anybody observes: in how many blocks, in this process."""
+    """The number of `observe` blocks that are open in this process."""
 
     on = int(os.environ.get("RING_ATTENTION_OBSERVE") == "1")
 
@@ -49,12 +49,12 @@ switch, _thread = _Switch(), _Thread()
 
 @checked
 def observe() -> AbstractContextManager[None]:
-    """Let calls in this block, in all threads, have ranges in profiles, and their plans statistics.
+    """Give calls in this block, in all threads, ranges in profiles, and their plans statistics.
 
-    Ranges are those of `torch.profiler.record_function`, and of NVTX where tensors are on CUDA. The
-    environment's RING_ATTENTION_OBSERVE=1 stands for a block around the whole process. Results are
-    the same. Calls that tapes would replay take the host longer; those in CUDA graphs have a range
-    and no statistics.
+    Ranges are made by `torch.profiler.record_function`, and by NVTX if tensors are on CUDA. The
+    environment variable RING_ATTENTION_OBSERVE=1 observes the whole process. Results do not change.
+    Calls that tapes would replay take the host longer; calls in CUDA graphs have a range and no
+    statistics.
 
     >>> from ring_attention_pytorch import RingPlan, ring_attn
     >>> q = torch.randn(1, 6, 2, 4)
@@ -79,12 +79,12 @@ def _observing() -> Iterator[None]:
 
 
 def spanned(name: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return a block that is a range of this name while somebody observes."""
+    """Return a context that is a range of this name inside `observe`."""
     return _Range(name, device) if switch.on else _NO_CONTEXT
 
 
 class _Range:
-    """A block that profilers show under a name."""
+    """A context that profilers show under a name."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._name, self._function = name, record_function(name)
@@ -103,7 +103,7 @@ class _Range:
 
 
 class Span(NamedTuple):
-    """Something that a call did: what, to which part or transfer, from when to when."""
+    """One action of a call: its kind, its part or transfer, and when it began and ended."""
 
     what: str  # WAIT, START or COMPUTE
     number: int  # of the transfer, or of the part among the program's
@@ -114,8 +114,8 @@ class Span(NamedTuple):
 class Record:
     """A recording of one direction of one call on this rank.
 
-    Times are those of the plan's stream on CUDA, and of the host elsewhere. That stream waits for
-    side streams at the end of each part: recorded calls for two parts do not run side by side.
+    Times are taken on the plan's stream on CUDA, and on the host elsewhere. That stream waits for
+    side streams at the end of each part, so recorded calls for two parts do not overlap.
     """
 
     start: Any  # an event of CUDA, or seconds
@@ -165,7 +165,7 @@ class Record:
         self.spans.append(Span(what, number, start, self._mark()))
 
     def begin(self, part: Part) -> None:
-        """Begin with a part, for which calls of the kernel follow."""
+        """Begin a part: its kernel calls follow."""
         name = f"ring attention, hop {part.block}: keys of {_ranks(self.owners(part.block))}"
         self._open.append(_Range(name, self.device))
         self._open[-1].__enter__()
@@ -174,7 +174,7 @@ class Record:
     def end(self, part: Part) -> None:
         """Note that all calls for a part have been launched."""
         self._open.pop().__exit__()
-        wait_side_streams(self.device)  # else their work would count where somebody waits for it
+        wait_side_streams(self.device)  # otherwise a later wait would be charged with their work
         number = self.program.parts.index(part)
         self.spans.append(Span(COMPUTE, number, self._computing, self._mark()))
 
@@ -199,7 +199,7 @@ class Record:
 
 
 class _RecordedCall:
-    """A transport's call whose steps are recorded, with nothing of a part left for later."""
+    """A transport's call whose steps are recorded; deferred work is run within its part."""
 
     def __init__(self, record: Record, call: Any, deferred: Deferred | None) -> None:
         self._record, self._call, self._deferred = record, call, deferred
@@ -223,13 +223,13 @@ class _RecordedCall:
 
 
 def recorded(call: Any, deferred: Deferred | None = None) -> Any:
-    """Return a transport's call, in such a form that this thread's record hears of its steps."""
+    """Return a transport's call, wrapped to be recorded if this thread has a record."""
     record = _thread.record
     return call if record is None else _RecordedCall(record, call, deferred)
 
 
 def are_timed() -> bool:
-    """Tell whether the parts of this thread's call are timed: nothing is to run beside one."""
+    """True if the parts of this thread's call are timed: nothing must overlap them."""
     return _thread.record is not None
 
 
@@ -260,7 +260,7 @@ def _ranged(function: Callable[..., Any], name: str, device: torch.device) -> Ca
 def watched(
     plan: Any, direction: str, function: Callable[..., Any], given: tuple[Tensor | None, ...]
 ) -> Any:
-    """Return `function(plan, *given)`; the plan keeps a record of it."""
+    """Return `function(plan, *given)`, and store a record of it in the plan."""
     plan.records.pop(direction, None)
     with _Range(f"ring attention, {direction}", plan.device):
         if has_graphs(plan):

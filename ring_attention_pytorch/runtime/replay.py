@@ -1,9 +1,9 @@
-"""Replay: what may repeat a call without the Python that decided on it, and the front for it.
+"""Replay: repeating a call without the Python that decided on its operations.
 
-Where tokens are few, deciding takes the host longer than a GPU takes to compute. What is the same
-in each call is recorded, in one of two ways: as a tape (`tape.py`) or as a CUDA graph
-(`graphs.py`). Which may be, transports and kernels say of themselves (`Replay`). When a recording
-is used, and when it is dropped, is decided here for both, and for swaps of heads as for plans.
+With few tokens, deciding takes the host longer than a GPU takes to compute. Calls are therefore
+recorded, as a tape (`tape.py`) or as a CUDA graph (`graphs.py`). Transports and kernels declare
+which of these they allow (`Replay`). `Recordings` decides when a recording is used and dropped, for
+plans and for swaps of heads.
 """
 
 from collections.abc import Callable, Hashable
@@ -16,26 +16,26 @@ from ring_attention_pytorch.runtime.streams import current_stream
 
 Tensors = tuple[Tensor | Any, ...]  # or None, after the first
 Function = Callable[..., Tensors]
-_KINDS = 16  # kinds of calls whose recordings a plan keeps
+_KINDS = 16  # recordings that a plan keeps at most
 
 
 def _nothing() -> None:
-    """Return which memory is shared, where there is none."""
+    """Return None: no memory is shared."""
 
 
 class Replay(NamedTuple):
-    """What may replay calls: of a transport, a swap of heads, or a plan."""
+    """The ways to replay calls of a transport, a swap of heads, or a plan."""
 
-    graph: bool = False  # a CUDA graph can hold all of it: nothing is sent
-    # a tape can: all of it is PyTorch's operations and `opaque` functions, on the current stream,
-    # and waits for no host
+    graph: bool = False  # a CUDA graph can capture all of it: no messages
+    # a tape can record all of it: PyTorch's operations and `opaque` functions on the current stream
+    # that wait for no host
     tape: bool = False
-    # called before a replay: lets the current stream wait for what other streams do with shared
-    # memory, and returns which memory that is
+    # called before a replay: makes the current stream wait for other streams' use of shared memory,
+    # and returns a key of that memory
     follow: Callable[[], Hashable] = _nothing
 
     def both(self, other: "Replay") -> "Replay":
-        """Return what may replay calls with another part, which shares no memory."""
+        """Return the ways that both allow; the other shares no memory."""
         return self._replace(graph=self.graph and other.graph, tape=self.tape and other.tape)
 
 
@@ -43,18 +43,18 @@ NEVER, ALWAYS = Replay(), Replay(graph=True, tape=True)
 
 
 class Recording(Protocol):
-    """A recording of calls of one kind, made of the first ones, and repeated from then on.
+    """A recording of calls with one cache key: the first calls make it, later ones replay it.
 
-    Those of a plan run one after another if they have `memory` of their own.
+    A plan's recordings with `memory` of their own run one after another.
     """
 
     memory: bool
 
     @staticmethod
     def key(given: Tensors) -> tuple[Hashable, ...] | None:
-        """Return what must be the same of a call's tensors, beside shapes.
+        """Return the cache key of a call's tensors, without shapes.
 
-        None where none is to be recorded: operations are not what they seem, or recorded already.
+        None if the call must not be recorded: it is traced, transformed or captured already.
         """
         ...
 
@@ -64,10 +64,10 @@ class Recording(Protocol):
 
 
 class Recordings:
-    """Recordings of a plan or its swaps: one for each function, and for each kind of arguments.
+    """Recordings of a plan or its swaps: one for each function and cache key.
 
-    `follow` is as in `Replay`. Recordings of other memory than it returns are dropped, for the
-    other ranks have left that, too.
+    `follow` is as in `Replay`. If it returns another key, all recordings are dropped, because every
+    rank has moved to other shared memory.
     """
 
     def __init__(self, by: Any, follow: Callable[[], Hashable] = _nothing) -> None:
@@ -75,17 +75,17 @@ class Recordings:
         self.follow: Callable[[], Hashable] = follow
         self._recordings: dict[Hashable, Recording] = {}
         self._memory: Hashable = None
-        self._last: torch.cuda.Stream | None = None  # on which one ran that has memory
+        self._last: torch.cuda.Stream | None = None  # on which a recording with memory ran last
 
     def __reduce__(self) -> tuple[type["Recordings"], tuple[Any, ...]]:
-        """Copy or pickle none of them: what is made of this makes its own."""
+        """Copy or pickle without recordings: the copy makes its own."""
         return Recordings, (self.by, self.follow)
 
     def run(self, function: Function, owner: Any, *given: Tensor | Any) -> Any:
-        """Return `function(owner, *given)`, by a recording once there is one.
+        """Return `function(owner, *given)`, replayed by a recording once there is one.
 
-        All that the function decides must depend on the owner, a plan or a swap, and on what a kind
-        has: what the recording asks of tensors that are otherwise always alike, global settings.
+        The function's decisions must depend only on the owner, a plan or swap (which fixes the
+        tensors' shapes), and on the cache key: `by.key` of the tensors, and global settings.
         """
         memory, of_tensors = self.follow(), self.by.key(given)
         if of_tensors is None:

@@ -1,7 +1,7 @@
-"""Tensors whose memory holds their values, which is all that kernels and shared memory look at.
+"""Tensors whose memory holds their values: kernels and shared memory read nothing else.
 
-PyTorch's operations look at more: at the negative bit of `z.conj().imag`, at a collective for whose
-result nobody has waited.
+PyTorch's operations see more: the negative bit of `z.conj().imag`, or a collective whose result has
+not been waited for.
 """
 
 import sys
@@ -15,9 +15,9 @@ _Some = TypeVar("_Some", Tensor, Tensor | None)
 
 
 def resolved(t: _Some) -> _Some:
-    """Return a tensor whose memory holds these values, mostly t itself; None of None.
+    """Return a tensor whose memory holds the values of t, usually t itself; None for None.
 
-    One with PyTorch's negative bit is copied. An `AsyncCollectiveTensor`, which functional
+    A tensor with PyTorch's negative bit is copied. An `AsyncCollectiveTensor`, which functional
     collectives and `DTensor.to_local()` return, is waited for. Differentiable.
 
     >>> import torch

@@ -1,8 +1,8 @@
 """Passes over the rows of results: in plain PyTorch, and on GPUs by one kernel each.
 
-Attention to all keys is that to parts of them, merged by lse. `merge` makes a new result, which has
-gradients. `merge_` goes on with a running one, in place, and `merge_sinks_` ends that. Their bits
-differ: one rounds a softmax, the other a chain of sigmoids.
+Attention to all keys is the LSE merge of attention to parts of them. `merge` makes a new result and
+is differentiable. `merge_` updates a running result in place, and `merge_sinks_` adds sinks to it.
+Bits of the two differ: one rounds a softmax, the other a chain of sigmoids.
 """
 
 from collections.abc import Sequence
@@ -14,27 +14,27 @@ from torch import Tensor
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which running sums of tensors of `dtype` are kept."""
+    """Return the dtype of running sums of tensors of `dtype`: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which parts of a gradient travel that are summed elsewhere.
+    """Return the dtype in which parts of a gradient are sent to the rank that sums them.
 
-    Parts in float16 travel in float32: those that cancel may each be larger than float16 holds.
+    Parts in float16 are sent in float32: each of two parts that cancel can overflow float16.
     """
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merge attention to one or more parts of the keys; differentiable, lse too.
+    """Merge attention to one or more parts of the keys by lse; differentiable, lse too.
 
     Args:
-        parts: out `[..., d]` and lse `[...]` of each, any dtypes. Where a part saw nothing, its out
-            is 0 and its lse -inf. It has no weight and no gradient there, and no NaN comes.
+        parts: out `[..., d]` and lse `[...]` of each, any dtypes. Where a part saw no key, its out
+            is 0 and its lse -inf. It has no weight and no gradient there, and causes no NaN.
 
     Returns:
-        out and lse of all keys, in the accumulator's dtype; 0 and -inf where no part saw anything.
+        out and lse of all keys, in the accumulator's dtype; 0 and -inf where no part saw a key.
 
     >>> equal = [(torch.tensor(out), torch.tensor(0.0)) for out in ([1.0, 3.0], [3.0, 3.0])]
     >>> merge([*equal, (torch.zeros(2), torch.tensor(-torch.inf))])
@@ -48,7 +48,7 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def softmax_weights(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return the softmax of logits over a dimension, and its lse, without that dimension.
 
-    Where all logits are -inf weights are 0 and lse -inf, and there is no gradient.
+    Where all logits are -inf, weights are 0, lse is -inf, and the gradient is 0.
 
     >>> weights, lse = softmax_weights(torch.tensor([[0.0, -torch.inf], [-torch.inf] * 2]), dim=1)
     >>> weights.tolist(), lse.tolist()
@@ -67,9 +67,9 @@ def softmax_weights(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 def merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
     """Merge, in place, attention to further keys into `out` [b, n, h, d] and `lse` [b, h, n].
 
-    `parts` are out and lse of one part, of the next, and so on. Any lse may be -inf, or all: a side
-    that saw nothing has no weight, and no NaN comes. The convex combination never overflows,
-    however far two lse are apart. The result is rounded once.
+    `parts` are out and lse of one part, of the next, and so on. Any lse can be -inf, or all: a side
+    that saw no key has no weight and causes no NaN. The convex combination never overflows, however
+    far two lse are apart. The result is rounded once.
 
     >>> out, lse = torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), -torch.inf)
     >>> merge_(out, lse, torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
@@ -113,11 +113,11 @@ def add_(total: Tensor, *parts: Tensor, fresh: bool = False) -> None:
     if fresh and not parts:
         total.zero_()
     elif not fresh and len(parts) == 1:
-        total.add_(parts[0])  # rounded once, too, and the host launches it sooner than our kernel
+        total.add_(parts[0])  # rounded once, too, and faster to launch than our kernel
     elif total.is_cuda and total.dtype != torch.float64 and has_triton():
         from ring_attention_pytorch.runtime._triton_rowwise import fused_add_
 
-        fused_add_(total, *parts, fresh=fresh)  # one too: in CUDA graphs copies have no priority
+        fused_add_(total, *parts, fresh=fresh)  # one part, too: copies in graphs have no priority
     elif fresh and len(parts) == 1:
         total.copy_(parts[0])
     else:
@@ -129,7 +129,7 @@ def add_(total: Tensor, *parts: Tensor, fresh: bool = False) -> None:
 
 
 def sum_of_products(a: Tensor, b: Tensor) -> Tensor:
-    """Return each row's inner product of two `[b, n, h, d]`: [b, h, n], accumulator's dtype."""
+    """Return the rows' inner products of two `[b, n, h, d]`: `[b, h, n]`, accumulator's dtype."""
     if a.is_cuda and a.dtype != torch.float64 and has_triton():
         from ring_attention_pytorch.runtime._triton_rowwise import fused_sum_of_products
 
@@ -140,7 +140,7 @@ def sum_of_products(a: Tensor, b: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
-    """Tell whether Triton is there, for the fused passes over memory."""
+    """True if Triton is installed, for the fused passes over memory."""
     try:
         import triton  # noqa: F401
     except ImportError:

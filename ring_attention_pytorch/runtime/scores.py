@@ -1,9 +1,9 @@
-"""Terms of scores beside scale and softclamp: sinks and slopes of heads, a bias of keys.
+"""Further terms of scores: sinks and slopes of heads, a bias of keys.
 
-A bias is further columns of queries and keys, whose product it adds to `scale * q.k`. So it travels
-with the keys, and its gradient comes home with theirs, in every transport and kernel; none of them
-knows of it. Queries have in that column a power of two that undoes the scale. So what keys have
-there is at most the bias itself, which their dtype holds.
+A bias is stored in extra columns of queries and keys, whose product adds it to `scale * q.k`. It
+therefore travels with the keys, and its gradient with theirs; transports and kernels need no code
+for it. The queries' extra columns have a power of two that undoes the scale, so that the keys' have
+at most the bias itself, which their dtype can represent.
 """
 
 import math
@@ -50,7 +50,7 @@ def check_bias(
 
 
 def _is_seen(t: Tensor) -> bool:
-    """Tell whether a look at the values costs no wait for a device, and there are some."""
+    """True if the tensor has values that can be read without a device sync: a plain CPU tensor."""
     if is_compiling():
         return False
     plain = type(t) in (Tensor, Parameter) and not is_functorch_wrapped_tensor(t)
@@ -58,7 +58,7 @@ def _is_seen(t: Tensor) -> bool:
 
 
 def columns(q: Tensor, k: Tensor, bias: Tensor) -> int:
-    """Count the columns of a bias: two each in 16 bits, which hold too few digits in one."""
+    """Count the columns of a bias: two for each value in 16 bits, where one has too few digits."""
     if bias.ndim == 2:
         return _parts(k.dtype)
     heads = q.shape[2] // k.shape[2]
@@ -66,7 +66,7 @@ def columns(q: Tensor, k: Tensor, bias: Tensor) -> int:
 
 
 def with_bias(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return queries and keys whose `scale * q.k` has the bias added, [b, m] or [b, m, h].
+    """Return queries and keys whose `scale * q.k` includes the bias, [b, m] or [b, m, h].
 
     >>> q, k = torch.zeros(1, 2, 4, 8), torch.zeros(1, 3, 2, 8)
     >>> q, k = with_bias(q, k, torch.arange(3.0)[None], scale=0.5)
@@ -83,7 +83,7 @@ def with_bias(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor,
     parts = [exact.to(k.dtype)]
     if _parts(k.dtype) == 2:
         parts.append((exact - parts[0].to(exact.dtype)).to(k.dtype))
-    # each query head reads its own one of its key head's columns
+    # each query head reads its own column of its key head
     picks = pick * torch.eye(own.shape[-1], dtype=q.dtype, device=q.device)
     picks = picks.repeat(h // h_kv if shared else 1, len(parts))
     picks = picks.repeat(h_kv, 1).expand(*q.shape[:2], -1, -1)
@@ -91,7 +91,7 @@ def with_bias(q: Tensor, k: Tensor, bias: Tensor, scale: float) -> tuple[Tensor,
 
 
 def _undoing(scale: float) -> float:
-    """Return the power of two that brings a scale to between 1 and 2, or as much below 0.
+    """Return the power of two that scales `scale` to an absolute value in [1, 2).
 
     >>> [_undoing(scale) for scale in (1.0, 0.125, -0.2, 3.0)]
     [1.0, 8.0, 8.0, 0.5]
@@ -100,7 +100,7 @@ def _undoing(scale: float) -> float:
 
 
 def widened(t: Tensor, more: int) -> Tensor:
-    """Return a tensor without memory that looks as this one will with so many columns more."""
+    """Return a one-element tensor, expanded to the shape of t with `more` extra columns."""
     one = torch.empty((), dtype=t.dtype, device=t.device, requires_grad=t.requires_grad)
     return one.expand(*t.shape[:-1], t.shape[-1] + more)
 
@@ -110,7 +110,7 @@ def _parts(dtype: torch.dtype) -> int:
 
 
 def check_per_head(name: str, q: Tensor, t: Tensor | None) -> None:
-    """Raise ValueError if a tensor, where there is one, is not a number for each head of q."""
+    """Raise ValueError unless t is None or has one floating number for each head of q."""
     if t is None:
         return
     h = q.shape[2]
@@ -122,7 +122,7 @@ def check_per_head(name: str, q: Tensor, t: Tensor | None) -> None:
 
 
 def sinks_note(sinks: Tensor | None) -> str | None:
-    """Return a note to compare: a rank that goes backward must not find the others' sinks gone."""
+    """Return a note for ranks to compare: all must have sinks, with a gradient, or none."""
     if sinks is None:
         return None
     if sinks.requires_grad and torch.is_grad_enabled():

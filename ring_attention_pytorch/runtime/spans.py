@@ -1,11 +1,11 @@
-"""Stretches of tokens, as slices: where some overlap, and how many do."""
+"""Slices of tokens: whether, where and how often they overlap."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 
 def is_free(at: slice, taken: Sequence[slice]) -> bool:
-    """Tell whether these tokens overlap none of those that are taken."""
+    """True if `at` overlaps none of the slices in `taken`."""
     return all(at.stop <= other.start or other.stop <= at.start for other in taken)
 
 
@@ -20,9 +20,9 @@ def deepest(spans: Sequence[slice]) -> int:
 
 
 def disjoint_spans(spans: Sequence[slice]) -> Iterator[tuple[slice, list[int]]]:
-    """Yield disjoint stretches that spans cover, and which of the spans cover each.
+    """Yield disjoint slices that the spans cover, each with the indices of its spans.
 
-    Stretches are cut where any span begins or ends.
+    The slices are cut where any span begins or ends.
 
     >>> list(disjoint_spans([slice(0, 4), slice(2, 4)]))
     [(slice(0, 2, None), [0]), (slice(2, 4, None), [0, 1])]

@@ -1,4 +1,4 @@
-"""Figures of a plan's last observed call: bytes that came, waits, and seconds of each hop."""
+"""Figures of a plan's last observed call: bytes received, waits, and seconds of each hop."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -13,7 +13,7 @@ class Hop(NamedTuple):
 
     Attributes:
         owners: ranks whose keys these are.
-        received: bytes of their keys and values that came.
+        received: bytes of their keys and values that were received.
         waited: seconds of waiting for them.
         computed: seconds of attention to them.
     """
@@ -30,8 +30,8 @@ class Direction(NamedTuple):
 
     Attributes:
         seconds: from its beginning to its end.
-        hops: those on which something is computed, in the order in which each is first.
-        gradients_received: bytes of gradients that came, of own keys and of those passed on.
+        hops: the hops with a computation, in the order of their first one.
+        gradients_received: bytes of gradients received, of own keys and of keys passed on.
         gradients_waited: seconds of waiting for them.
     """
 
@@ -42,7 +42,7 @@ class Direction(NamedTuple):
 
     @property
     def received(self) -> int:
-        """All bytes that came."""
+        """All bytes received."""
         return self.gradients_received + sum(hop.received for hop in self.hops)
 
     @property
@@ -52,7 +52,7 @@ class Direction(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Figures of the last observed call of a plan on this rank; None for what was not called."""
+    """Figures of the last observed call of a plan on this rank; None for a direction not called."""
 
     forward: Direction | None
     backward: Direction | None
@@ -77,10 +77,10 @@ class Statistics(NamedTuple):
 
 
 def statistics_of(records: Mapping[str, Record]) -> Statistics:
-    """Return the figures of what was recorded.
+    """Return the figures of recorded calls.
 
     Raises:
-        ValueError: nothing was.
+        ValueError: nothing was recorded.
     """
     if not records:
         raise ValueError(
@@ -92,7 +92,7 @@ def statistics_of(records: Mapping[str, Record]) -> Statistics:
 
 
 def _direction(record: Record) -> Direction:
-    """Add up the spans of a direction."""
+    """Sum up the spans of a direction."""
     program, parts = record.program, record.program.parts
     computed = dict.fromkeys((part.block for part in parts), 0.0)
     waited: dict[int, float] = {}

@@ -1,11 +1,11 @@
-"""Side streams: calls side by side on a GPU, on streams beside the current one.
+"""Side streams: kernel calls that overlap, each on a stream other than the current one.
 
-Where the last blocks of one call leave multiprocessors idle, the next one begins: for short calls
-that is much of their time. What a call reads must stay where it is, and what it makes is read by
-nobody, until the current stream has waited for it: `wait_side_streams`.
+When the last blocks of one call leave multiprocessors idle, the next call begins: for short calls
+that is much of their time. A call's inputs must stay in place, and its outputs must not be read,
+until the current stream has waited for it: `wait_side_streams`.
 
-Calls for own keys give way to calls for the others' keys, as far as their kernel can. Other ranks
-wait for what the latter make, and while they read it there is something left to compute.
+Calls for own keys have low priority, as far as their kernel allows. Other ranks wait for the
+gradients of the others' keys, and while those are fetched there is compute left to overlap.
 """
 
 import threading
@@ -37,7 +37,7 @@ class _Pending(threading.local):
 
 
 class _Captures(threading.local):
-    """A thread's flag: the graph that it captures may go when shared memory does."""
+    """A thread's flag: a graph that it captures need not outlive the shared memory."""
 
     passing = False
 
@@ -49,26 +49,26 @@ _no_stream = nullcontext()
 
 
 def side_stream(device: torch.device, own: bool, *memory: Tensor) -> AbstractContextManager[None]:
-    """Launch what is in this block on a side stream, after all that the current stream has so far.
+    """Launch this block's kernels on a side stream, after all earlier work of the current stream.
 
-    Nothing waits for it before `wait_side_streams`.
+    The current stream does not wait for them before `wait_side_streams`.
 
     Args:
-        own: whether the calls are for this rank's own keys; these give way to the others'.
-        memory: what the calls write. It is not used again before they have, even if they fail.
+        own: whether the calls are for this rank's own keys, at low priority.
+        memory: tensors that the calls write. The allocator reuses them only after that.
     """
     return _SideStream(device, own, *memory) if device.type == "cuda" else _no_stream
 
 
 def side_stream_after_others(device: torch.device) -> AbstractContextManager[None]:
-    """Launch on a side stream as `side_stream`, after the calls for others' keys, too."""
+    """Launch on a side stream as `side_stream`, also after the calls for others' keys."""
     return _SideStreamAfterOthers(device) if device.type == "cuda" else _no_stream
 
 
 def record_use(*tensors: Tensor) -> None:
-    """Keep the memory of tensors that side streams made until the current stream has read them.
+    """Keep the memory of tensors from side streams until the current stream has read them.
 
-    While a CUDA graph is captured nothing else uses that memory.
+    In a CUDA graph's capture nothing else uses that memory.
     """
     if _pending.ends and tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
         current = current_stream(tensors[0].device)
@@ -77,25 +77,25 @@ def record_use(*tensors: Tensor) -> None:
 
 
 def wait_side_streams(device: torch.device) -> None:
-    """Let the current stream wait for its side streams."""
+    """Make the current stream wait for its side streams."""
     if _pending.ends:
         for end in _returning(device):
             current_stream(device).wait_event(end)
 
 
 def reset_side_streams(device: torch.device) -> None:
-    """Drop what a call of this thread that failed has left for others to wait for."""
+    """Forget side-stream work that a failed call of this thread left behind."""
     if _pending.ends:
         _returning(device)
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the current stream; asked by the device's number, which takes the host less time."""
+    """Return the current stream, by the device's index, which takes the host less time."""
     return torch.cuda.current_stream(device.index)
 
 
 def capturing(device: torch.device) -> bool:
-    """Tell whether a CUDA graph is being captured on the device, current or not."""
+    """True if a CUDA graph is being captured on the device, current or not."""
     if device.index == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device.index):
@@ -104,7 +104,7 @@ def capturing(device: torch.device) -> bool:
 
 @contextmanager
 def passing_capture() -> Iterator[None]:
-    """Let graphs that this thread captures in this block go with shared memory: nobody keeps it."""
+    """Mark graphs that this thread captures in this block: they are dropped with shared memory."""
     _captures.passing = True
     try:
         yield
@@ -113,12 +113,12 @@ def passing_capture() -> Iterator[None]:
 
 
 def captures_for_good(device: torch.device) -> bool:
-    """Tell whether a graph is being captured that may be replayed as long as there are ranks."""
+    """True if a user captures a graph, which can be replayed as long as the ranks exist."""
     return capturing(device) and not _captures.passing
 
 
 def _returning(device: torch.device) -> list[torch.cuda.Event]:
-    """Take the ends of side streams that the current stream has not waited for."""
+    """Remove and return the ends of side streams that the current stream has not waited for."""
     if device.type != "cuda":
         return []
     current = current_stream(device)
@@ -127,7 +127,7 @@ def _returning(device: torch.device) -> list[torch.cuda.Event]:
 
 
 class _SideStream:
-    """A block on a side stream, by streams' own methods: a third of torch.cuda.stream's time."""
+    """A context on a side stream, by a third of the host time of `torch.cuda.stream`."""
 
     def __init__(self, device: torch.device, own: bool = False, *memory: Tensor) -> None:
         self.device, self.own, self.memory = device, own, memory

@@ -1,8 +1,8 @@
 """Tapes: the operations of a call, to be repeated without the Python that decided on them.
 
-Where tokens are few, deciding takes the host longer than the operations do. So the second and the
-third call of a kind are recorded while they run as ever. If both did the same, a function is made
-of what they did, a line for each operation, which from then on replaces them:
+With few tokens, deciding takes the host longer than the operations do. The second and the third
+call with a cache key are therefore recorded while they run. If both ran the same operations, they
+become the lines of a function, which from then on replaces such calls:
 
     def replay(a0, a1, a2):
         t3 = permute(a0, [0, 2, 1, 3])
@@ -10,9 +10,9 @@ of what they did, a line for each operation, which from then on replaces them:
         ...
         return (t9, t10)
 
-Any tensor that is neither given nor made on the way is a constant. It was there before both calls
-and is the same in both; so a tensor that some operation made unseen refuses the tape. So do
-operations that tell Python what a tensor holds, unless they are within an `opaque` function.
+A tensor that is neither an argument nor an operation's result is a constant. It must be the same
+object in both calls; a tensor from an operation that was not recorded refuses the tape. Operations
+that show a tensor's values to Python refuse it, too, unless within an `opaque` function.
 """
 
 import threading
@@ -29,7 +29,7 @@ from ring_attention_pytorch.runtime.streams import capturing
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# operations that tell Python what tensors hold, and those of whose results it decides how long
+# operations that show tensors' values to Python, or whose results' lengths depend on values
 _READING = {
     *("__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "__iter__"),
     *("allclose", "equal", "is_nonzero", "item", "numpy", "tolist"),
@@ -37,7 +37,7 @@ _READING = {
 }
 
 
-# operations without side effects: a tape drops them if nobody uses the result
+# operations without side effects: a tape drops them if the result is not used
 _PURE = {
     *("__getitem__", "detach", "empty", "flatten", "narrow", "new_empty", "permute"),
     *("split_with_sizes", "transpose", "unflatten", "unsqueeze", "view"),
@@ -45,7 +45,7 @@ _PURE = {
 
 
 class _Thread(threading.local):
-    """What this thread records at the moment."""
+    """The recorder of a thread, while it records."""
 
     recorder: "_Recorder | None" = None
 
@@ -55,15 +55,15 @@ _preparations: dict[Callable[..., Any], Callable[..., Any]] = {}  # by opaque op
 
 
 def recording() -> bool:
-    """Tell whether what this thread does is recorded."""
+    """True if this thread's operations are being recorded."""
     return _thread.recorder is not None
 
 
 def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let tapes take a function as one operation, whatever it does and looks at.
+    """Make a function one operation of a tape, whatever it runs or reads inside.
 
-    It takes tensors and constants, by position, and returns a tensor, several, or None. A tape
-    calls what `prepared` makes for such arguments, if there is any.
+    It takes tensors and constants, by position, and returns a tensor, several, or None. If it is
+    `prepared`, a tape calls the prepared function instead.
     """
 
     @wraps(function)
@@ -87,10 +87,10 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def prepared(operation: Callable[..., Any]) -> Callable[[Callable[..., Any]], None]:
-    """Decorate a function that prepares an `opaque` one: a tape calls what it returns instead.
+    """Decorate a function that prepares an `opaque` one: a tape calls its result instead.
 
-    It is called with the opaque function's arguments while a tape is recorded. What it returns must
-    be valid for all tensors of the same shapes, strides and dtypes, and two such calls must return
+    It is called with the opaque function's arguments while a tape is recorded. Its result must be
+    valid for all tensors of the same shapes, strides and dtypes, and two such calls must return
     equal objects. None means that there is nothing to replay.
     """
 
@@ -101,7 +101,7 @@ def prepared(operation: Callable[..., Any]) -> Callable[[Callable[..., Any]], No
 
 
 class Tape:
-    """A tape of calls of one kind: made of the second and the third, if both do the same."""
+    """A tape of calls with one cache key: made from the second and the third, if they agree."""
 
     memory = False
 
@@ -112,9 +112,9 @@ class Tape:
 
     @staticmethod
     def key(given: Tensors) -> tuple[Hashable, ...] | None:
-        """Return strides and alignment of tensors, which of them are the same one, and a mode.
+        """Return the tensors' strides, alignment and identity, and whether inference mode is on.
 
-        None where operations are not what they seem: traced, captured, of other tensors.
+        None if operations can't be recorded: traced, captured, transformed, or of subclasses.
         """
         if (
             torch.compiler.is_compiling()
@@ -132,9 +132,9 @@ class Tape:
         )
 
     def run(self, function: Function, owner: Any, given: Tensors) -> Tensors:
-        """Return `function(owner, *given)`, by the tape once there is one.
+        """Return `function(owner, *given)`, replayed by the tape once there is one.
 
-        It runs as what it was made of ran, whatever autocast is on and device is current.
+        It runs without autocast and on the tensors' device, as the recorded calls did.
         """
         if self.replay is None:
             return self._recorded(function, owner, given)
@@ -146,8 +146,8 @@ class Tape:
             return self.replay(*given)
 
     def _recorded(self, function: Function, owner: Any, given: Tensors) -> Tensors:
-        """Return `function(owner, *given)`, and record it, if it is not the first."""
-        if self._is_new or self._refused:  # many plans are for one call
+        """Return `function(owner, *given)`, and record it, except the first call."""
+        if self._is_new or self._refused:  # many plans are used once only
             self._is_new = False
             return function(owner, *given)
         recorder = _Recorder(given)
@@ -165,10 +165,10 @@ class Tape:
 class _Line(NamedTuple):
     """One operation of a tape."""
 
-    targets: str  # what stands left of its `=`
+    targets: str  # names left of its `=`
     expression: str
     used: tuple[str, ...]  # names in the expression
-    idle: bool  # whether it does nothing but what it returns
+    idle: bool  # has no side effects
 
     @property
     def made(self) -> set[str]:
@@ -183,18 +183,18 @@ class _Recorder(TorchFunctionMode):
         self.refused = False
         self.given = given
         self.lines: list[_Line] = []
-        self.views: dict[int, str] = {}  # of constants: which are views of others, and how made
+        self.views: dict[int, str] = {}  # constants that are views of others: their expressions
         self.constants: list[Any] = []
         self.results = ""
         self._names: dict[int, str] = {}  # of tensors, by identity
-        self._alive: list[Any] = []  # so that an identity is not another's later
+        self._alive: list[Any] = []  # keeps tensors, so that an `id` is not reused
         self._used: list[str] = []
         for number, t in enumerate(given):
             if t is not None:
                 self._name(t, f"a{number}")
 
     def run(self, function: Function, plan: Any) -> Tensors:
-        """Run the function of a plan and of what is given, and record it."""
+        """Run the function with a plan and the given tensors, and record it."""
         _thread.recorder = self
         try:
             with self:
@@ -203,7 +203,7 @@ class _Recorder(TorchFunctionMode):
             _thread.recorder = None
         self._used = []
         self.results = self._text(tuple(results))
-        self.refused |= any(name[0] in "ac" for name in self._used)  # what others have, too
+        self.refused |= any(name[0] in "ac" for name in self._used)  # results that others have
         self._names, self._alive, self.given = {}, [], tuple(t is not None for t in self.given)
         return results
 
@@ -219,7 +219,7 @@ class _Recorder(TorchFunctionMode):
         return out
 
     def record(self, func: Callable, args: tuple, kwargs: dict, out: Any) -> None:
-        """Record an operation that has been done."""
+        """Record an operation that has run."""
         first = args[0] if args else None
         if _is_as_given(out, first):
             self._name(out, self._text(first))
@@ -238,14 +238,14 @@ class _Recorder(TorchFunctionMode):
         self.lines.append(_Line(self._target(out), expression, tuple(self._used), idle))
 
     def agrees(self, other: "_Recorder") -> bool:
-        """Tell whether two recordings are of the same operations, with the same constants."""
+        """True if two recordings have the same operations and the same constants."""
         if (self.lines, self.views, self.results) != (other.lines, other.views, other.results):
             return False
         pairs = enumerate(zip(self.constants, other.constants, strict=True))
         return all(number in self.views or _same(a, b) for number, (a, b) in pairs)
 
     def replay(self) -> Function:
-        """Make a function of what was recorded, without anything else that was."""
+        """Compile the recorded operations to a function, which keeps no recorded tensor alive."""
         parameters = [f"a{i}" if given else f"_{i}" for i, given in enumerate(self.given)]
         body = [*self._lines_with_ends(), f"return {self.results}"]
         source = f"def replay({', '.join(parameters)}):\n    " + "\n    ".join(body)
@@ -255,7 +255,7 @@ class _Recorder(TorchFunctionMode):
         return known["replay"]
 
     def _lines_with_ends(self) -> Iterator[str]:
-        """Yield the lines, and after each the end of what none needs any more: memory is freed."""
+        """Yield the lines, each followed by a `del` of names used last in it: frees memory."""
         kept = set(self.results.strip("()").split(", "))
         lines, last = self._needed(kept), {}
         for number, line in enumerate(lines):
@@ -269,7 +269,7 @@ class _Recorder(TorchFunctionMode):
                 yield f"del {', '.join(gone)}"
 
     def _needed(self, results: set[str]) -> list[_Line]:
-        """Return the lines without those that do nothing, and whose results none of these need."""
+        """Return the lines without idle ones whose results are not used."""
         needed, lines = {*results}, []
         for line in reversed(self.lines):
             if not line.idle or line.made & needed:
@@ -278,7 +278,7 @@ class _Recorder(TorchFunctionMode):
         return lines[::-1]
 
     def _text(self, value: Any) -> str:
-        """Write a value as Python."""
+        """Write a value as a Python expression."""
         if isinstance(value, Tensor):
             name = self._names.get(id(value)) or self._name(value, self._constant(value))
             self._used.append(name)
@@ -295,7 +295,7 @@ class _Recorder(TorchFunctionMode):
         return self._constant(value)
 
     def _target(self, out: Any) -> str:
-        """Name what an operation made; return what stands left of its `=`."""
+        """Name an operation's results; return the text left of its `=`."""
         if isinstance(out, Tensor):
             return "" if id(out) in self._names else self._name(out, f"t{len(self._names)}")
         if not isinstance(out, tuple | list):
@@ -316,7 +316,7 @@ class _Recorder(TorchFunctionMode):
         return f"c{len(self.constants) - 1}"
 
     def _is_constant_view(self, out: Any, args: tuple) -> bool:
-        """Tell whether a tensor is a new view of a constant, and of no other tensor."""
+        """True if a tensor is a new view of a constant, and of no other tensor."""
         if not isinstance(out, Tensor) or id(out) in self._names:
             return False
         memory, shares = out.untyped_storage().data_ptr(), False
@@ -328,7 +328,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _is_as_given(out: Any, t: Any) -> bool:
-    """Tell whether a tensor is a view of another that differs from it in nothing."""
+    """True if `out` is a view of t with the same shape, strides, dtype and address."""
     return (
         isinstance(out, Tensor)
         and isinstance(t, Tensor)
@@ -349,14 +349,14 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _has_bools(value: Any) -> bool:
-    """Tell whether an index has tensors of bools: how much they pick depends on them."""
+    """True if an index has bool tensors: the result's length depends on their values."""
     if isinstance(value, tuple | list):
         return any(map(_has_bools, value))
     return isinstance(value, Tensor) and value.dtype == torch.bool
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Tell whether two constants are: tensors by identity, others by value."""
+    """True if two constants are the same: tensors by identity, others by value."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return a is b
     return a is b or (type(a) is type(b) and a == b)

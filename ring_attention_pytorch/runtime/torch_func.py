@@ -1,5 +1,5 @@
-"""Helpers for torch.func and torch.compile: code that is no part of what they transform or trace,
-and Functions that can be."""
+"""Helpers for torch.func and torch.compile: code that runs outside of a trace or transform, and
+autograd Functions that support them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
@@ -14,7 +14,7 @@ _R = TypeVar("_R")
 
 
 def refuse_export() -> None:
-    """Raise NotImplementedError if code is traced to be exported."""
+    """Raise NotImplementedError if code is traced by torch.export."""
     if torch.compiler._is_exporting_flag:  # is_exporting() is always true where 2.11 compiles
         raise NotImplementedError(
             "ring attention can't be exported: its plan is of these processes and their groups; "
@@ -23,7 +23,7 @@ def refuse_export() -> None:
 
 
 def run_apart(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """Run a function as it is, between two graphs of torch.compile: it exchanges, or looks."""
+    """Run a function untraced, with a graph break: it exchanges notes, or reads values."""
     refuse_export()
     return _as_it_is(function, *args, **kwargs)
 
@@ -41,15 +41,15 @@ _as_it_is._torchdynamo_disable = True  # type: ignore[attr-defined]
 class Function(torch.autograd.Function):
     """A Function with `setup_context`, whose `apply` takes all arguments by position.
 
-    Outside of transforms PyTorch's own `apply` works out the signature of forward in each call,
-    only to fill in defaults, which takes the host 10 us.
+    Outside of transforms PyTorch's own `apply` computes the signature of forward in each call, only
+    to fill in defaults, which takes the host 10 us.
     """
 
     _apply_as_it_is: Callable[..., Any]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        beyond: Any = super(torch.autograd.Function, cls)  # which PyTorch gives no type
+        beyond: Any = super(torch.autograd.Function, cls)  # untyped in PyTorch
         cls._apply_as_it_is = beyond.apply
 
     @classmethod
@@ -70,12 +70,12 @@ def keep(ctx: Any, plan: Any, *tensors: Tensor | None) -> None:
 
 
 def forward_mode() -> bool:
-    """Tell whether there may be tangents: of forward mode, or within a transform of torch.func."""
+    """True if there can be tangents: in forward-mode AD, or within a torch.func transform."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def needs_derivatives(given: Iterable[Tensor | None]) -> bool:
-    """Tell whether what is computed of these tensors may be differentiated, in whatever way."""
+    """True if results of these tensors can be differentiated, in reverse or forward mode."""
     if forward_mode():
         return True
     if torch.is_grad_enabled():
@@ -86,22 +86,22 @@ def needs_derivatives(given: Iterable[Tensor | None]) -> bool:
 
 
 def is_first_order() -> bool:
-    """Tell whether what is computed now, in a backward, is not differentiated in its turn."""
+    """True if this backward is not itself differentiated."""
     return not (torch.is_grad_enabled() or forward_mode())
 
 
 def refuse_second_order(what: str) -> None:
     """Raise NotImplementedError if a backward without a derivative of its own is differentiated.
 
-    PyTorch's once_differentiable would drop the second order without a word where the cotangent
-    needs no gradient.
+    PyTorch's once_differentiable silently drops the second order if the cotangent needs no
+    gradient.
     """
     if torch.is_grad_enabled():
         raise NotImplementedError(f"{what} can't be differentiated twice (create_graph)")
 
 
 def tangents_note(*tensors: Tensor | None) -> dict[str, bool]:
-    """Return a note to compare: a rank that sends tangents must not find the others without."""
+    """Return a note for ranks to compare: all must have tangents, or none."""
     if forward_ad._current_level < 0:
         return {"tangents": False}
     given = (t for t in tensors if t is not None)

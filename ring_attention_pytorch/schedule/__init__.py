@@ -1,1 +1,1 @@
-"""The order in which keys come, and what that costs: arithmetic on ints."""
+"""The order of transfers and computation, and the time it takes: arithmetic on ints."""

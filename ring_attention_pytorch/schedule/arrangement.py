@@ -1,6 +1,6 @@
-"""Where tokens lie in the memory of each rank that the others read: arithmetic on ints.
+"""Where tokens lie in the shared memory of each rank: arithmetic on ints.
 
-What a rank computes on in one block comes together there, own tokens among those that it pulls:
+The keys of one block lie together there, own tokens among those pulled from peers:
 
     rank 0 of 2, contiguous and causal | own    | own, which only rank 1 sees |
     rank 1                             | pulled | own                         |
@@ -15,13 +15,13 @@ from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.schedule.pieces import Chunks, joined_places, places, tokens
 from ring_attention_pytorch.schedule.steps import Program, Transfer
 
-Span = tuple[slice, slice]  # from somewhere to somewhere else
+Span = tuple[slice, slice]  # source and destination
 
 
 class Arrangement(NamedTuple):
-    """How so many `tokens` lie in a rank's memory: first those `held`, on which it computes.
+    """How `tokens` tokens lie in a rank's memory: the first `held` are those it computes on.
 
-    `own` tells where its own tokens lie. Those that are not held are behind: others see them.
+    `own` maps its own tokens to their places. Own tokens that only peers see lie at the end.
     """
 
     tokens: int
@@ -30,7 +30,7 @@ class Arrangement(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Chunks, rank: int, length: int) -> "Arrangement":
-        """Return the arrangement of a rank that has `length` tokens, and computes on these chunks.
+        """Return the arrangement of a rank that owns `length` tokens and computes on these chunks.
 
         >>> from ring_attention_pytorch.schedule.pieces import Chunk, Segment
         >>> theirs, mine = Chunk(1, 0, Segment(0, 1, 4)), Chunk(0, 1, Segment(4, 1, 3))
@@ -49,7 +49,7 @@ class Arrangement(NamedTuple):
         return cls(behind, tokens(chunks), tuple((mine, at) for mine, at in own))
 
     def find(self, wanted: slice) -> Iterator[Span]:
-        """Yield parts of some own tokens, each with its place."""
+        """Yield the parts of the own tokens `wanted`, each with its place in memory."""
         for mine, at in self.own:
             start, stop = max(mine.start, wanted.start), min(mine.stop, wanted.stop)
             if start < stop:
@@ -58,7 +58,7 @@ class Arrangement(NamedTuple):
 
 
 class Move(NamedTuple):
-    """Some tokens in an owner's memory, and where they go in one's own."""
+    """A copy of tokens from an owner's memory (`there`) to a rank's own (`here`)."""
 
     owner: int
     there: slice
@@ -66,7 +66,7 @@ class Move(NamedTuple):
 
 
 def arrangements(program: Program) -> tuple[Arrangement, ...]:
-    """Return how the last block of a program lies in the memory of each rank."""
+    """Return each rank's arrangement of the last block of a program."""
     block, found = len(program.blocks) - 1, []
     for rank, keys in enumerate(program.workload.keys):
         found.append(Arrangement.of(program.chunks(block, rank), rank, count(keys)))
@@ -76,7 +76,7 @@ def arrangements(program: Program) -> tuple[Arrangement, ...]:
 def moves(
     program: Program, transfer: Transfer, rank: int, arranged: Sequence[Arrangement]
 ) -> tuple[Move, ...]:
-    """Return what a rank pulls out of others' memory, in the order of its own; joined."""
+    """Return the copies that a rank makes from peers' memory: joined, sorted by owner and place."""
     found = []
     for owner, start, to, length in program.copies(transfer, rank):
         if owner != rank:

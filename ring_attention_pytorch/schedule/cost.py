@@ -1,6 +1,6 @@
-"""A model of what a transport costs: bytes, FLOPs and links, as pure functions on ints.
+"""A model of a transport's time: bytes, FLOPs and links, as pure functions on ints.
 
-It is for choosing, explaining and extrapolating. docs/scaling.md says what it was compared with.
+It is for choosing, explaining and extrapolating. docs/scaling.md compares it with measurements.
 """
 
 from collections.abc import Iterator
@@ -29,17 +29,17 @@ from ring_attention_pytorch.schedule.steps import (
     ring,
 )
 
-# launches of small operations that take the host as long as a part or a transfer: by a tape, or by
-# the Python that decides on its operations; what is around a call, with autograd's thread; a CUDA
-# graph that is told of other tensors (one and two H100, 2k and 4k tokens each)
+# host time, in launches of small operations: of a part or a transfer by a tape, or by the Python
+# that decides on its operations; of the rest of a call, with autograd's thread; of a CUDA graph
+# whose addresses are set to other tensors (one and two H100, 2k and 4k tokens each)
 _TAPED, _DECIDED, _AROUND, _REPLAY = 16, 80, 40, 15
-# all swaps of heads, forward and backward: decided anew (two and four H100; by messages it was not
-# measured), by tapes, by graphs (four H100; 2k tokens each)
+# the same of all swaps of heads, forward and backward: by Python (two and four H100; not measured
+# with messages), by tapes, by graphs (four H100; 2k tokens each)
 _SWAPS, _SWAPS_TAPED, _SWAPS_REPLAYED = 280, 110, 80
 _OVERLAPPED_CALL_SHARE = (
-    0.4  # share of `call` that stays where other calls fill what one leaves idle
+    0.4  # share of `call` that stays where other calls use the units that one leaves idle
 )
-_ALL_TILES = 0.2  # share that a call of all tiles has: Triton's, four H100, 2k and 4k tokens each
+_ALL_TILES = 0.2  # the same of one call for all tiles: Triton, four H100, 2k and 4k tokens each
 
 
 class Cost(NamedTuple):
@@ -47,29 +47,29 @@ class Cost(NamedTuple):
 
     forward: float  # seconds
     backward: float
-    ideal: float  # seconds forward and backward of nothing but the kernel at full speed
+    ideal: float  # seconds of the kernel alone at full speed, forward and backward
     received: int  # bytes, forward and backward
     calls: int  # of the kernel, forward
 
     @property
     def share(self) -> float:
-        """Share of the speed that the kernel alone would reach."""
+        """Share of the speed of the kernel alone."""
         return self.ideal / (self.forward + self.backward)
 
 
 class Clock(NamedTuple):
-    """Seconds that parts and transfers of one direction take on one rank, and bytes that come."""
+    """Seconds of the parts and transfers of one direction on one rank, and bytes received."""
 
     parts: dict[Part, float]
     transfers: list[float]
     received: int
-    deferred: float  # share of a part that may be computed while its gradients travel
+    deferred: float  # share of a part that can be computed while its gradients travel
 
     @classmethod
     def of(
         cls, program: Program, rank: int, shape: KVShape, machine: Hardware, back: bool
     ) -> "Clock":
-        """Return what a rank's parts and transfers take; a pass `back` has 2.5 times the FLOPs."""
+        """Return the times of a rank's parts and transfers; `back` has 2.5 times the FLOPs."""
         a_flop = 2.5 / machine.backward if back else 1 / machine.forward
         parts, transfers, received = {}, [], 0
         for part in program.parts:
@@ -83,7 +83,7 @@ class Clock(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """What a rank computes, or what is under way to it, from one second to another."""
+    """A part that a rank computes, or a transfer in flight to it, between two times in seconds."""
 
     what: Part | Transfer
     start: float
@@ -91,7 +91,7 @@ class Spent(NamedTuple):
 
 
 def predict(schedule: Schedule, rank: int, shape: KVShape, machine: Hardware = H200) -> Cost:
-    """Predict the cost of a rank's part in a schedule."""
+    """Predict one rank's cost of a schedule."""
     forward = Clock.of(schedule.forward, rank, shape, machine, back=False)
     backward = Clock.of(schedule.backward, rank, shape, machine, back=True)
     visible = [_visible(schedule.forward, part, rank) for part in schedule.forward.parts]
@@ -106,14 +106,14 @@ def predict(schedule: Schedule, rank: int, shape: KVShape, machine: Hardware = H
 
 
 def walked(program: Program, clock: Clock) -> Iterator[Spent]:
-    """Yield what the steps of a program take: one stream computes, transfers follow one another.
+    """Yield the times of a program's steps: one stream computes, transfers follow one another.
 
-    What gives way is computed while nothing else can be, and what is left of it at the end. A share
-    of each part may be computed later, while its gradients travel, if nothing is waited for first.
+    A low-priority part is computed while nothing else can be, and the rest of it at the end. The
+    deferred share of a part overlaps its gradients' transfer, if no wait precedes that.
     """
     arrived: dict[int, float] = {}
     now = link = left = last = 0.0
-    by_copy_engine = Part(0)  # what gives way
+    by_copy_engine = Part(0)  # the low-priority part
     for wait, start, part in program.steps:
         ready = max([now, *(arrived[number] for number in wait)])
         if left and ready > now:
@@ -155,25 +155,25 @@ def part_seconds(
     kernel = visible_pairs(visible) * shape.pair_flops * seconds_a_flop
     overlap_rate = 1.0
     if len(program.blocks) == 2 and len(program.parts) > 1 and not program.blocks[1].whole:
-        overlap_rate = _OVERLAPPED_CALL_SHARE  # calls of one round go side by side
-    if machine.one_call:  # which merges by itself, so results are passed over by nothing else
+        overlap_rate = _OVERLAPPED_CALL_SHARE  # calls of one round overlap
+    if machine.one_call:  # it merges by itself, so there is no further pass over the results
         return kernel + _ALL_TILES * min(len(visible), 1) * machine.call * overlap_rate
     passed = rows * shape.row_bytes / machine.memory
     return kernel + len(visible) * machine.call * overlap_rate + passed
 
 
 def bytes_of(transfer: Transfer, shape: KVShape) -> int:
-    """Return the bytes of one key, or of its gradients: a ring hands on sums, in wide numbers."""
+    """Return the bytes of one key or its gradients: a ring passes on sums, in a wide dtype."""
     if transfer.kind == KEYS:
         return shape.token_bytes
     return shape.wide_bytes if transfer.hop else shape.grad_bytes
 
 
 def moved(program: Program, transfer: Transfer, rank: int, domain: int) -> tuple[int, int]:
-    """Return how many tokens a rank brings from within its domain, and from outside.
+    """Return how many tokens a rank fetches from within its domain, and from outside.
 
-    Of gradients it is what it sends: others take as much at the same time. A hop is as slow as its
-    slowest link.
+    For gradients these are the tokens that peers fetch from it: the links carry both at once. A
+    hop is as slow as its slowest link.
     """
     size = len(program.workload.keys)
     if transfer.hop:
@@ -197,7 +197,7 @@ def moved(program: Program, transfer: Transfer, rank: int, domain: int) -> tuple
 
 
 def transfer_seconds(transfer: Transfer, near: int, far: int, machine: Hardware) -> float:
-    """Return the seconds that so many bytes take, from within the domain and from outside."""
+    """Return the seconds of a transfer of `near` bytes within the domain and `far` from outside."""
     if transfer.hop:
         return _hop_seconds(near, far, machine)
     pulled = near / machine.pull
@@ -205,7 +205,7 @@ def transfer_seconds(transfer: Transfer, near: int, far: int, machine: Hardware)
 
 
 def _hop_seconds(near: int, far: int, machine: Hardware) -> float:
-    """Return the seconds of a hop, interpolated; beyond the last one measured at its speed."""
+    """Return the seconds of a hop, interpolated; beyond the largest size measured, at its speed."""
     if far:
         return machine.network_hop + far / machine.network
     if near == 0:
@@ -218,7 +218,7 @@ def _hop_seconds(near: int, far: int, machine: Hardware) -> float:
 
 
 def host_seconds(schedule: Schedule, taped: bool, machine: Hardware = H200) -> float:
-    """Return the seconds the host takes to launch a call forward and backward, one by one.
+    """Return the seconds the host takes to launch a call's operations, forward and backward.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> from ring_attention_pytorch.geometry.tiles import Mask
@@ -247,7 +247,7 @@ def swap_launch_seconds(taped: bool, replayed: bool, machine: Hardware = H200) -
 def swap_seconds(tokens: int, shape: KVShape, degree: int, machine: Hardware = H200) -> float:
     """Return the seconds to swap heads for sequence and back, forward and backward.
 
-    `tokens` is how many queries, and how many keys, a rank has.
+    `tokens` is the number of queries, and of keys, per rank.
     """
     if degree == 1:
         return 0.0
@@ -269,9 +269,9 @@ def costs(
 def likely_gather(
     workload: Workload, shape: KVShape, at_once: int, machine: Hardware = H200
 ) -> Schedule:
-    """Return the schedule of a gather as it would be made for ranks of such a machine.
+    """Return the schedule of a gather that a plan would make on such a machine.
 
-    Of more ranks than reach one another no two stages.
+    Two stages are used only if all ranks are in one NVLink domain.
     """
     if len(workload.keys) > machine.domain:
         rounds = [Block(((distances,),)) for distances in workload.others(at_once)]
@@ -286,8 +286,8 @@ def choose_transport(
 ) -> str:
     """Choose the transport for a plan that names none: a pure function, so the same on all ranks.
 
-    A machine of None stands for a CPU, and gives "ring": there nothing runs beside the kernels, so
-    fewer, later messages gain nothing.
+    A machine of None stands for a CPU, and gives "ring": there nothing overlaps kernels, so fewer,
+    later messages gain nothing.
     """
     if machine is None or len(workload.keys) == 1:
         return "ring"

@@ -1,8 +1,8 @@
-"""Speeds of a device and of its links: what every decision about time goes by.
+"""Speeds of a device and of its links, on which every decision about time depends.
 
-They are constants, by the device's name, so that plans are the same in every run. `H200` is what
-others are told by: its figures are those of H200 GPUs within one NVLink domain. The network is a
-400 Gb/s link for each GPU, which was not measured. A plan that is asked to measures what it can.
+They are constants, by the device's name, so that plans are the same in every run. Other devices
+are given relative to `H200`: H200 GPUs within one NVLink domain. The network is a 400 Gb/s link for
+each GPU, which was not measured. A plan can be asked to measure its own machine instead.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from typing import NamedTuple
 # bytes and seconds of one NCCL send/recv hop between H200s, both ways at once
 _HOPS = ((0, 1.0e-4), (8 << 20, 1.71e-4), (32 << 20, 5.13e-4), (128 << 20, 9.68e-4),
          (512 << 20, 1.68e-3))  # fmt: skip
-# share of a kernel's speed in a burst, under load that lasts: four H100, 8k to 32k tokens each,
-# 0.92 to 0.95 with cuDNN, flash-attn 4 and Triton
+# speed of a kernel under sustained load, as a share of that in a burst: four H100, 8k to 32k tokens
+# each, 0.92 to 0.95 with cuDNN, flash-attn 4 and Triton
 _LASTS = 0.94
 
 _OF_QUERIES = 0.4  # share of a backward call that makes dq: our Triton kernels, two H100
@@ -25,26 +25,26 @@ class Hardware(NamedTuple):
     backward: float = 525e12
     memory: float = 4.3e12  # read and write together
     pull: float = 350e9  # by copy engines within a domain
-    overlap_rate: float = 0.95  # share of that while a kernel computes
+    overlap_rate: float = 0.95  # share of `pull` while a kernel computes
     swap: float = 280e9  # of heads for sequence within a domain, out of shared memory
     network: float = 45e9  # between domains, for each GPU
     network_hop: float = 2e-5
-    call: float = 1e-4  # seconds of a kernel's call on top: to launch, ramp up and end
+    call: float = 1e-4  # seconds of overhead per kernel call: to launch, ramp up and end
     launch: float = 1e-5  # seconds of the host to launch a small operation
-    host: float = 6.4e-3  # and calls that overlap, forward and backward
+    host: float = 6.4e-3  # the same for calls that overlap, forward and backward
     domain: int = 8  # GPUs that reach one another by NVLink
-    hops: tuple[tuple[int, float], ...] = _HOPS  # bytes and seconds between its neighbours
+    hops: tuple[tuple[int, float], ...] = _HOPS  # bytes and seconds between neighbours
     device: str = "H200"
-    measured: bool = False  # whether on the group at hand
-    one_call: bool = False  # whether the kernel takes a single call for all tiles of a block
-    keys_first: bool = False  # whether the kernel makes dk and dv first, and dq later
+    measured: bool = False  # on this process group
+    one_call: bool = False  # the kernel computes all tiles of a block in a single call
+    keys_first: bool = False  # the kernel makes dk and dv first, and dq later
 
     def every(self, degree: int) -> "Hardware":
-        """Return the machine of ranks that are `degree` places apart."""
+        """Return the machine for a ring of every `degree`-th rank: fewer of them in a domain."""
         return self._replace(domain=max(1, self.domain // degree))
 
     def under_load(self) -> "Hardware":
-        """Return the machine under load that lasts, if its kernels were measured: in short bursts.
+        """Return the machine under sustained load; its kernels are measured in short bursts.
 
         >>> H200.under_load() == H200
         True
@@ -57,22 +57,22 @@ class Hardware(NamedTuple):
 
     @property
     def deferred_share(self) -> float:
-        """Share of a call backward that the kernel may compute while dk and dv go home."""
+        """Share of a backward call that the kernel can compute while dk and dv are sent."""
         return _OF_QUERIES if self.keys_first else 0.0
 
     @property
     def forward_flops_per_byte(self) -> float:
-        """FLOPs of a kernel forward while a byte comes beside it."""
+        """FLOPs of a forward kernel in the time of one byte's overlapping transfer."""
         return self.forward / (self.overlap_rate * self.pull)
 
     @property
     def backward_flops_per_byte(self) -> float:
-        """FLOPs of a kernel backward while a byte comes beside it."""
+        """FLOPs of a backward kernel in the time of one byte's overlapping transfer."""
         return self.backward / (self.overlap_rate * self.pull)
 
 
 H200 = Hardware()
-# FLOP/s on an H200 of kernels that are not as fast as cuDNN's, forward and backward
+# FLOP/s on an H200 of kernels slower than cuDNN's, forward and backward
 _KERNELS = {
     "flash-attn-4": (650e12, 570e12),
     "triton": (530e12, 435e12),
@@ -91,8 +91,8 @@ class _Device(NamedTuple):
     pull: float = H200.pull
 
 
-# the slowest first. Nothing was measured on an A100: its kernels' speeds are as flash-attn 2 tells
-# them, its links' and memories' as they are to an H200's by their makers; so are an H100's memories
+# the slowest first. Nothing was measured on an A100: kernel speeds are flash-attn 2's figures,
+# its link and memory speeds an H200's times the ratio in NVIDIA's figures; so is an H100's memory
 _DEVICES = (
     _Device("A100", 220e12, 190e12, memory=1.8e12, pull=230e9),
     _Device("H100", memory=3.0e12),
@@ -101,7 +101,7 @@ _DEVICES = (
 
 
 def number_of(device: str) -> int:
-    """Return a device's place among those that are known, the slowest first; 0 if it is not.
+    """Return a device's place among the known ones, the slowest first; 0 for an unknown one.
 
     >>> [number_of(f"NVIDIA {name}") for name in ("A100-SXM4-80GB", "H100 80GB HBM3", "L4")]
     [0, 1, 0]
@@ -111,7 +111,7 @@ def number_of(device: str) -> int:
 
 
 def hardware(kernel: str, device: int = -1, domain: int = H200.domain) -> Hardware:
-    """Return a machine of devices of that number, by the speed of a kernel, or of one each way.
+    """Return a machine of devices of that number, with a kernel's speed, or with one's each way.
 
     >>> hardware("triton").forward, hardware("triton+sdpa-flash").backward
     (530000000000000.0, 315000000000000.0)
@@ -131,7 +131,7 @@ def hardware(kernel: str, device: int = -1, domain: int = H200.domain) -> Hardwa
 
 
 def with_another(machine: Hardware, kernel: str, other: str) -> Hardware:
-    """Return a machine with another kernel: its speeds times the ratio the two have on an H200.
+    """Return a machine with another kernel: speeds are scaled by the two kernels' ratio on an H200.
 
     >>> with_another(H200._replace(forward=300e12), "sdpa-cudnn", "triton").forward
     265000000000000.0
@@ -144,7 +144,7 @@ def with_another(machine: Hardware, kernel: str, other: str) -> Hardware:
 
 
 def share_one_host(hosts: Sequence[int]) -> int:
-    """Return how many consecutive ranks share a host, wherever they are.
+    """Return the largest size of consecutive groups of ranks that each share a host.
 
     >>> share_one_host([1, 1, 2, 2]), share_one_host([1, 1, 1]), share_one_host([1, 2, 2])
     (2, 3, 1)

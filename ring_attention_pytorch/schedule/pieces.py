@@ -1,4 +1,4 @@
-"""The keys of each owner that a rank needs, in what order and when: arithmetic on ints."""
+"""The keys of each owner that a rank needs, their order and their rounds: arithmetic on ints."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,10 +13,9 @@ _T = TypeVar("_T")
 
 
 class Workload(NamedTuple):
-    """The work of one attention: every rank's queries and keys, and what is visible.
+    """The work of one attention: every rank's queries and keys, and the mask.
 
-    Where samples see differently, `visible` covers all that any of them sees, and `apart` has the
-    mask of each.
+    Where samples have different masks, `visible` is their union, and `apart` has the mask of each.
     """
 
     queries: tuple[Segments, ...]
@@ -26,7 +25,7 @@ class Workload(NamedTuple):
 
     @property
     def distances(self) -> tuple[int, ...]:
-        """Distances behind a rank at which owners are that anyone needs, 0 first."""
+        """Distances behind a rank of all owners whose keys some rank needs, 0 first."""
         distances: set[int] = set()
         for mask in self.apart or (self.visible,):
             distances.update(needed_distances(self.queries, self.keys, mask))
@@ -40,7 +39,7 @@ class Workload(NamedTuple):
 
 
 def cached(make: Callable[..., _T]) -> Callable[..., _T]:
-    """Cache a function's results for workloads that will come again."""
+    """Cache a function's results for workloads that are `cacheable`."""
     cached_make = lru_cache(maxsize=1024)(make)
 
     @wraps(make)
@@ -53,7 +52,7 @@ def cached(make: Callable[..., _T]) -> Callable[..., _T]:
 
 
 class KVShape(NamedTuple):
-    """Shapes of the tensors that a transport works for; heads are those of one rank."""
+    """Shapes of the tensors of one attention; heads are counted on one rank."""
 
     batch: int
     heads: int
@@ -75,22 +74,22 @@ class KVShape(NamedTuple):
 
     @property
     def grad_bytes(self) -> int:
-        """Bytes of the gradients of one key and its value in a part that is sent to their owner."""
+        """Bytes of the gradients of one key and its value, as they are sent to their owner."""
         return self.wide_bytes if self.wide else self.token_bytes
 
     @property
     def pair_flops(self) -> int:
-        """FLOPs of one query that sees one key, forward, over all heads and samples."""
+        """FLOPs of one visible (query, key) pair, forward, over all heads and samples."""
         return 2 * self.batch * self.heads * (self.d + self.d_v)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes moved to merge one more partial result of one query into that in float32."""
+        """Bytes moved to merge a partial result of one query into the running one in float32."""
         return self.batch * self.heads * self.d_v * (2 * 4 + self.itemsize)
 
 
 class Chunk(NamedTuple):
-    """Some of an owner's keys, from its own index `first` on; `segment` has their positions."""
+    """Some of an owner's keys, from the owner's local index `first` on; `segment`: positions."""
 
     owner: int
     first: int
@@ -103,14 +102,14 @@ class Chunk(NamedTuple):
 
 
 Chunks = tuple[Chunk, ...]
-Stage = tuple[tuple[int, ...], ...]  # distances; those of one tuple in the order of positions
+Stage = tuple[tuple[int, ...], ...]  # distances; keys of one tuple are in the order of positions
 
 
 class Round(NamedTuple):
-    """A round: owners at some distances behind each rank, whose keys come stage by stage.
+    """A round: owners at some distances behind each rank, whose keys arrive stage by stage.
 
-    `pieces` are the chunks that come to each rank, all at once. `parts` are the slices of their
-    tokens, one after another, that each stage brings.
+    `pieces` are the chunks that each rank receives, over all stages. `parts` are the slices of
+    their tokens that arrive in each stage.
     """
 
     stages: tuple[Stage, ...]
@@ -124,7 +123,7 @@ class Round(NamedTuple):
 
     @property
     def at_once(self) -> "Round":
-        """This round in one stage."""
+        """The same round in one stage."""
         parts = []
         for chunks in self.pieces:
             parts.append((slice(0, tokens(chunks)),))
@@ -137,7 +136,7 @@ def of_owner(chunks: Chunks, owner: int) -> Chunks:
 
 
 def places(chunks: Chunks, owner: int) -> Iterator[tuple[Chunk, slice]]:
-    """Yield one owner's chunks, and where each lies among all chunks one after another."""
+    """Yield one owner's chunks, each with its slice of the concatenation of all chunks."""
     start = 0
     for chunk in chunks:
         stop = start + chunk.segment.length
@@ -153,10 +152,10 @@ def tokens(chunks: Sequence[Chunk]) -> int:
 
 @cached
 def schedule(workload: Workload, at_once: int) -> tuple[Round, ...]:
-    """Return the rounds, of `at_once` owners each, that bring every rank the keys that it needs.
+    """Return the rounds, of `at_once` owners each, in which every rank fetches the keys it needs.
 
-    Zigzag, four ranks: rank 1 sees chunk 0 with all of its queries, and chunks 2 to 5 with those of
-    its late chunk, 6; that is two large tiles.
+    Zigzag, four ranks: rank 1 sees chunk 0 with all of its queries, and chunks 2 to 5 with the
+    queries of its late chunk, 6; that is two large tiles.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> four = all_segments("zigzag", 4, 16)
@@ -169,9 +168,9 @@ def schedule(workload: Workload, at_once: int) -> tuple[Round, ...]:
 
 @cached
 def in_two_stages(workload: Workload) -> Round:
-    """Return the round of all owners in two stages, those nearest behind each rank first.
+    """Return the round of all owners in two stages, the nearest behind each rank first.
 
-    Pieces go owner by owner, so that most of an owner's keys come in one copy.
+    Chunks are ordered by owner, so that most of an owner's keys arrive in one copy.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> four = all_segments("zigzag", 4, 16)
@@ -186,12 +185,12 @@ def in_two_stages(workload: Workload) -> Round:
 
 @cached
 def all_together(workload: Workload) -> Round:
-    """Return the round of all owners in one stage, each rank itself among them."""
+    """Return the round of all owners in one stage, including each rank itself."""
     return _round(workload, ((workload.distances,),))
 
 
 def _round(workload: Workload, stages: tuple[Stage, ...]) -> Round:
-    """Build a round: what comes from some distances at once is in the order of positions."""
+    """Build a round; keys of the distances in one tuple are in the order of positions."""
     pieces = []
     parts = []
     for rank in range(len(workload.queries)):
@@ -208,9 +207,9 @@ def _round(workload: Workload, stages: tuple[Stage, ...]) -> Round:
 
 
 def most_in_front(group: Round) -> bool:
-    """Tell whether ranks need more pieces of the owners in front of them than of those behind.
+    """True if ranks need at least as many chunks of owners in front of them as of owners behind.
 
-    Pieces of all ranks are counted together; a tie counts as more.
+    The chunks of all ranks are counted together.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> for layout in ("zigzag", "contiguous"):
@@ -227,7 +226,7 @@ def most_in_front(group: Round) -> bool:
 
 
 def returning_keys(group: Round) -> Counter[int]:
-    """Count the keys whose gradients come home to each owner, each as often as a rank has some."""
+    """Count the key gradients sent to each owner: each key once for each rank that fetched it."""
     keys = Counter[int]()
     for chunk in chain.from_iterable(group.pieces):
         keys[chunk.owner] += chunk.segment.length
@@ -235,7 +234,7 @@ def returning_keys(group: Round) -> Counter[int]:
 
 
 def needed(rank: int, workload: Workload, distances: Sequence[int]) -> Chunks:
-    """Return the keys of owners at these distances that a rank sees, in order of positions."""
+    """Return the chunks of owners at these distances that a rank sees, in order of positions."""
     queries = workload.queries[rank]
     chunks = []
     for distance in distances:
@@ -256,7 +255,7 @@ def needed(rank: int, workload: Workload, distances: Sequence[int]) -> Chunks:
 
 
 def joined_places(places: Iterable[tuple[slice, ...]]) -> list[tuple[slice, ...]]:
-    """Join places that follow one another, in each of their slices, to as few as can be.
+    """Join places that are adjacent in each of their slices, to as few as possible.
 
     >>> joined_places([(slice(0, 2), slice(4, 6)), (slice(2, 3), slice(6, 7))])
     [(slice(0, 3, None), slice(4, 7, None))]
@@ -270,9 +269,9 @@ def joined_places(places: Iterable[tuple[slice, ...]]) -> list[tuple[slice, ...]
 
 
 def joined(chunks: Chunks) -> Segments:
-    """Return the positions of the chunks one after another, in as few segments as can be."""
+    """Return the positions of the chunks one after another, in as few segments as possible."""
     segments: list[Segment] = []
-    end = stride = None  # where the last segment would go on
+    end = stride = None  # where the last segment would continue
     for _, _, segment in chunks:
         start, length = segment.start, segment.length
         if segment.stride == stride and start == end:

@@ -1,6 +1,6 @@
-"""Decisions that the speeds of GPUs make: what comes in stages, together, beside calls or after.
+"""Decisions that depend on the speeds of GPUs: stages, one gather or several, overlap or not.
 
-Each is a pure function of the work and of a machine's speeds, so all ranks decide alike.
+Each is a pure function of the workload and of a machine's speeds, so all ranks decide alike.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from ring_attention_pytorch.schedule.pieces import (
     tokens,
 )
 
-_SMALL, _SMALL_UNDIVIDED = 334, 3340  # times what a call takes on top, if nothing were hidden
-# launches of small operations that take the host as long as calls of cuDNN's kernel or of
-# flash-attn 4's, two each way: on two H100 at 2k tokens the GPU computes 0.55 ms, a call takes 1.2,
-# and Triton's of one call each way 0.78; at 3k they are alike
+_SMALL, _SMALL_UNDIVIDED = 334, 3340  # bounds of unmasked forward time, in units of `machine.call`
+# host time of calls of cuDNN's kernel or of flash-attn 4's, two each way, in launches of small
+# operations: on two H100 at 2k tokens the GPU computes 0.55 ms, a call takes 1.2, and Triton's of
+# one call each way 0.78; at 3k both take as long
 _CALLS = 120
-_SLOWEST = 2  # a launch counts as at most so many times that of an H200's host
+_SLOWEST = 2  # a launch counts as at most this many times that of an H200's host
 # keys that a query sees of its document, on average, where our Triton kernel is faster than
-# flash-attn 4 on H100s, with heads of 128: the two are alike at some 560 where eight query heads
+# flash-attn 4 on H100s, with heads of 128: both are as fast at some 560 where eight query heads
 # read a key head, at some 900 where four do; with a key head for each it was slower on two GPUs
 _FEW_SEEN, _SHARED = 500, 2
 _SOON_COPIED = 1.6e-5  # seconds to read own keys: copying them and their gradients takes 0.1 ms
@@ -36,9 +36,9 @@ _SOON_COPIED = 1.6e-5  # seconds to read own keys: copying them and their gradie
 def is_small(
     workload: Workload, shape: KVShape, machine: Hardware, undivided: bool = False
 ) -> bool:
-    """Tell whether a rank has so little to compute that the ends of kernel calls matter.
+    """True if a rank has so little to compute that the tails of kernel calls matter.
 
-    On H200s the bound is 16384 queries a rank, of 32 heads of size 128, over four ranks: 10 ms.
+    On H200s the bound is 16384 queries per rank, with 32 heads of size 128, over four ranks: 10 ms.
     It is ten times as high if own keys stay `undivided` backward, because that saves kernel calls.
     """
     pairs = max(map(count, workload.queries)) * sum(map(count, workload.keys))
@@ -47,34 +47,34 @@ def is_small(
 
 
 def is_few(workload: Workload, shape: KVShape, machine: Hardware) -> bool:
-    """Tell whether a GPU computes no longer than the host takes to launch calls that overlap.
+    """True if a GPU computes no longer than the host takes to launch calls that overlap.
 
-    Own keys must be soon copied, too. On H200s that is at most 4096 queries a rank, of 32 heads of
-    size 128, over four ranks under a causal mask; of short documents 16384, with 8 key heads.
+    Own keys must be fast to copy, too. On H200s the bound is 4096 queries per rank, with 32 heads
+    of size 128, over four ranks, causal; with short documents and 8 key heads it is 16384.
     """
     copied = max(map(count, workload.keys)) * shape.token_bytes <= _SOON_COPIED * machine.memory
     return copied and _seconds(workload, shape, machine) <= machine.host
 
 
 def launches_decide(workload: Workload, shape: KVShape, machine: Hardware) -> bool:
-    """Tell whether a kernel of few calls is faster than one that computes faster, by the host.
+    """True if launches take so long that a kernel with few calls beats one that computes faster.
 
-    Keys come together. On H100s that is at most 2048 queries a rank, of 32 heads of size 128, over
-    two ranks under a causal mask; 3072 if the host is slow. Without a causal mask all keys are one
-    tile, and one call of every kernel; documents take many calls of none.
+    All keys are gathered at once. On H100s the bound is 2048 queries per rank, with 32 heads of
+    size 128, over two ranks, causal; 3072 if the host is slow. False without a causal mask, where
+    every kernel needs one call, and with documents, for which no kernel needs many.
     """
     masks = workload.visible, *workload.apart
     if not workload.visible.causal or any(mask.documents is not None for mask in masks):
         return False
-    launch = min(machine.launch, _SLOWEST * H200.launch)  # a host may have been busy
+    launch = min(machine.launch, _SLOWEST * H200.launch)  # the host may have been busy
     return _seconds(workload, shape, machine) <= _CALLS * launch
 
 
 def documents_are_short(workload: Workload, shape: KVShape) -> bool:
-    """Tell whether documents are so short that our Triton kernel is faster than flash-attn 4.
+    """True if documents are so short that our Triton kernel is faster than flash-attn 4.
 
-    What counts is how many keys a query sees of its document, on average over all samples, and
-    without regard to a window.
+    The measure is the number of keys of its document that a query sees, averaged over all samples;
+    a window is ignored.
 
     >>> from ring_attention_pytorch.geometry.documents import of_borders
     >>> one, shape = ((Segment(0, 1, 8000),),), KVShape(1, 32, 8, 128, 128, itemsize=2)
@@ -95,7 +95,7 @@ def _seconds(workload: Workload, shape: KVShape, machine: Hardware) -> float:
     """Return the seconds that the kernel computes for a rank, forward and backward."""
     queries, keys, mask, _ = workload
     if mask.documents is not None:
-        whole = (Segment(0, 1, sum(mask.documents.lengths)),)  # whichever rank holds what of it
+        whole = (Segment(0, 1, sum(mask.documents.lengths)),)  # an average needs no layout
         pairs = visible_pairs(tiles(whole, whole, mask)) / len(queries)
     else:
         keys_seen = sum(map(count, keys)) / (1 + mask.causal)
@@ -108,11 +108,11 @@ def _seconds(workload: Workload, shape: KVShape, machine: Hardware) -> float:
 
 @cached
 def own_keys_apart(workload: Workload, square: bool) -> bool:
-    """Tell whether own keys are better a block by themselves, where nothing overlaps.
+    """True if own keys should be a block by themselves, where nothing overlaps.
 
-    They are for a kernel that knows `square` causal tiles only, if that takes no more calls: a tile
-    whose diagonal begins further right takes two. Gradients of own keys that are apart go nowhere.
-    Other kernels take one call of all keys.
+    They should for a kernel limited to `square` causal tiles, if that takes no more calls: a tile
+    whose diagonal begins further right takes two. Gradients of own keys in a block by themselves
+    need no transfer. Other kernels take one call for all keys.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> two = all_segments("zigzag", 2, 64)  # two calls instead of four on rank 1
@@ -134,7 +134,7 @@ def own_keys_apart(workload: Workload, square: bool) -> bool:
 
 
 def _square_calls(queries: Segments, keys: Segments, mask: Mask) -> int:
-    """Count the calls of a kernel that knows full tiles and square causal ones."""
+    """Count the calls of a kernel that computes only full tiles and square causal ones."""
     calls = 0
     for _, _, _, right in tiles(queries, keys, mask):
         calls += 1 if right is None or right <= 0 else 2
@@ -143,13 +143,13 @@ def _square_calls(queries: Segments, keys: Segments, mask: Mask) -> int:
 
 @cached
 def keys_arrive_late(workload: Workload, at_once: int, shape: KVShape, machine: Hardware) -> bool:
-    """Tell whether a rank has computed on own keys before those of several others have come.
+    """True if a rank finishes on own keys before the keys of several other owners have arrived.
 
-    All ranks must have work on own keys, and the others' keys must come together.
+    False unless all ranks have work on own keys, and the others' keys arrive in one round.
     """
     mask = workload.visible
     if mask != Mask(mask.causal) or workload.apart:
-        return False  # keys are few, or make large tiles only in the order of positions
+        return False  # few keys, or large tiles only in the order of positions
     rounds = schedule(workload, at_once)
     if len(rounds) != 1 or len(rounds[0].distances) < 2:
         return False
@@ -169,7 +169,7 @@ def reduce_by_copy_engine(
     machine: Hardware,
     own_low_priority: bool,
 ) -> bool:
-    """Tell whether copy engines should fetch gradients, beside kernels that still compute.
+    """True if copy engines should fetch gradients while kernels still compute.
 
     At least half of the transfer must hide behind compute that is left on every rank: the rest of
     the call for own keys, if it runs at low priority (`own_low_priority`), and dq, if the kernel

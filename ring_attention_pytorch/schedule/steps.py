@@ -7,10 +7,10 @@
        2 | keys of block 2   |                      | block 2
 
 A step first waits, then starts transfers, then computes. All ranks take the same steps, so they
-make the same exchanges in the same order. Only copies differ between ranks: which tokens come from
-whom. They follow from the blocks, and are worked out for the ranks that are asked for.
+make the same exchanges in the same order. Only copies differ between ranks: which tokens each one
+receives from which peer. They follow from the blocks, and are computed for one rank at a time.
 
-What ranks do, what it costs and what is said about it are read from here.
+Calls, the cost model and explanations all read a schedule.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,10 +36,10 @@ KEYS, GRADS = "keys", "gradients"
 
 
 class Block(NamedTuple):
-    """Keys of owners at some distances behind each rank, as they lie there stage by stage.
+    """Keys of owners at some distances behind each rank, in memory together, stage by stage.
 
-    They are those that the rank's queries see, worked out already where `made` is given; of a
-    `whole` block all that its one owner has.
+    They are the keys that the rank's queries see; `made` caches them. A `whole` block has all keys
+    of its one owner.
     """
 
     stages: tuple[Stage, ...]
@@ -57,29 +57,29 @@ class Block(NamedTuple):
 
     @property
     def at_once(self) -> "Block":
-        """This block in one stage."""
+        """The same block in one stage."""
         if self.made is not None:
             return Block.of(self.made.at_once)
         return Block((tuple(chain.from_iterable(self.stages)),))
 
 
 class Transfer(NamedTuple):
-    """A transfer to a block here, from a block of ranks at some `distances` behind.
+    """A transfer to a block here, from a block of the ranks at some `distances` behind.
 
-    Keys are copied there, gradients are added. All ranks exchange with those at these distances,
-    be there anything to copy or not.
+    Keys are copied to it, gradients are added to it. All ranks exchange with the peers at these
+    distances, even if there is nothing to copy.
     """
 
     kind: str
-    source: int  # number of the block there
-    block: int  # and here
+    source: int  # number of the block on the peer
+    block: int  # number of the block here
     distances: tuple[int, ...]
     stage: int = 0  # of the keys' block
-    hop: bool = False  # of a ring: to one rank, in sums or as it came
+    hop: bool = False  # of a ring: to one rank; whole blocks of keys, or sums of gradients
 
 
 class Copy(NamedTuple):
-    """Tokens of a peer's block, and where they go in the transfer's block here."""
+    """Tokens of a peer's block, and their place in the transfer's block here."""
 
     peer: int
     start: int
@@ -92,11 +92,11 @@ class Part(NamedTuple):
 
     block: int
     stage: int = 0
-    low_priority: bool = False  # to all calls after it, and goes on beside transfers
+    low_priority: bool = False  # gives way to all calls after it, and overlaps transfers
 
 
 class Step(NamedTuple):
-    """Numbers of transfers to wait for, then of those to start; then what is computed."""
+    """Numbers of the transfers to wait for, then to start; then the part to compute."""
 
     wait: tuple[int, ...] = ()
     start: tuple[int, ...] = ()
@@ -113,11 +113,11 @@ class Program(NamedTuple):
 
     @property
     def parts(self) -> list[Part]:
-        """What is computed, in order."""
+        """The parts that are computed, in order."""
         return [step.compute for step in self.steps if step.compute is not None]
 
     def owner(self, block: int, rank: int) -> int:
-        """Return whose keys a block has on a rank, if they are of one owner."""
+        """Return the owner of a block's keys on a rank; the block must have one owner."""
         (distance,) = self.blocks[block].distances
         return (rank - distance) % len(self.workload.keys)
 
@@ -128,7 +128,7 @@ class Program(NamedTuple):
         return joined(self.chunks(block, rank))
 
     def chunks(self, block: int, rank: int) -> Chunks:
-        """Return what a block has on a rank, in the order in which it lies there."""
+        """Return the chunks of a block on a rank, in memory order."""
         stages, whole, made = self.blocks[block]
         if made is not None:
             return made.pieces[rank]
@@ -142,7 +142,7 @@ class Program(NamedTuple):
         return tuple(found)
 
     def spans(self, block: int, rank: int) -> list[slice]:
-        """Return the tokens of each stage of a block."""
+        """Return the slice of a block's tokens that each stage has."""
         stages, _, made = self.blocks[block]
         if made is not None:
             return list(made.parts[rank])
@@ -161,14 +161,14 @@ class Program(NamedTuple):
         return slice_segments(self.held(part.block, rank), span)
 
     def counts(self, part: Part, keys: Segments) -> bool:
-        """Tell whether these keys are computed on: what an owner has is, be it nothing."""
+        """True if a part with these keys is computed: if there are any, or the block is whole."""
         return bool(keys) or (self.blocks[part.block].whole and part.stage == 0)
 
     def copies(self, transfer: Transfer, rank: int) -> list[Copy]:
-        """Return what a rank takes of others in a transfer, in the order in which it is added."""
+        """Return the copies that a rank makes in a transfer, in the order of addition."""
         size, (kind, source, block, distances, _, _) = len(self.workload.keys), transfer
         peers = [(rank - distance) % size for distance in distances]
-        if source and block:  # handed on as it is
+        if source and block:  # a hop passes the whole block on
             return [Copy(peers[0], 0, 0, tokens(self.chunks(block, rank)))]
         copies = []
         if kind == GRADS:
@@ -183,7 +183,7 @@ class Program(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """What all ranks do in one call forward and one backward."""
+    """The programs of one forward and one backward call, the same on all ranks."""
 
     transport: str
     forward: Program
@@ -191,7 +191,7 @@ class Schedule(NamedTuple):
 
     @property
     def own_low_priority(self) -> bool:
-        """Tell whether the backward call for own keys runs undivided, at low priority."""
+        """True if the backward call for own keys runs undivided, at low priority."""
         return self.backward.parts[0].low_priority
 
     def positions(self, back: bool, rank: int) -> Iterator[Segments]:
@@ -208,14 +208,14 @@ OWN = Block((((0,),),), whole=True)
 
 @cached
 def ring(workload: Workload) -> Schedule:
-    """Return the schedule of a ring: keys go from neighbour to neighbour, gradients behind them.
+    """Return the schedule of a ring: keys hop from neighbour to neighbour, gradients follow them.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> from ring_attention_pytorch.geometry.tiles import Mask
     >>> three = all_segments("contiguous", 3, 6)
     >>> forward = ring(Workload(three, three, Mask())).forward
     >>> [transfer.distances for transfer in forward.transfers], forward.steps[1]
-    ([(1,), (1,)], Step(wait=(0,), start=(1,), compute=Part(block=1, stage=0, gives_way=False)))
+    ([(1,), (1,)], Step(wait=(0,), start=(1,), compute=Part(block=1, stage=0, low_priority=False)))
     """
     distances = workload.distances
     blocks = tuple(Block((((distance,),),), whole=True) for distance in distances)
@@ -245,14 +245,14 @@ def ring(workload: Workload) -> Schedule:
 
 
 def gather(workload: Workload, rounds: Sequence[Block], low_priority: bool = False) -> Schedule:
-    """Return the schedule of a gather: rounds of owners, whose keys come straight from them.
+    """Return the schedule of a gather: rounds of owners, who send their keys directly.
 
-    The next round comes while one computes.
+    The next round is in flight while one computes.
 
     Args:
-        workload: what all ranks have to do.
-        rounds: their blocks; keys come in stages forward, and at once backward.
-        gives_way: the call for own keys backward gives way to all others.
+        workload: the work of all ranks.
+        rounds: their blocks; keys arrive in stages forward, and at once backward.
+        low_priority: the backward call for own keys gives way to all others.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> from ring_attention_pytorch.geometry.tiles import Mask
@@ -280,13 +280,13 @@ def gather(workload: Workload, rounds: Sequence[Block], low_priority: bool = Fal
 
 
 def gather_first(workload: Workload) -> Schedule:
-    """Return the schedule of a gather of all keys, own ones too, before anything is computed.
+    """Return the schedule that gathers all keys, own ones too, before anything is computed.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> from ring_attention_pytorch.geometry.tiles import Mask
     >>> two = all_segments("contiguous", 2, 4)
     >>> gather_first(Workload(two, two, Mask())).forward.parts
-    [Part(block=1, stage=0, gives_way=False)]
+    [Part(block=1, stage=0, low_priority=False)]
     """
     blocks = (OWN, Block.of(all_together(workload)))
     keys = Transfer(KEYS, 0, 1, workload.distances)
@@ -301,7 +301,7 @@ def gather_first(workload: Workload) -> Schedule:
 
 
 def _gathered(workload: Workload, blocks: Sequence[Block]) -> Program:
-    """Return the steps that fetch blocks and compute on them: one is under way meanwhile."""
+    """Return the steps that fetch blocks and compute on them: the next one is in flight."""
     transfers: list[Transfer] = []
     starts: list[tuple[int, ...]] = []  # of each block
     for number, block in enumerate(blocks[1:], 1):
@@ -320,5 +320,5 @@ def _gathered(workload: Workload, blocks: Sequence[Block]) -> Program:
 
 
 def _from_users(workload: Workload, distances: tuple[int, ...]) -> tuple[int, ...]:
-    """Return how far behind an owner those are that have its keys from these distances."""
+    """Return the distances behind an owner of the ranks that fetched its keys from `distances`."""
     return tuple(-distance % len(workload.keys) for distance in distances)

@@ -1,4 +1,4 @@
-"""Bars of a step: what a rank computes and what is under way to it, as the cost model times it."""
+"""Bars of a step: a rank's compute and the transfers in flight to it, by the cost model."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ KEYS_COME, GRADS_GO = "keys come", "gradients travel"
 
 
 class Bar(NamedTuple):
-    """Something that takes a stream from one second to another; words say whose keys it is of."""
+    """Work on a stream between two times in seconds; `words` names the keys' owners."""
 
     start: float
     stop: float
@@ -21,21 +21,21 @@ class Bar(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The two streams of one direction: what is computed, and what is under way."""
+    """The two streams of one direction: parts computed, and transfers in flight."""
 
     computed: list[Bar]
     under_way: list[Bar]
 
     @property
     def end(self) -> float:
-        """Seconds until all is done."""
+        """Seconds until everything is done."""
         return max(bar.stop for bar in (*self.computed, *self.under_way))
 
 
 def predicted(
     program: Program, rank: int, shape: KVShape, machine: Hardware, back: bool
 ) -> Timeline:
-    """Return the bars of a rank, as the cost model times them."""
+    """Return the bars of a rank, as the cost model predicts them."""
     computed, under_way = [], []
     for what, start, stop in walked(program, Clock.of(program, rank, shape, machine, back)):
         if isinstance(what, Part):
@@ -46,7 +46,7 @@ def predicted(
 
 
 def of_part(program: Program, part: Part) -> tuple[str, str]:
-    """Return the kind of a part, and how far behind the rank the owners of its keys are."""
+    """Return the kind of a part, and the distances of its keys' owners as text."""
     block = program.blocks[part.block]
     if not part.block:
         return OWN, "own"
@@ -57,7 +57,7 @@ def of_part(program: Program, part: Part) -> tuple[str, str]:
 
 
 def of_transfer(program: Program, transfer: Transfer) -> tuple[str, str]:
-    """Return the kind of a transfer, and whose keys come, or to whose gradients are added."""
+    """Return the kind of a transfer, and the owners of the keys or gradients as text."""
     if transfer.kind == KEYS:
         return KEYS_COME, of_part(program, Part(transfer.block, transfer.stage))[1]
     return GRADS_GO, of_part(program, Part(transfer.block))[1] if transfer.block else "own"
