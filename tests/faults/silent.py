@@ -24,12 +24,12 @@ def battery() -> Iterator[Case]:
     from tests.kernels import test_features
     from tests.kernels import test_strides as strides
     from tests.plan import test_alike as alike
+    from tests.plan import test_explain
     from tests.project import test_surface as surface
     from tests.ranks import test_agreement as notes
     from tests.ranks import test_steps as steps
     from tests.routing import test_routing
     from tests.runtime import test_float16
-    from tests.schedule import test_cost
     from tests.support import threads
 
     torch.set_num_threads(1)
@@ -51,7 +51,7 @@ def battery() -> Iterator[Case]:
     yield test_routing.layers_that_route_other_numbers_share_a_plan
     yield from found_again()
     yield test_features.queries_of_two_sequences_stand_where_their_layout_has_them
-    yield test_cost.ranks_without_work_explain_themselves
+    yield test_explain.ranks_without_work_explain_themselves
     yield notes.test_ranks_in_different_calls_are_all_told_which
     yield notes.test_problems_that_all_ranks_have_are_told_once_and_others_with_their_ranks
     yield notes.test_notes_are_of_any_length
