@@ -115,9 +115,9 @@ def patched(check: Callable[..., None], *given: Any, **named: Any) -> Case:
 
 def kernels_may_leave_dq_for_later() -> Iterator[Case]:
     from tests.comm import test_deferred
-    from tests.runtime import test_running
+    from tests.runtime import test_accumulate
 
-    yield test_running.a_wide_sum_ends_with_its_parts
+    yield test_accumulate.a_wide_sum_ends_with_its_parts
     yield patched(test_deferred.what_is_left_is_in_the_gradients)
     yield test_deferred.what_is_left_is_done_in_time
     yield test_deferred.no_two_parts_leave_something_for_the_same_queries
@@ -147,7 +147,7 @@ def shared_memory_is_read_before_it_is_written() -> Iterator[Case]:
 def keys_come_in_stages_where_they_are_late() -> Iterator[Case]:
     """And calls wait for theirs, and what is shared for its readers."""
     from tests.comm import test_transports, test_ulysses
-    from tests.runtime import test_running
+    from tests.runtime import test_accumulate
 
     for tokens, late, otherwise in test_transports.LATE:
         yield partial(
@@ -164,24 +164,26 @@ def keys_come_in_stages_where_they_are_late() -> Iterator[Case]:
         yield partial(
             test_transports.test_gradients_come_aside_where_that_is_hidden, *by_copy_engine
         )
-    yield partial(test_running.test_what_is_not_yet_to_be_read_is_not_read, wide=False, moved=True)
+    yield partial(
+        test_accumulate.test_what_is_not_yet_to_be_read_is_not_read, wide=False, moved=True
+    )
     for asks in (False, True):
-        yield partial(test_running.test_a_sum_is_made_where_it_has_to_be, asks)
+        yield partial(test_accumulate.test_a_sum_is_made_where_it_has_to_be, asks)
     for dtype in (torch.float32, torch.bfloat16):
-        yield partial(test_running.test_parts_that_fill_their_place_are_the_result, dtype)
-        yield partial(test_running.test_parts_that_do_not_are_put_together, dtype)
-    yield test_running.test_the_place_of_parts_goes_when_they_were_read
+        yield partial(test_accumulate.test_parts_that_fill_their_place_are_the_result, dtype)
+        yield partial(test_accumulate.test_parts_that_do_not_are_put_together, dtype)
+    yield test_accumulate.test_the_place_of_parts_goes_when_they_were_read
     yield test_ulysses.test_a_shelf_has_room_for_all_that_is_swapped
 
 
 def keys_come_together_where_they_are_few() -> Iterator[Case]:
     """And from no rank to two others at a time."""
     from tests.comm import test_transports
-    from tests.runtime import test_running
+    from tests.runtime import test_accumulate
 
     yield test_transports.unseen_keys_have_no_gradient
     yield test_transports.plans_know_their_own_transport
-    yield test_running.lent_parts_are_only_read
+    yield test_accumulate.lent_parts_are_only_read
     yield patched(test_transports.few_may_be_short)
     yield patched(test_transports.few_tokens_get_the_kernel_that_is_launched_least)
     yield patched(test_transports.short_documents_get_a_kernel_of_their_own)
@@ -206,7 +208,8 @@ def no_ring_is_left_alone() -> Iterator[Case]:
 
 def streams_wait_for_one_another() -> Iterator[Case]:
     """And whoever reads what is made on other streams waits for them."""
-    from tests.runtime import test_running, test_streams
+    from tests.runtime import test_accumulate, test_streams
+    from tests.support import streams
 
     for name in ("a_call_waits_for_what_was_before_and_nothing_waits_for_it_until_joined",
                  "calls_for_own_keys_give_way_to_the_others",
@@ -215,20 +218,22 @@ def streams_wait_for_one_another() -> Iterator[Case]:
                  "what_is_written_is_not_used_again_before_that",
                  "what_is_read_is_not_used_again_before_that"):  # fmt: skip
         check = getattr(test_streams, f"test_{name}")
-        yield patched(lambda patch, check=check: check(test_streams.stood_in(patch)))
+        yield patched(lambda patch, check=check: check(streams.stood_in(patch)))
     for dtype in (torch.float32, torch.bfloat16):
-        yield partial(test_running.test_a_part_that_is_all_there_is_is_the_result_itself, dtype)
-        yield partial(test_running.test_a_sum_of_parts_waits_for_them, dtype)
+        yield partial(test_accumulate.test_a_part_that_is_all_there_is_is_the_result_itself, dtype)
+        yield partial(test_accumulate.test_a_sum_of_parts_waits_for_them, dtype)
 
 
 def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     """Those that can be."""
-    from tests.comm import test_ulysses
+    from tests.comm import test_fabric_copies, test_ulysses
     from tests.runtime import test_graphs
-    from tests.runtime.test_streams import stood_in
+    from tests.stories import test_graphs_of_modules
+    from tests.support import graphs
+    from tests.support.streams import stood_in
 
     def on_cpu(check: Callable[[pytest.MonkeyPatch], None]) -> Case:
-        return patched(lambda patch: (test_graphs.stand_in(patch), check(patch)))
+        return patched(lambda patch: (graphs.stand_in(patch), check(patch)))
 
     def with_driver(check: Callable[[None], None]) -> Case:
         return on_cpu(lambda _: check(None))
@@ -249,27 +254,27 @@ def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     yield patched(test_graphs.observed_calls_are_replayed_too)
     yield patched(test_graphs.older_drivers_are_refused)
     yield on_cpu(lambda _: test_graphs.another_plan_has_no_graphs_of_this_one())
-    yield test_graphs.test_a_gathers_graphs_are_of_the_shelves_at_hand
-    yield patched(test_graphs.batches_alike_share_graphs)
-    yield patched(test_graphs.what_is_changed_on_a_module_counts)
-    yield patched(test_graphs.others_lengths_make_another_kind)
+    yield test_fabric_copies.test_a_gathers_graphs_are_of_the_shelves_at_hand
+    yield patched(test_graphs_of_modules.batches_alike_share_graphs)
+    yield patched(test_graphs_of_modules.what_is_changed_on_a_module_counts)
+    yield patched(test_graphs_of_modules.others_lengths_make_another_kind)
     yield on_cpu(lambda patch: other(None, patch, "memory"))
     yield patched(lambda patch: test_graphs.replays_wait_for_those_before(stood_in(patch), patch))
 
 
 def graphs_are_told_of_tensors() -> Iterator[Case]:
     """By addresses in their nodes; and what they make is in memory that is given."""
-    from tests.runtime import test_graph_nodes, test_running
+    from tests.runtime import test_accumulate, test_graph_nodes
 
     yield patched(test_graph_nodes.all_that_is_an_address_is_set)
     yield patched(test_graph_nodes.nodes_of_what_stays_are_left_alone)
     yield patched(test_graph_nodes.what_can_not_be_read_is_refused)
     yield patched(test_graph_nodes.what_the_driver_refuses_is_said)
-    merges = test_running.test_a_kernel_that_merges_writes_wide_but_in_its_last_call
+    merges = test_accumulate.test_a_kernel_that_merges_writes_wide_but_in_its_last_call
     for calls in (None, 3):
         yield partial(merges, calls, placed=True)
-    yield partial(test_running.a_wide_sum_ends_with_its_parts, placed=True)
-    settled = test_running.test_what_is_made_after_a_sum_is_settled_is_elsewhere
+    yield partial(test_accumulate.a_wide_sum_ends_with_its_parts, placed=True)
+    settled = test_accumulate.test_what_is_made_after_a_sum_is_settled_is_elsewhere
     yield partial(settled, placed=True)
 
 

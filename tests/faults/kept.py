@@ -14,7 +14,8 @@ MUTANTS = planted("KEPT")
 
 def battery() -> Iterator[Callable[[], object]]:
     """Cases that fail where something is remembered that should not be."""
-    from tests.plan import test_plan_cache, test_warm_up
+    from tests import test_warm_up
+    from tests.plan import test_plan_cache
     from tests.runtime import test_launches, test_tape
 
     yield partial(test_warm_up.test_the_first_step_after_it_replays, False)

@@ -23,13 +23,13 @@ def battery() -> Iterator[Case]:
     from tests.comm import test_transports
     from tests.kernels import test_features
     from tests.kernels import test_strides as strides
-    from tests.plan import test_alike as alike
     from tests.plan import test_explain
     from tests.project import test_surface as surface
     from tests.ranks import test_agreement as notes
     from tests.ranks import test_steps as steps
     from tests.routing import test_routing
-    from tests.runtime import test_float16
+    from tests.runtime import test_digests
+    from tests.stories import test_alike, test_float16
     from tests.support import threads
 
     torch.set_num_threads(1)
@@ -70,22 +70,26 @@ def battery() -> Iterator[Case]:
     yield steps.test_steps_that_differ_have_other_tags
     yield steps.test_a_skipped_plan_is_an_error_at_once_and_then_all_go_on
     for how in ("gather", "ulysses"):
-        yield partial(alike.test_one_layer_on_one_rank_and_another_on_the_next_is_an_error, how)
-    yield partial(alike.test_sinks_beside_a_plan_without_them_and_the_reverse_are_an_error, True)
-    for what in alike.PREDICATES:
-        yield partial(alike.test_functions_are_told_apart_by_all_that_they_read, what)
-    yield alike.test_a_table_that_was_changed_in_place_is_another
+        yield partial(
+            test_alike.test_one_layer_on_one_rank_and_another_on_the_next_is_an_error, how
+        )
+    yield partial(
+        test_alike.test_sinks_beside_a_plan_without_them_and_the_reverse_are_an_error, True
+    )
+    for what in test_digests.PREDICATES:
+        yield partial(test_digests.test_functions_are_told_apart_by_all_that_they_read, what)
+    yield test_digests.test_a_table_that_was_changed_in_place_is_another
     yield partial(notes.test_all_ranks_hear_of_tensors_without_values, "documents")
     yield partial(notes.test_all_ranks_hear_of_tensors_without_values, "cu_seqlens")
 
 
 def machines() -> None:
     """By which plans are chosen."""
-    from tests.plan import test_measure
+    from tests.plan import test_calibrate, test_proposal
 
-    test_measure.test_measuring_that_can_t_be_or_decides_nothing_is_refused()
+    test_calibrate.test_measuring_that_can_t_be_or_decides_nothing_is_refused()
     with pytest.MonkeyPatch.context() as patch:
-        test_measure.plans_go_by_the_slowest_device_and_by_who_shares_a_host(patch)
+        test_proposal.plans_go_by_the_slowest_device_and_by_who_shares_a_host(patch)
 
 
 def a_wrong_type_is_told() -> None:
@@ -135,7 +139,7 @@ def what_is_compiled_fits() -> None:
 def found_again() -> Iterator[Case]:
     """What is kept for another time, by all that tells it apart."""
     from tests.kernels import test_flex
-    from tests.runtime import test_graphs
+    from tests.stories import test_graphs_of_modules
     from tests.support.flex_on_cpu import stood_in
 
     def of_masks() -> None:
@@ -145,7 +149,7 @@ def found_again() -> Iterator[Case]:
 
     def of_layouts() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            test_graphs.layouts_make_another_kind(patch)
+            test_graphs_of_modules.layouts_make_another_kind(patch)
 
     yield of_masks
     yield of_layouts

@@ -14,15 +14,15 @@ def battery() -> Iterable[Callable[[], None]]:
 
     import torch
 
-    from tests.runtime import test_merge
+    from tests.runtime import test_rowwise
     from tests.summaries import test_summaries as tests
     from tests.support import threads
     from tests.support.summary_cases import Case, check_in_threads
 
     torch.set_num_threads(1)
     threads.PATIENCE = 10.0
-    yield lambda: test_merge.test_merged_parts_are_dense_attention_and_so_are_gradients((0, 4, 9))
-    yield lambda: test_merge.test_parts_of_any_dtype_are_merged_in_wide_numbers(torch.bfloat16)
+    yield lambda: test_rowwise.test_merged_parts_are_dense_attention_and_so_are_gradients((0, 4, 9))
+    yield lambda: test_rowwise.test_parts_of_any_dtype_are_merged_in_wide_numbers(torch.bfloat16)
     yield lambda: check_in_threads(Case(), 2)
     yield tests.test_what_the_plan_was_not_made_for_is_not_summarised
     yield lambda: check_in_threads(replace(tests.PACKED, layout="striped"), 3)

@@ -1,6 +1,5 @@
 """What the cost model is told of a machine: measured once, the same on all ranks."""
 
-from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from unittest import mock
@@ -8,19 +7,17 @@ from unittest import mock
 import pytest
 import torch
 
-from ring_attention_pytorch import RingPlan, explain_plan
+from ring_attention_pytorch import RingPlan
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import choose
-from ring_attention_pytorch.plan import calibrate, picture, prepare, proposal
+from ring_attention_pytorch.plan import calibrate
 from ring_attention_pytorch.plan.calibrate import calibrated, with_measured
-from ring_attention_pytorch.plan.explain import predicted
 from ring_attention_pytorch.plan.options import Call, Options
-from ring_attention_pytorch.plan.proposal import MOST_MEMORY, memory_left
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
-from ring_attention_pytorch.schedule.cost import choose_transport, predict
-from ring_attention_pytorch.schedule.hardware import H200, Hardware, hardware, number_of
+from ring_attention_pytorch.schedule.cost import choose_transport
+from ring_attention_pytorch.schedule.hardware import H200
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 from tests.support import threads
 
@@ -102,31 +99,6 @@ def test_far_ranks_are_reached_over_the_network():
 ON_GPU = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
 
 
-def plans_go_by_the_slowest_device_and_by_who_shares_a_host(monkeypatch: pytest.MonkeyPatch):
-    """On a CPU by neither, and always by a ring, if no transport is named."""
-    q = torch.empty(1, 4, 2, 8)
-    plan = RingPlan.make(q, q, q)
-    assert plan.chosen.machine is H200
-    assert plan.chosen.name == "ring"
-    traits = plan.kernel.traits._replace(fuses_merge=True)
-    kernel = plan.kernel._replace(name="triton", traits=traits)
-    names = iter(["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H200"])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
-    ranks = []
-    for host in "aabb":
-        monkeypatch.setattr(proposal.socket, "gethostname", lambda host=host: host)
-        ranks.append(proposal._facts(ON_GPU))
-    machine = prepare._machine_of(kernel, ranks, ON_GPU)
-    assert machine == hardware("triton", number_of("H100"), 2)._replace(one_call=True)
-    assert (machine.device, machine.domain, machine.memory) == ("H100", 2, 3.0e12)
-    assert prepare._machine_of(kernel, ranks, q) is H200
-    assert number_of("NVIDIA L4") == number_of("NVIDIA A100-SXM4-80GB") == 0
-
-
-def test_plans_go_by_the_slowest_device_and_by_who_shares_a_host(monkeypatch):
-    plans_go_by_the_slowest_device_and_by_who_shares_a_host(monkeypatch)
-
-
 def test_measuring_that_can_t_be_or_decides_nothing_is_refused():
     q = torch.empty(1, 4, 2, 8)
     with pytest.raises(ValueError, match="got 1 rank on cpu; leave it out"):
@@ -151,54 +123,3 @@ def test_measuring_that_can_t_be_or_decides_nothing_is_refused():
             Options(calibrate=True).check_for(on_gpus)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_a_gpu_gives_at_most_half_of_what_is_left(monkeypatch):
-    q, on_gpu = torch.empty(1, 4, 2, 8), ON_GPU
-    assert RingPlan.make(q, q, q).chosen.memory == MOST_MEMORY == memory_left(q, 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 9000))
-    sizes = {"reserved_bytes": 500, "allocated_bytes": 300}
-    stats = {name: {"all": {"current": size}} for name, size in sizes.items()}
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
-    assert memory_left(on_gpu, 3) == 512  # a power of two up to (1000 + 500 - 300) / 2
-    for size in (1, 2):  # there are no others, or one, whose keys come in any case
-        assert memory_left(on_gpu, size) == MOST_MEMORY
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * MOST_MEMORY, 0))
-    assert memory_left(on_gpu, 3) == MOST_MEMORY
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * MOST_MEMORY - 202, 0))
-    assert memory_left(on_gpu, 3) == MOST_MEMORY // 2
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert memory_left(on_gpu, 3) == MOST_MEMORY
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def on(plan: RingPlan, machine: Hardware) -> RingPlan:
-    """The plan, as if it had been chosen by such speeds."""
-    return replace(plan, chosen=plan.chosen._replace(machine=machine))
-
-
-def test_explaining_says_whose_speeds_they_are():
-    ring = Ring.alone()
-    ring.size = 2
-    q = torch.empty(1, 4, 2, 8)
-    plan = RingPlan.make(q, q, q, causal=True, transport="gather")
-    two = all_segments("contiguous", 2, 8)
-    plan = replace(plan, ring=ring, query_segments=two, blocks=Workload(two, two, plan.visible))
-    assert "on H200s" in explain_plan(plan)
-    assert "on A100s" in explain_plan(on(plan, hardware("sdpa", number_of("L4"))))
-    assert "measured here" in explain_plan(on(plan, with_measured(H200, NEAR, JOB)))
-
-
-def test_a_prediction_and_its_picture_count_load_that_lasts():
-    """What was measured in a burst takes longer then: 0.1 ms of forward 6 % more, say."""
-    q = torch.empty(1, 4096, 8, 64)
-    plan = RingPlan.make(q, q, q, causal=True, group=Ring.alone())
-    burst = plan.chosen.machine._replace(measured=True, call=0.0, memory=1e30)
-    lasting = burst._replace(forward=0.94 * burst.forward, backward=0.94 * burst.backward)
-    plan, want = on(plan, burst), predict(plan.schedule, 0, plan.chosen.shape, lasting)
-    assert predicted(plan).cost == want
-    with mock.patch.object(picture, "predicted", wraps=picture.predicted) as drawn:
-        picture.picture(plan)
-    assert {call.args[3] for call in drawn.call_args_list} == {lasting}

@@ -14,9 +14,9 @@ from ring_attention_pytorch import RingPlan, ring_attn, warm_up
 from ring_attention_pytorch.plan import plan_cache
 from ring_attention_pytorch.runtime import graphs, launches
 from ring_attention_pytorch.runtime.graphs import with_graphs
-from tests.runtime.test_graphs import stand_in
 from tests.support import threads
 from tests.support.cases import over_shared_memory
+from tests.support.graphs import stand_in
 
 HOW: dict[str, Any] = dict(causal=True, layout="zigzag")
 
