@@ -114,24 +114,29 @@ def patched(check: Callable[..., None], *given: Any, **named: Any) -> Case:
 
 
 def kernels_may_leave_dq_for_later() -> Iterator[Case]:
-    from tests.comm import test_deferred
+    from tests.comm import test_carry_out, test_fused_copies
+    from tests.kernels import test_triton
     from tests.runtime import test_accumulate
+    from tests.schedule import test_policy, test_timeline
+    from tests.stories import test_deferred_dq
 
     yield test_accumulate.a_wide_sum_ends_with_its_parts
-    yield patched(test_deferred.what_is_left_is_in_the_gradients)
-    yield test_deferred.what_is_left_is_done_in_time
-    yield test_deferred.no_two_parts_leave_something_for_the_same_queries
-    yield patched(test_deferred.nothing_is_left_where_parts_have_their_times)
-    yield test_deferred.gradients_are_hidden_behind_dq
-    yield test_deferred.the_model_knows_what_is_left
-    yield patched(test_deferred.plans_tell_transports)
-    yield patched(test_deferred.few_programs_work_beside_a_kernel)
-    yield patched(test_deferred.dq_is_launched_early)
+    yield patched(test_deferred_dq.what_is_left_is_in_the_gradients)
+    yield test_carry_out.what_is_left_is_done_in_time
+    yield test_carry_out.no_two_parts_leave_something_for_the_same_queries
+    yield patched(test_deferred_dq.nothing_is_left_where_parts_have_their_times)
+    yield test_policy.gradients_are_hidden_behind_dq
+    yield test_timeline.the_model_knows_what_is_left
+    yield patched(test_deferred_dq.plans_tell_transports)
+    yield patched(test_fused_copies.few_programs_work_beside_a_kernel)
+    yield patched(test_triton.dq_is_launched_early)
 
 
 def shared_memory_is_read_before_it_is_written() -> Iterator[Case]:
     """By a rank that is late."""
-    from tests.comm.test_transports import test_shared_memory_is_written_anew_when_all_have_read_it
+    from tests.stories.test_shared_memory_order import (
+        test_shared_memory_is_written_anew_when_all_have_read_it,
+    )
 
     for at_once, ulysses, how in (
         (3, 1, {}),
@@ -146,24 +151,21 @@ def shared_memory_is_read_before_it_is_written() -> Iterator[Case]:
 
 def keys_come_in_stages_where_they_are_late() -> Iterator[Case]:
     """And calls wait for theirs, and what is shared for its readers."""
-    from tests.comm import test_transports, test_ulysses
+    from tests.comm import test_gather, test_symmetric_memory, test_transports, test_ulysses
     from tests.runtime import test_accumulate
+    from tests.schedule import test_pieces, test_policy
 
-    for tokens, late, otherwise in test_transports.LATE:
-        yield partial(
-            test_transports.test_few_tokens_of_many_ranks_come_late, tokens, late, otherwise
-        )
-    yield patched(test_transports.test_calls_wait_for_the_keys_of_their_own_stage, late=True)
-    yield patched(test_transports.test_dq_waits_for_no_gradients_that_come_home, wide=True)
-    yield patched(test_transports.test_a_turn_of_several_says_that_the_last_one_was_read)
+    for tokens, late, otherwise in test_policy.LATE:
+        yield partial(test_policy.test_few_tokens_of_many_ranks_come_late, tokens, late, otherwise)
+    yield patched(test_gather.test_calls_wait_for_the_keys_of_their_own_stage, late=True)
+    yield patched(test_gather.test_dq_waits_for_no_gradients_that_come_home, wide=True)
+    yield patched(test_gather.test_a_turn_of_several_says_that_the_last_one_was_read)
     yield patched(test_transports.test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory)
-    yield patched(test_transports.test_shelves_stay_whose_graphs_others_captured)
-    yield patched(test_ulysses.test_what_a_graph_reads_is_made_before_it_and_stays)
-    yield test_transports.test_what_comes_but_once_is_not_kept
-    for by_copy_engine in test_transports.ASIDE:
-        yield partial(
-            test_transports.test_gradients_come_aside_where_that_is_hidden, *by_copy_engine
-        )
+    yield patched(test_symmetric_memory.test_shelves_stay_whose_graphs_others_captured)
+    yield patched(test_symmetric_memory.test_what_a_graph_reads_is_made_before_it_and_stays)
+    yield test_pieces.test_what_comes_but_once_is_not_kept
+    for by_copy_engine in test_policy.ASIDE:
+        yield partial(test_policy.test_gradients_come_aside_where_that_is_hidden, *by_copy_engine)
     yield partial(
         test_accumulate.test_what_is_not_yet_to_be_read_is_not_read, wide=False, moved=True
     )
@@ -178,21 +180,23 @@ def keys_come_in_stages_where_they_are_late() -> Iterator[Case]:
 
 def keys_come_together_where_they_are_few() -> Iterator[Case]:
     """And from no rank to two others at a time."""
-    from tests.comm import test_transports
+    from tests.comm import test_fabric_copies, test_transports
+    from tests.plan import test_prepare, test_proposal
     from tests.runtime import test_accumulate
+    from tests.stories import test_gathered_keys
 
-    yield test_transports.unseen_keys_have_no_gradient
+    yield test_gathered_keys.unseen_keys_have_no_gradient
     yield test_transports.plans_know_their_own_transport
     yield test_accumulate.lent_parts_are_only_read
-    yield patched(test_transports.few_may_be_short)
-    yield patched(test_transports.few_tokens_get_the_kernel_that_is_launched_least)
-    yield patched(test_transports.short_documents_get_a_kernel_of_their_own)
+    yield patched(test_prepare.few_may_be_short)
+    yield patched(test_proposal.few_tokens_get_the_kernel_that_is_launched_least)
+    yield patched(test_proposal.short_documents_get_a_kernel_of_their_own)
     for few in test_transports.FEW:
         yield patched(test_transports.test_few_tokens_come_together, *few)
-    yield patched(test_transports.test_keys_and_values_of_a_piece_come_by_one_copy, False, 18)
+    yield patched(test_fabric_copies.test_keys_and_values_of_a_piece_come_by_one_copy, False, 18)
     for layout in ("zigzag", "contiguous"):
         yield partial(
-            test_transports.test_no_two_ranks_pull_from_one_at_a_time, 4, layout, causal=True
+            test_fabric_copies.test_no_two_ranks_pull_from_one_at_a_time, 4, layout, causal=True
         )
 
 
@@ -226,7 +230,7 @@ def streams_wait_for_one_another() -> Iterator[Case]:
 
 def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     """Those that can be."""
-    from tests.comm import test_fabric_copies, test_ulysses
+    from tests.comm import test_fabric_copies, test_fabric_kernels
     from tests.runtime import test_graphs
     from tests.stories import test_graphs_of_modules
     from tests.support import graphs
@@ -243,7 +247,7 @@ def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     other = test_graphs.test_graphs_of_other_memory_or_other_kernels_are_not_replayed
     yield test_graphs.test_what_travels_in_messages_is_refused
     yield on_cpu(lambda _: test_graphs.swaps_are_captured(4))
-    yield patched(test_ulysses.swaps_in_shared_memory)
+    yield patched(test_fabric_kernels.swaps_in_shared_memory)
     yield on_cpu(lambda _: test_graphs.messages_between_neighbours_are_no_graphs())
     yield with_driver(test_graphs.test_what_a_graph_holds_overlaps)
     yield patched(test_graphs.a_call_is_captured_twice_and_its_graph_told_of_tensors)
@@ -466,7 +470,7 @@ def calls_are_counted() -> None:
 
 
 def calls_go_side_by_side_where_they_may() -> Iterator[Case]:
-    from tests.comm.test_transports import test_calls_go_side_by_side_where_keys_stay
+    from tests.stories.test_gathered_keys import test_calls_go_side_by_side_where_keys_stay
 
     for how, at_once, by_copy_engine in ((dict(), 3, True), (dict(memory=0), 1, False)):
         yield partial(test_calls_go_side_by_side_where_keys_stay, how, at_once, by_copy_engine)

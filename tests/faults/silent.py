@@ -20,7 +20,6 @@ MUTANTS = planted("SILENT")
 
 def battery() -> Iterator[Case]:
     """Cases that fail where something is wrong."""
-    from tests.comm import test_transports
     from tests.kernels import test_features
     from tests.kernels import test_strides as strides
     from tests.plan import test_explain
@@ -29,7 +28,7 @@ def battery() -> Iterator[Case]:
     from tests.ranks import test_steps as steps
     from tests.routing import test_routing
     from tests.runtime import test_digests
-    from tests.stories import test_alike, test_float16
+    from tests.stories import test_alike, test_float16, test_gathered_keys
     from tests.support import threads
 
     torch.set_num_threads(1)
@@ -46,7 +45,7 @@ def battery() -> Iterator[Case]:
     yield partial(test_float16.test_parts_may_cancel_that_float16_does_not_hold, "ring", "sdpa")
     yield a_wide_sum_is_wide
     yield what_is_compiled_fits
-    yield test_transports.batches_may_be_empty
+    yield test_gathered_keys.batches_may_be_empty
     yield machines
     yield test_routing.layers_that_route_other_numbers_share_a_plan
     yield from found_again()

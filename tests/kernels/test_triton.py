@@ -32,7 +32,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     ScoreMods,
     Tiles,
 )
-from ring_attention_pytorch.runtime.launches import KernelCall
+from ring_attention_pytorch.runtime.launches import KernelCall, compile_only
 from tests.support import threads
 from tests.support.cases import Attention, errors, oracle, over_shared_memory, shard
 from tests.support.features import Problem, drawn, together
@@ -47,6 +47,32 @@ from tests.support.kernel_cases import (
     unrepeated,
 )
 from tests.support.reference import relative_error
+
+
+def dq_is_launched_early(patch: pytest.MonkeyPatch) -> None:
+    """Where GPUs can, after a kernel that lets it begin."""
+    from ring_attention_pytorch.kernels import triton
+
+    q = torch.randn(1, 4, 2, 8)
+    plan, lse = RingPlan.make(q, q, q, kernel="eager"), torch.zeros(1, 2, 4)
+    keys = plan.keys(q, q)
+    ((_, tiles),) = plan.tiles(keys.segments)
+    for able in (False, True):
+        patch.setattr(triton, "can_begin_early", lambda device, able=able: able)
+        grads = Grads(*(GradAccumulator(q) for _ in range(3)))
+        with compile_only() as calls:
+            saved = Residuals(q, q, lse, q, None)
+            triton.backward(saved, keys, tiles, plan.terms, grads)
+        dk, dq = calls.values()
+        assert (dk.constants["EARLY"], dq.constants["EARLY"]) == (able, able)
+        assert dq.constants.get("launch_pdl", False) == able
+        assert "launch_pdl" not in dk.constants
+
+
+@needs_triton
+def test_dq_is_launched_early(monkeypatch):
+    dq_is_launched_early(monkeypatch)
+
 
 ON_A_GPU = KernelRequest("cuda", torch.bfloat16, False, capability=(9, 0))
 SMALL = dict(
@@ -256,9 +282,6 @@ def test_without_tiles_nothing_is_launched():
     assert not any(total.finalize().any() for total in grads)
 
 
-# --- what it can't do ---
-
-
 @needs_triton
 def test_it_runs_on_cuda():
     assert refusal("triton", ON_A_GPU) is None
@@ -320,9 +343,6 @@ def test_on_the_cpu_it_is_never_chosen_and_only_interpreted_by_name(monkeypatch)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose(None, softclamped).name == "eager"
     assert choose(None, softclamped._replace(softclamp=False)).name == "sdpa"
-
-
-# --- configs ---
 
 
 @pytest.mark.parametrize("direction", ["forward", "keys", "queries"])

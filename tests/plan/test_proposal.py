@@ -1,14 +1,87 @@
-"""What ranks propose of their devices: the slowest counts, and memory is left."""
+"""What ranks propose: the slowest device counts, memory is left, few tokens have a kernel."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ring_attention_pytorch import RingPlan
-from ring_attention_pytorch.plan import prepare, proposal
+from ring_attention_pytorch.comm import transports
+from ring_attention_pytorch.comm.fabric_kernels import OneStream
+from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.kernels import SelectedKernel, choose
+from ring_attention_pytorch.plan import plan_cache, prepare, proposal
 from ring_attention_pytorch.plan.proposal import MOST_MEMORY, memory_left
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.runtime.interfaces import KernelRequest, Traits
+from ring_attention_pytorch.schedule import policy
 from ring_attention_pytorch.schedule.hardware import H200, hardware, number_of
+from ring_attention_pytorch.schedule.pieces import KVShape
+from tests.support import threads
+
+
+def few_tokens_get_the_kernel_that_is_launched_least(patch: pytest.MonkeyPatch) -> None:
+    """Unless one is named, or other masks take as few calls of any, or there is much to compute."""
+
+    def main(ring: threads.ThreadRing) -> list[str]:
+        q, one = torch.empty(2, 16, 2, 4), torch.empty(1, 16, 2, 4)
+        plan_cache.forget()
+        how = dict(layout="zigzag", group=ring, transport="gather")
+        borders, each_sample_s = [0, 16, 64], torch.arange(2).mul(16).add(16)[:, None]
+        numbers = (
+            positions("zigzag", rank=ring.rank, ring_size=4, length=64) >= each_sample_s
+        ).int()
+        shown = (
+            (q, dict()), (q, dict(kernel="sdpa")), (q, dict(causal=False)),
+            (one, dict(cu_seqlens=borders)), (q, dict(documents=numbers)),
+        )  # fmt: skip
+        plans = [RingPlan.make(t, t, t, **dict(causal=True) | how | each) for t, each in shown]
+        assert {type(plan.transport.fabric) for plan in plans} == {OneStream}
+        return [plan.kernel.name for plan in plans]
+
+    patch.setattr(transports, "shared_by", threads.shared_by)
+    patch.setattr(proposal, "fewest_launches", lambda case: choose("eager", case))
+    job = KVShape(2, 2, 2, 4, 4, itemsize=4)
+    seconds = 16 * 32 * job.pair_flops * (1 / H200.forward + 2.5 / H200.backward)
+    for launches, found in ((2.01, "eager"), (1.01, "eager"), (0.99, "sdpa")):
+        patch.setattr(policy, "_CALLS", launches * seconds / H200.launch)
+        assert threads.run(4, main)[0] == [[found] + 4 * ["sdpa"]] * 4
+
+
+def test_few_tokens_get_the_kernel_that_is_launched_least(monkeypatch):
+    few_tokens_get_the_kernel_that_is_launched_least(monkeypatch)
+
+
+def short_documents_get_a_kernel_of_their_own(patch: pytest.MonkeyPatch) -> None:
+    """Unless one is named, documents are long, or query heads share no keys; on one rank, too."""
+
+    def short(case: KernelRequest) -> SelectedKernel:
+        return choose("eager", case)._replace(name="short", traits=Traits(fuses_merge=True))
+
+    def main(ring: threads.ThreadRing) -> list[tuple[str, bool]]:
+        q, k = torch.empty(2, 1024, 4, 8), torch.empty(2, 1024, 2, 8)
+        total, place = 1024 * ring.size, slice(1024 * ring.rank, 1024 * (ring.rank + 1))
+        few, many = (dict(cu_seqlens=range(0, total + 1, n)) for n in (512, 1024))
+        halves, thirds = (torch.arange(total) // n for n in (512, 400))
+        differ = dict(documents=torch.stack((halves, thirds))[:, place])
+        shown = (
+            (k, few), (k, differ), (k, few | dict(kernel="sdpa")),
+            (k, few | dict(causal=False)), (k, many), (k, many | dict(window=10)), (q, few),
+        )  # fmt: skip
+        plans = [
+            RingPlan.make(q, t, t, group=ring, **dict(causal=True) | options)
+            for t, options in shown
+        ]
+        return [(plan.kernel.name, plan.chosen.machine.one_call) for plan in plans]
+
+    patch.setattr(proposal, "for_short_documents", short)
+    found = [("short", True)] * 2 + [("sdpa", False)] * 5
+    for size in (1, 2):
+        assert threads.run(size, main)[0] == [found] * size
+
+
+def test_short_documents_get_a_kernel_of_their_own(monkeypatch):
+    short_documents_get_a_kernel_of_their_own(monkeypatch)
+
 
 ON_GPU = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
 

@@ -1,13 +1,75 @@
-"""Attention to parts of the keys, merged by lse, is dense attention in float64; gradients too."""
+"""Parts merged by lse, and summed, are dense attention in float64; gradients too."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.runtime.rowwise import merge, merge_, merge_sinks_
+from tests.support.interpreter import needs_triton
+from tests.support.kernel_cases import far
 from tests.support.reference import dense_attention, relative_error
+
+
+def wrong_sums(dtype: torch.dtype) -> list[tuple]:
+    """Of parts that lie in several ways, in several dtypes: those that are not rounded once."""
+    from ring_attention_pytorch.runtime import _triton_rowwise
+
+    _triton_rowwise._ELEMENTS = 32  # so that heads of some are one row, of others not
+    draw, found = torch.Generator().manual_seed(0), []
+    for n, number, fresh, heads in product((0, 1, 7), (1, 9, 17), (False, True), (3, 7)):
+        for alike in (True, False):
+            several = [torch.randn(2, n + 3, heads, 6, generator=draw) for _ in range(number + 1)]
+            parts = [t[:, 1 : n + 1].to(dtype) for t in several]
+            if not alike:
+                parts[::3] = [t[:, 1 : n + 1] for t in several[::3]]
+                parts[1::3] = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in parts[1::3]]
+            total = parts.pop().float()
+            want = sum((part.double() for part in parts), total.double() * (not fresh))
+            _triton_rowwise.fused_add_(total, *parts, fresh=fresh)
+            if not torch.allclose(total.double(), want, atol=1e-5):
+                found.append((n, number, fresh, heads, alike))
+    return found
+
+
+def wrong_far_away(dim: int) -> list[str]:
+    """Of the passes over rows, those that go wrong where indices times strides pass 32 bits."""
+    from ring_attention_pytorch.runtime import _triton_rowwise
+
+    draw = torch.Generator().manual_seed(0)
+    x, y, z = (torch.randn(1, 5, 3, 6, generator=draw).half() for _ in range(3))
+    lse, lse_x = (torch.randn(1, 3, 5, generator=draw) for _ in range(2))
+    at = far(x, dim)
+    total, merged = z.clone(), z.float()
+    _triton_rowwise.fused_add_(total, at, y, fresh=False)
+    _triton_rowwise.fused_merge_(merged, new := lse.clone(), at, far(lse_x, (0, 2, 1, 1)[dim]))
+    weight = torch.sigmoid(lse_x - lse).transpose(1, 2).unsqueeze(-1)
+    results = {
+        "add_": (total, z + x + y),
+        "merge_": (merged, z.float().lerp(x.float(), weight)),
+        "merge_'s lse": (new, torch.logaddexp(lse, lse_x)),
+        "sum_of_products": (
+            _triton_rowwise.fused_sum_of_products(y, at),
+            (x.float() * y.float()).sum(-1).transpose(1, 2),
+        ),
+    }
+    return [name for name, (got, want) in results.items() if not got.allclose(want, atol=2e-3)]
+
+
+@needs_triton
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_passes_over_rows_reach_beyond_32_bits(interpreted, dim):
+    assert interpreted.submit(wrong_far_away, dim).result() == []
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.thorough)]
+)
+def test_parts_are_summed_however_they_lie(interpreted, dtype):
+    assert interpreted.submit(wrong_sums, dtype).result() == []
+
 
 B, N, M, H, D, D_V = 3, 6, 9, 2, 4, 5
 # borders of parts: one; none of whose keys the first queries see; without a key; one key each

@@ -22,9 +22,9 @@ from ring_attention_pytorch.schedule.cost import (
 )
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 from ring_attention_pytorch.schedule.steps import gather_first, ring
-from tests.attention.test_ring_attention import hops
 from tests.support import threads
 from tests.support.cases import Attention
+from tests.support.counted import hops
 
 JOB = KVShape(1, 32, 8, 128, 128, 2)
 

@@ -6,10 +6,11 @@ meeting lies between. Whatever has none between may happen in any order, and in 
 """
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,12 +18,60 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch import RingPlan
 from ring_attention_pytorch.comm import fabric_copies
 from ring_attention_pytorch.comm.messages import Form
+from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from tests.support import threads
-from tests.support.cases import over_shared_memory
+from tests.support.cases import Attention, over_shared_memory
+
+
+@pytest.mark.parametrize(
+    ("at_once", "ulysses", "how"),
+    [
+        (1, 1, {}), (3, 1, {}), (3, 1, dict(late=True, own_low_priority=True)), (1, 2, {}),
+        (3, 1, dict(together=True)), (3, 2, dict(together=True)),
+        (3, 1, dict(own_apart=True)), (3, 2, dict(own_apart=True)),
+    ],
+)  # fmt: skip
+def test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses, how):
+    """Calls follow one another in any order, and one rank reads late."""
+    size, case = 4, Attention(32, "zigzag", causal=True)
+    read, join = threads.ThreadBuffer.of, threads.ThreadBuffer.join
+
+    def late(buffer: threads.ThreadBuffer, rank: int, *what: object) -> list[Tensor]:
+        if buffer.rank == 2 and rank != 2:
+            time.sleep(0.03)
+        return read(buffer, rank, *what)
+
+    def join_late(buffer: threads.ThreadBuffer, end: int) -> None:
+        if buffer.rank == 2:
+            time.sleep(0.03)
+        join(buffer, end)
+
+    def main(ring: Ring) -> bool:
+        (q, k, v), _, dout, _ = case.data()
+        at, _ = case.places(ring.rank, size)
+        layers = [[(t[:, at] * i).requires_grad_() for t in (q, k, v)] for i in (1, 2, 3)]
+        sent = RingPlan.make(*layers[0], causal=True, layout="zigzag", group=ring, ulysses=ulysses)
+        shared = over_shared_memory(sent, layers[0], ring, at_once, **how)
+
+        def step(plan: RingPlan) -> list[Tensor]:
+            outs = [ring_attn(*mine, plan=plan) for mine in layers]
+            grads = [torch.autograd.grad(out, mine, dout[:, at]) for out, mine in zip(outs, layers)]
+            return [*outs, *chain(*grads), ring_attn(*layers[1], plan=plan)]
+
+        return all(map(torch.allclose, step(sent), step(shared)))
+
+    with (
+        mock.patch.object(threads.ThreadBuffer, "of", late),
+        mock.patch.object(threads.ThreadBuffer, "join", join_late),
+        threads.late(),
+    ):
+        assert all(threads.run(size, main)[0])
+
 
 RANKS, TOKENS = 3, 4
 WAYS = {
