@@ -72,4 +72,4 @@ def test_processes_send_as_many_messages_as_threads(size, pools):
     for case, many in ((Attention(32), size - 1), (Attention(32, causal=True, window=2), 1)):
         for forward, both in pools(size).run(counted, case):
             assert forward == many
-            assert both - forward <= 2 * hops
+            assert both - forward <= 2 * many
