@@ -21,8 +21,8 @@ from ring_attention_pytorch import (
     tree_attn_decode,
 )
 from ring_attention_pytorch.ranks.ring import Ring
-from tests.ranks.test_agreement import said
 from tests.support.reference import relative_error
+from tests.support.telling import said
 
 
 def drawn(n: int, **kinds: Any) -> list[Tensor]:

@@ -203,10 +203,11 @@ def keys_come_together_where_they_are_few() -> Iterator[Case]:
 def no_ring_is_left_alone() -> Iterator[Case]:
     """With what one of them gets wrong."""
     from tests.ranks import test_agreement
+    from tests.stories import test_every_rank_hears
 
     for kind in ("lengths", "positions"):
-        yield partial(test_agreement.test_what_one_ring_gets_wrong_the_other_is_told, kind)
-    yield test_agreement.test_a_predicate_that_fails_on_one_rank_is_told_to_all
+        yield partial(test_every_rank_hears.test_what_one_ring_gets_wrong_the_other_is_told, kind)
+    yield test_every_rank_hears.test_a_predicate_that_fails_on_one_rank_is_told_to_all
     yield test_agreement.test_a_problem_of_one_rank_is_raised_on_all_and_names_it
 
 

@@ -20,15 +20,21 @@ MUTANTS = planted("SILENT")
 
 def battery() -> Iterator[Case]:
     """Cases that fail where something is wrong."""
+    from tests import test_arguments
     from tests.kernels import test_features
     from tests.kernels import test_strides as strides
     from tests.plan import test_explain
-    from tests.project import test_surface as surface
-    from tests.ranks import test_agreement as notes
-    from tests.ranks import test_steps as steps
+    from tests.project import test_surface
+    from tests.ranks import test_agreement, test_steps
     from tests.routing import test_routing
     from tests.runtime import test_digests
-    from tests.stories import test_alike, test_float16, test_gathered_keys
+    from tests.stories import (
+        test_alike,
+        test_every_rank_hears,
+        test_float16,
+        test_gathered_keys,
+        test_out_of_step,
+    )
     from tests.support import threads
 
     torch.set_num_threads(1)
@@ -51,23 +57,25 @@ def battery() -> Iterator[Case]:
     yield from found_again()
     yield test_features.queries_of_two_sequences_stand_where_their_layout_has_them
     yield test_explain.ranks_without_work_explain_themselves
-    yield notes.test_ranks_in_different_calls_are_all_told_which
-    yield notes.test_problems_that_all_ranks_have_are_told_once_and_others_with_their_ranks
-    yield notes.test_notes_are_of_any_length
-    yield notes.test_what_differs_late_differs
-    yield partial(notes.test_notes_that_are_none_are_an_error_that_names_the_rank, "other kinds")
-    yield notes.test_a_wrong_type_within_a_call_is_not_taken_for_one_of_its_own
-    yield notes.test_whatever_breaks_in_a_check_is_told_with_its_kind
+    yield test_every_rank_hears.test_ranks_in_different_calls_are_all_told_which
+    yield test_agreement.test_problems_that_all_ranks_have_are_told_once_and_others_with_their_ranks
+    yield test_agreement.test_notes_are_of_any_length
+    yield test_agreement.test_what_differs_late_differs
+    yield partial(
+        test_agreement.test_notes_that_are_none_are_an_error_that_names_the_rank, "other kinds"
+    )
+    yield test_agreement.test_a_wrong_type_within_a_call_is_not_taken_for_one_of_its_own
+    yield test_agreement.test_whatever_breaks_in_a_check_is_told_with_its_kind
     yield a_wrong_type_is_told
-    yield surface.test_a_bool_is_no_number
-    yield surface.test_a_generator_is_no_checked_function
-    yield surface.test_arguments_are_told_by_name_whatever_they_are
-    yield surface.test_a_bias_is_finite
+    yield test_arguments.test_a_bool_is_no_number
+    yield test_arguments.test_a_generator_is_no_checked_function
+    yield test_agreement.test_arguments_are_told_by_name_whatever_they_are
+    yield test_surface.test_a_bias_is_finite
     walked = "ulysses_attn", "RingAttention", "CoordinateDescentRouter", "spawn", "ring_pass"
     for name in walked:
-        yield partial(surface.all_wrong_is_refused, name)
-    yield steps.test_steps_that_differ_have_other_tags
-    yield steps.test_a_skipped_plan_is_an_error_at_once_and_then_all_go_on
+        yield partial(test_surface.all_wrong_is_refused, name)
+    yield test_steps.test_steps_that_differ_have_other_tags
+    yield test_out_of_step.test_a_skipped_plan_is_an_error_at_once_and_then_all_go_on
     for how in ("gather", "ulysses"):
         yield partial(
             test_alike.test_one_layer_on_one_rank_and_another_on_the_next_is_an_error, how
@@ -78,8 +86,8 @@ def battery() -> Iterator[Case]:
     for what in test_digests.PREDICATES:
         yield partial(test_digests.test_functions_are_told_apart_by_all_that_they_read, what)
     yield test_digests.test_a_table_that_was_changed_in_place_is_another
-    yield partial(notes.test_all_ranks_hear_of_tensors_without_values, "documents")
-    yield partial(notes.test_all_ranks_hear_of_tensors_without_values, "cu_seqlens")
+    yield partial(test_every_rank_hears.test_all_ranks_hear_of_tensors_without_values, "documents")
+    yield partial(test_every_rank_hears.test_all_ranks_hear_of_tensors_without_values, "cu_seqlens")
 
 
 def machines() -> None:

@@ -6,11 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.functional import ring_attn
-from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.cases import Attention, check, errors, miscounted, oracle, results
+
+
+def test_a_plan_made_under_autocast_fits_calls_under_autocast() -> None:
+    q = torch.randn(1, 6, 2, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plan = RingPlan.make(q, q, q, causal=True)
+        assert ring_attn(q, q, q, plan=plan).dtype == torch.bfloat16
 
 
 def test_a_plan_is_agreed_on_once_and_used_many_times():

@@ -1,9 +1,30 @@
-"""Exchanges that do not come are reported, and nothing watches them afterwards."""
+"""Reports of failures, and of exchanges that do not come."""
 
+import json
 import logging
 import time
+from functools import partial
+from unittest import mock
 
+import torch.distributed as dist
+
+from ring_attention_pytorch.ranks import failure_reports
 from ring_attention_pytorch.ranks.failure_reports import Overdue
+
+
+def test_words_of_a_failure_are_those_since_notes_were_last_compared():
+    store = dist.HashStore()
+    store.set("rank 1", json.dumps([3, "raised MemoryError"]))
+    look, words = partial(failure_reports._look, None), {}
+    with (
+        mock.patch.object(failure_reports, "_store", return_value=store),
+        mock.patch.object(failure_reports, "_key", lambda _, rank: f"rank {rank}"),
+        mock.patch.object(failure_reports, "_MEANWHILE", 0.1),
+    ):
+        look(4, [1], words)
+        assert words == {}
+        look(3, [1], words)
+        assert words == {1: "raised MemoryError"}
 
 
 def waits(numbers: int, come: int) -> None:

@@ -21,19 +21,9 @@ from ring_attention_pytorch.ranks.failures import Awaiting, Missing, RingError, 
 from ring_attention_pytorch.ranks.notes import FIRST, Links, _rendezvous
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.ranks.steps import Steps
+from tests.support.links import ring_of_links
 
 SIZE = 3
-
-
-def ring_of_links(patience: float = 10.0) -> list[Links]:
-    """The links of each rank."""
-    links: list[dict[int, socket.socket]] = [{} for _ in range(SIZE)]
-    for a in range(SIZE):
-        for b in range(a):
-            links[a][b], links[b][a] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for link in [each for of_rank in links for each in of_rank.values()]:
-        link.setblocking(False)
-    return [Links(rank, of, timedelta(seconds=patience)) for rank, of in enumerate(links)]
 
 
 def together(do: Callable[[int], Any], ranks: Sequence[int] = range(SIZE)) -> list[Any]:
@@ -115,9 +105,6 @@ def test_a_packet_that_is_no_note_names_who_has_sent_it(packet):
     with pytest.raises(Missing, match=f"rank 1 sent a packet of {len(packet)} bytes") as told:
         links[0].gather(b"", 1)
     assert told.value.ranks == (1,)
-
-
-# --- the decision ---
 
 
 class Host:
@@ -223,9 +210,6 @@ def test_a_group_of_one_tells_itself():
 def test_a_large_group_has_none():
     with mock.patch.object(notes, "_MOST", SIZE - 1):
         assert together(Host().meet) == [None] * SIZE
-
-
-# --- in processes ---
 
 
 def without_gloo() -> tuple[list[bytes], int, int]:

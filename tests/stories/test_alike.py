@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.out_of_step import little_patience
 
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.ranks.failures import RingError
-from tests.ranks.test_steps import little_patience
 from tests.support import threads
 from tests.support.ranks import Pool
 

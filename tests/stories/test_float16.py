@@ -9,6 +9,22 @@ from tests.support import threads
 from tests.support.cases import CPU_KERNELS, over_shared_memory
 from tests.support.reference import dense_attention, relative_error
 
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+def test_large_gradients_of_lse_are_finite_in_float16(kernel: str) -> None:
+    """Loss scaling makes them: 65504 is the largest number of float16."""
+    given = [torch.randn(1, 50, 2, 16).half().requires_grad_() for _ in range(3)]
+    exact = [t.detach().double().requires_grad_() for t in given]
+    found = []
+    for tensors, of in ((given, lambda *t: ring_attn(*t, return_lse=True, kernel=kernel)),
+                        (exact, dense_attention)):  # fmt: skip
+        out, lse = of(*tensors)
+        cotangents = (torch.zeros_like(out), torch.full_like(lse, 1e5))
+        found.append(torch.autograd.grad((out, lse), tensors[:2], cotangents))
+    for got, want in zip(*found):
+        assert relative_error(got, want) < 2e-3
+
+
 WAYS = {
     "ring": dict(transport="ring"),
     "gather": dict(transport="gather"),

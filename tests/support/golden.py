@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.kernels import KERNELS
-from tests.ranks.test_failing_well import ALTERATIONS, SIZE, told
+from tests.stories.test_failing_well import ALTERATIONS, SIZE, told
 from tests.support import random_cases, threads
 from tests.support.random_draw import Case, draw
 
