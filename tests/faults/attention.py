@@ -349,8 +349,8 @@ def predicates_are_fused() -> Iterator[Case]:
 
 def other_kernels_calls_cover_the_tiles() -> Iterator[Case]:
     """By stand-ins; and of a rank without queries, which has no tiles."""
-    from tests.kernels.test_adapters import ODD, STAND_INS, can
     from tests.support.kernel_cases import KernelCase, faults
+    from tests.support.stand_ins import ODD, STAND_INS, can
 
     def covers(kernel: str, case: KernelCase, patch: pytest.MonkeyPatch) -> None:
         STAND_INS[kernel](patch)
@@ -367,7 +367,7 @@ def nothing_has_no_gradients(kernel: str, patch: pytest.MonkeyPatch) -> None:
     from ring_attention_pytorch.kernels import KERNELS
     from ring_attention_pytorch.runtime.accumulate import GradAccumulator
     from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals, ScoreMods
-    from tests.kernels.test_adapters import STAND_INS
+    from tests.support.stand_ins import STAND_INS
 
     STAND_INS[kernel](patch)
     none, keys = torch.zeros(1, 0, 2, 8), torch.zeros(1, 3, 2, 8)

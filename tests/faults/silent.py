@@ -21,8 +21,6 @@ MUTANTS = planted("SILENT")
 def battery() -> Iterator[Case]:
     """Cases that fail where something is wrong."""
     from tests import test_arguments
-    from tests.kernels import test_features
-    from tests.kernels import test_strides as strides
     from tests.plan import test_explain
     from tests.project import test_surface
     from tests.ranks import test_agreement, test_steps
@@ -31,10 +29,12 @@ def battery() -> Iterator[Case]:
     from tests.stories import (
         test_alike,
         test_every_rank_hears,
+        test_features,
         test_float16,
         test_gathered_keys,
         test_out_of_step,
     )
+    from tests.stories import test_strides as strides
     from tests.support import threads
 
     torch.set_num_threads(1)
@@ -134,8 +134,8 @@ def a_wide_sum_is_wide() -> None:
 
 def what_is_compiled_fits() -> None:
     """Of cuDNN's op, whose stand-in keeps what the op keeps."""
-    from tests.kernels.test_adapters import STAND_INS
     from tests.support.kernel_cases import STRIDED, faults
+    from tests.support.stand_ins import STAND_INS
 
     with pytest.MonkeyPatch.context() as patch:
         STAND_INS["sdpa-cudnn"](patch)

@@ -11,6 +11,57 @@ from tests.support.interpreter import needs_triton
 from tests.support.kernel_cases import far
 from tests.support.reference import dense_attention, relative_error
 
+LSES = [-torch.inf, -1e4, -50.0, 0.0, 50.0, 50.1, 1e4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("a", LSES)
+@pytest.mark.parametrize("b", LSES)
+def test_merging_survives_any_pair_of_lse(a, b, dtype):
+    out, part = torch.randn(1, 1, 1, 4, dtype=dtype), torch.randn(1, 1, 1, 4, dtype=dtype)
+    out, part = (t * float(x > -torch.inf) for t, x in ((out, a), (part, b)))
+    lse, part_lse = (torch.full((1, 1, 1), x, dtype=dtype) for x in (a, b))
+    exact_lse = torch.logaddexp(lse.double(), part_lse.double())
+    # of the two lse's difference: far from 0 their logarithm of a sum is too coarse
+    weight = 0.0 if b == -torch.inf else torch.sigmoid(part_lse.double() - lse.double()).item()
+    want = out.double() * (1 - weight) + part.double() * weight
+    before = part.clone(), part_lse.clone()
+    merge_(out, lse, part, part_lse)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=2 * eps, atol=2 * eps)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=60 * eps)
+    assert torch.equal(part, before[0])
+    assert torch.equal(part_lse, before[1])
+
+
+def test_merging_in_any_order_gives_the_same():
+    parts = [
+        (torch.randn(2, 3, 4, 5).double(), torch.randn(2, 4, 3).double() * 30) for _ in range(6)
+    ]
+    results = []
+    for order in (range(6), reversed(range(6)), (3, 0, 5, 1, 4, 2)):
+        out, lse = torch.zeros(2, 3, 4, 5).double(), torch.full((2, 4, 3), -torch.inf).double()
+        for i in order:
+            merge_(out, lse, *parts[i])
+        results.append((out, lse))
+    for out, lse in results[1:]:
+        assert relative_error(out, results[0][0]) < 1e-14
+        assert relative_error(lse, results[0][1]) < 1e-14
+
+
+@pytest.mark.parametrize("where", range(4))
+def test_merging_does_not_hide_a_nan(where):
+    given = [
+        torch.zeros(1, 1, 1, 2),
+        torch.zeros(1, 1, 1),
+        torch.zeros(1, 1, 1, 2),
+        torch.zeros(1, 1, 1),
+    ]
+    given[where].fill_(torch.nan)
+    merge_(*given)
+    assert given[0].isnan().all()
+    assert given[1].isnan().all() == (where in (1, 3))
+
 
 def wrong_sums(dtype: torch.dtype) -> list[tuple]:
     """Of parts that lie in several ways, in several dtypes: those that are not rounded once."""

@@ -8,12 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from ring_attention_pytorch import (
-    explain_kernel,
-    kernels,
-    ring_flash_attn_cuda,
-    ring_flash_attn_cuda_,
-)
+from ring_attention_pytorch import explain_kernel, kernels
 from ring_attention_pytorch.kernels import (
     SelectedKernel,
     choose,
@@ -25,9 +20,7 @@ from ring_attention_pytorch.kernels import (
     refusal,
     triton,
 )
-from ring_attention_pytorch.plan.prepare import _with_calls_of
 from ring_attention_pytorch.runtime.interfaces import FEATURES, KernelRequest, Traits
-from ring_attention_pytorch.schedule.hardware import H200
 
 HOPPER = KernelRequest("cuda", torch.bfloat16, d=128, d_v=128, capability=(9, 0))
 AMPERE = HOPPER._replace(capability=(8, 0))
@@ -237,50 +230,13 @@ def test_the_public_explanation():
         explain_kernel(q, q, q, kernel="fast")
 
 
-@pytest.mark.parametrize(
-    ("name", "merges", "keys_first"),
-    [
-        ("triton", True, True), ("eager", False, False),
-        ("triton+eager", False, False), ("eager+triton", False, True),
-    ],
-)  # fmt: skip
-def test_kernels_merge_if_both_ways_do_and_make_keys_first_if_backward_does(
-    name, merges, keys_first, monkeypatch
-):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    q = torch.randn(1, 6, 2, 8)
-    kernel = choose(name, KernelRequest.of(q, q))
-    assert (kernel.traits.fuses_merge, kernel.traits.keys_first) == (merges, keys_first)
-    machine = _with_calls_of(kernel, H200)
-    assert (machine.one_call, machine.keys_first) == (merges, keys_first)
+def test_the_fastest_kernel_that_can_do_it_is_chosen():
+    assert choose(None, KernelRequest("cpu", torch.float32, softclamp=False)).name == "sdpa"
+    assert choose(None, KernelRequest("cpu", torch.float32, softclamp=True)).name == "eager"
 
 
-def test_deterministic_algorithms_are_a_part_of_the_case():
-    q = torch.randn(1, 6, 2, 8)
-    assert not KernelRequest.of(q, q).deterministic
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert KernelRequest.of(q, q).deterministic
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_the_function_for_cuda_says_what_it_needs(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    q = torch.randn(1, 6, 2, 8)
-    with pytest.raises(ValueError, match=r"kernel='triton' runs on CUDA, the tensors are on cpu"):
-        ring_flash_attn_cuda(q, q, q, causal=True)
-    assert ring_flash_attn_cuda_ is ring_flash_attn_cuda
-
-
-def test_the_function_for_cuda_takes_flash_attn_s_backward_where_it_can(monkeypatch):
-    module = sys.modules[ring_flash_attn_cuda.__module__]
-    asked = []
-    monkeypatch.setattr(
-        module, "ring_flash_attn", lambda *a, **k: asked.append(k["kernel"]) or a[0]
-    )
-    q = torch.randn(1, 6, 2, 8)
-    for able, want in ((True, "triton+flash-attn"), (False, "triton")):
-        monkeypatch.setattr(module, "refusal", lambda *a, able=able: None if able else "no")
-        ring_flash_attn_cuda(q, q, q)
-        assert asked.pop() == want
+def test_a_named_kernel_never_falls_back():
+    with pytest.raises(ValueError, match=r"'sdpa' has no softclamp.*kernel=None"):
+        choose("sdpa", KernelRequest("cpu", torch.float32, softclamp=True))
+    with pytest.raises(ValueError, match=r"one of .*'eager', got 'fast'"):
+        choose("fast", KernelRequest("cpu", torch.float32, softclamp=False))

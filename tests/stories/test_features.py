@@ -57,9 +57,6 @@ def test_what_is_checked_with_one_kernel_has_no_other_here(name):
     assert "kernel='sdpa' has no" in told
 
 
-# --- the page ---
-
-
 def rows() -> dict[tuple[str, str], list[str]]:
     lines = PAGE_AT.read_text().splitlines()
     cells = [[c.strip() for c in line.strip("|").split(" | ")] for line in lines if line[:1] == "|"]
