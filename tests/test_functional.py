@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ring_attention_pytorch import functional
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
@@ -77,3 +78,13 @@ def test_groups_that_can_be_no_ring_are_refused(pools):
         assert "one dimension, got 2" in mesh
         assert "divide the group's 4 ranks, got 3" in three
         assert "got 0" in none
+
+
+def test_a_type_error_within_a_call_stays_one(monkeypatch):
+    def raising(*given):
+        raise TypeError("of its own")
+
+    monkeypatch.setattr(functional, "tangents_note", raising)
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(TypeError, match="of its own"):
+        ring_attn(q, q, q)

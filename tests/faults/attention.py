@@ -88,7 +88,7 @@ def battery() -> Iterator[Case]:
 
 
 def memory_is_not_all() -> Iterator[Case]:
-    from tests.attention import test_lazy, test_unseen
+    from tests.stories import test_lazy, test_unseen
 
     for kind in test_lazy.LAZY:
         for name in test_lazy.KINDS:

@@ -19,12 +19,12 @@ from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.explain import chunk_sizes
 from ring_attention_pytorch.ranks.ring import Ring
-from tests.attention.test_tree_attn_decoding import Decoding
 from tests.inference.stories import Story, told
 from tests.inference.test_cache import OPTIONS
 from tests.nn.generation_cases import CASES, ROUTED
 from tests.support.ranks import gpu_ranks
 from tests.support.reference import dense_attention, relative_error
+from tests.test_decoding import Decoding
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}

@@ -22,9 +22,9 @@ from ring_attention_pytorch import RingCache, ring_attn, ring_attn_with_cache
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.ranks.ring import Ring
-from tests.attention.test_unseen import SEEN, cached, rows_of_nan
 from tests.gpu.memory import poison
 from tests.gpu.test_transports_gpu import plan_for
+from tests.stories.test_unseen import SEEN, cached, rows_of_nan
 from tests.support.lazy import LAZY
 from tests.support.ranks import gpu_ranks
 from tests.support.reference import dense_attention, relative_error

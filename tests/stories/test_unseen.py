@@ -125,9 +125,6 @@ def test_queries_that_see_nan_are_nan_by_triton(interpreted: ProcessPoolExecutor
     interpreted.submit(check_rows_of_nan, "triton").result()
 
 
-# --- caches ---
-
-
 def cached(kernel: str, window: int | None) -> float:
     """The error of decoding where tokens before a sequence's start, or window, are NaN."""
     torch.manual_seed(0)
@@ -160,9 +157,6 @@ def test_kernels_of_a_cache_read_nothing_of_it(
     interpreted: ProcessPoolExecutor, window: int | None
 ) -> None:
     assert interpreted.submit(cached, "triton", window).result() < 1e-5
-
-
-# --- others that take a mask ---
 
 
 def summaries(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> list[Tensor]:

@@ -2,15 +2,13 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
-from uuid import uuid4
 
 import pytest
 import torch
@@ -19,73 +17,14 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from ring_attention_pytorch import RingPlan, launch, ring_attn
 from ring_attention_pytorch.launch import spawn
-from tests.support import (
-    ranks,  # what its server of processes has imported, none has to import here
-)
+from tests.support import ranks
+from tests.support.scripts import SOON, WAIT, Script, linux
 
-ROOT = Path(__file__).parents[2]
-WAIT = 300.0  # seconds for what takes few on a machine that is not busy
-SOON = 10.0  # seconds for what takes less than one
 assert ranks
-
-linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
-
-
-class Script:
-    """A script and all processes that come from it, which are gone after `with`."""
-
-    def __init__(self, *command: str, folder: Path):
-        self.mark = f"SCRIPT={uuid4()}"
-        name, value = self.mark.split("=")
-        env = os.environ | {name: value, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-        self.folder, self.output = folder, folder / "output"
-        with self.output.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, *command], cwd=ROOT, env=env | {"PYTHONPATH": str(ROOT)},
-                stdout=output, stderr=output,
-                # a shell may have started us with SIGINT ignored
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-            )  # fmt: skip
-
-    def __enter__(self) -> "Script":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for pid in [self.process.pid, *self.others()]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait(SOON)
-
-    def others(self, having: str = "") -> list[int]:
-        """The living processes that come from it, with this in their environment too."""
-        wanted, found = {self.mark, having or self.mark}, []
-        for file in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):
-                there = file.read_bytes().decode(errors="replace").split("\0")
-                found += [int(file.parent.name)] * (wanted <= set(there))
-        return [pid for pid in found if pid != self.process.pid]
-
-    def text(self) -> str:
-        return self.output.read_text()
-
-    def until(self, done: Callable[[], Any], seconds: float = WAIT) -> None:
-        end = time.monotonic() + seconds
-        while not done():
-            assert time.monotonic() < end, self.text()
-            time.sleep(0.05)
-
-    def ends(self, seconds: float = SOON) -> int:
-        """Its exit code, once it and all that come from it have ended, which must be soon."""
-        code = self.process.wait(seconds)
-        self.until(lambda: not self.others(), seconds)
-        return code
 
 
 def command_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-# --- a worker fails ---
 
 
 def work(rank: int, how: str, *rest: Any) -> Any:
@@ -214,8 +153,6 @@ def test_the_demo_s_processes_end_with_its_generator():
     assert not Path(f"/proc/{pid}").exists()
 
 
-# --- what has started the workers is gone ---
-
 WAITING = """
 import sys, time
 from pathlib import Path
@@ -290,9 +227,6 @@ def test_a_generator_that_nobody_closes_does_not_keep_a_script_alive(tmp_path):
     (file := tmp_path / "script.py").write_text(SUSPENDED)
     with Script(str(file), folder=tmp_path) as script:
         assert script.ends(WAIT) == 5, script.text()
-
-
-# --- under torchrun ---
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", "gloo"])
