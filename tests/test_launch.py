@@ -212,7 +212,7 @@ def test_no_worker_outlives_assert(tmp_path, strike, command):
 
 SUSPENDED = """
 from examples import demo
-from tests.project.test_launch import endless
+from tests.test_launch import endless
 
 if __name__ == "__main__":
     values = demo.on_ranks(endless)

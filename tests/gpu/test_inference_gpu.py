@@ -22,9 +22,9 @@ from ring_attention_pytorch.ranks.ring import Ring
 from tests.inference.stories import Story, told
 from tests.inference.test_cache import OPTIONS
 from tests.nn.generation_cases import CASES, ROUTED
+from tests.support.decoding import Decoding
 from tests.support.ranks import gpu_ranks
 from tests.support.reference import dense_attention, relative_error
-from tests.test_decoding import Decoding
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}

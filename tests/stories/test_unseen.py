@@ -6,15 +6,14 @@ from functools import partial
 
 import pytest
 import torch
+from tests.support.unseen import SEEN, cached, rows_of_nan
 from torch import Tensor
 
 from ring_attention_pytorch import (
-    RingCache,
     RingPlan,
     SummaryPlan,
     default_attention,
     ring_attn,
-    ring_attn_with_cache,
     soft_topk,
     summarize,
     summary_attn,
@@ -24,7 +23,6 @@ from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.interpreter import needs_triton
 from tests.support.random_cases import problem
 from tests.support.random_draw import Case
-from tests.support.reference import dense_attention
 
 PLACED = Case(
     seed=5, size=2, heads=4, key_heads=2, d=8, d_v=8, dtype="float32", causal=True, window=2,
@@ -81,29 +79,6 @@ def test_triton_reads_nothing_of_it(interpreted: ProcessPoolExecutor, tma: bool)
     assert not any(each.result() for each in found)
 
 
-def rows_of_nan(
-    kernel: str, name: str, options: dict, dtype: torch.dtype = torch.float32, d: int = 4
-) -> tuple[Tensor, Tensor]:
-    """Which rows are NaN, of the head whose key or value 4 of 9 is, and of the other."""
-    torch.manual_seed(0)
-    given = dict(zip("qkv", torch.randn(3, 1, 9, 2, d, dtype=dtype)))
-    given[name][:, 4, 1] = torch.nan
-    out, lse = ring_attn(**given, **options, kernel=kernel, return_lse=True)
-    bad = out.isnan().all(-1)
-    assert torch.equal(bad, out.isnan().any(-1))
-    told = lse.isnan() | lse.isinf()  # PyTorch's flash on GPUs says inf, flash-attn 4 -inf
-    assert name == "v" or torch.equal(bad, told.transpose(1, 2))
-    return bad[0, :, 1], bad[0, :, 0]
-
-
-SEEN = [
-    (dict(causal=True), range(4, 9)),
-    (dict(causal=True, window=2), range(4, 7)),
-    (dict(window=1), range(3, 6)),
-    (dict(), range(9)),
-]
-
-
 def check_rows_of_nan(kernel: str) -> None:
     for options, rows in SEEN:
         seen = torch.tensor([row in rows for row in range(9)])
@@ -123,27 +98,6 @@ def test_queries_that_see_nan_are_nan_and_of_a_key_no_others(kernel: str) -> Non
 @needs_triton
 def test_queries_that_see_nan_are_nan_by_triton(interpreted: ProcessPoolExecutor) -> None:
     interpreted.submit(check_rows_of_nan, "triton").result()
-
-
-def cached(kernel: str, window: int | None) -> float:
-    """The error of decoding where tokens before a sequence's start, or window, are NaN."""
-    torch.manual_seed(0)
-    n, starts = 21, [6, 0]
-    q, k, v = torch.randn(2, n, 4, 8), torch.randn(2, n, 2, 8), torch.randn(2, n, 2, 8)
-    at = torch.arange(n)
-    cache = RingCache(2, key_heads=2, head_dim=8, page=8, capacity=32, device=q.device)
-    cache.hide_before(starts)
-    unseen = (at < torch.tensor(starts)[:, None]) | (at < (0 if window is None else n - 3 - window))
-    spoiled = [t.masked_fill(unseen[..., None, None], torch.nan) for t in (k, v)]
-    options = dict(kernel=kernel, window=window)
-    ring_attn_with_cache(q[:, :-3], *(t[:, :-3] for t in spoiled), cache, **options)
-    out = ring_attn_with_cache(q[:, -3:], *(t[:, -3:] for t in spoiled), cache, **options)
-    want = dense_attention(
-        *(t.double() for t in (q, k, v)), causal=True, window=window,
-        key_mask=at >= torch.tensor(starts)[:, None],
-    )[0]  # fmt: skip
-    error = (out - want[:, -3:]).abs().max().item()
-    return error if error == error else torch.inf
 
 
 @pytest.mark.parametrize("window", [None, 4])
