@@ -55,7 +55,7 @@ all ranks. Around 1e-16 is what float64 can hold, around 1e-7 what float32 can.
 [Each layout and transport by itself](what-works-layouts.md). `eager` and `sdpa` run in float64 on
 three or four ranks, `triton` in float32 on one rank through Triton's interpreter. Kernels for GPUs
 alone are tested on GPUs (`tests/gpu`); [what each can do](kernels.md).
-`tests/kernels/test_features.py` checks every pair of features besides.
+`tests/stories/test_features.py` checks every pair of features besides.
 
 Written by `TRITON_INTERPRET=1 python -m docs.what_works`.
 """
