@@ -9,6 +9,7 @@ import ast
 from pathlib import Path
 
 from tests.conftest import LONGEST
+from tests.support import check_install
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "ring_attention_pytorch", ROOT / "tests"
@@ -202,5 +203,6 @@ def test_no_test_module_imports_another():
     assert not IMPORTS - found, f"take these off IMPORTS: {IMPORTS - found}"
 
 
-def test_files_that_begin_first_are_there():
+def test_files_that_others_name_are_there():
     assert {*LONGEST} <= {each.stem for each in FILES}
+    assert all((TESTS / name).exists() for name in check_install.TESTS)

@@ -128,7 +128,10 @@ def test_ranks_in_different_calls_are_all_told_which():
 
     (told,) = {*said(3, call)}
     assert "ranks are in different calls" in told
-    found = r"ranks 0, 2: ring attention at test_every_rank_hears.py:\d+; rank 1: unshard_sequence at test_"
+    found = (
+        r"ranks 0, 2: ring attention at test_every_rank_hears.py:\d+; "
+        r"rank 1: unshard_sequence at test_every_rank_hears.py:\d+"
+    )
     assert re.search(found, told)
 
 

@@ -289,9 +289,8 @@ def test_who_waits_for_whom_is_told_while_it_waits(pools):
     assert notes, told
     assert keys, told
     for text in told:
-        assert re.search(
-            r"waits for rank 1, for \d s by now, at test_failing_ranks.py:\d+", text
-        ), text
+        where = r"at test_failing_ranks.py:\d+"
+        assert re.search(rf"waits for rank 1, for \d s by now, {where}", text), text
 
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])
