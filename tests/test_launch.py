@@ -27,6 +27,9 @@ def command_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+# --- a worker fails ---
+
+
 def work(rank: int, how: str, *rest: Any) -> Any:
     """What a worker does: rank 1 something of its own, while others wait for it."""
     torch.set_num_threads(1)
@@ -153,6 +156,9 @@ def test_the_demo_s_processes_end_with_its_generator():
     assert not Path(f"/proc/{pid}").exists()
 
 
+# --- what has started the workers is gone ---
+
+
 WAITING = """
 import sys, time
 from pathlib import Path
@@ -227,6 +233,9 @@ def test_a_generator_that_nobody_closes_does_not_keep_a_script_alive(tmp_path):
     (file := tmp_path / "script.py").write_text(SUSPENDED)
     with Script(str(file), folder=tmp_path) as script:
         assert script.ends(WAIT) == 5, script.text()
+
+
+# --- under torchrun ---
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl", "gloo"])

@@ -43,6 +43,9 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, dtype=dtype, requires_grad=True)
 
 
+# --- right ---
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_each_feature_on_a_ring(name):
     number = NAMES.index(name)
@@ -269,6 +272,9 @@ def test_first_gradients_take_no_further_pass():
         for kernel in ("eager", "sdpa"):
             (once,) = torch.autograd.grad(ring_attn(q, q, q, kernel=kernel).sum(), q)
             assert once.grad_fn is None
+
+
+# --- refused ---
 
 
 def test_other_kernels_say_which_one_has_second_derivatives():

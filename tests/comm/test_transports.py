@@ -24,6 +24,8 @@ from tests.support import threads
 from tests.support.cases import Attention, over_shared_memory
 from tests.support.counted import Live
 
+# --- memory ---
+
 
 def most_bytes(case: Attention, size: int) -> int:
     """The most bytes of others' keys and gradients that any rank held at once, in backward."""
@@ -167,6 +169,9 @@ def test_the_memory_of_a_gather_is_bounded_by_its_budget(causal):
         assert before < taken <= memory
         before = taken
     assert before < most_bytes(case, size)
+
+
+# --- asking for one ---
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,9 @@ def test_single_precision_and_the_sum_over_replicated_heads():
         assert max(errors(half, rank, 4, mine, oracle(half)).values()) < 2**-7
 
 
+# --- what is sent, and where it lands ---
+
+
 def test_bytes_are_those_of_the_heads_of_others():
     size, n, d = 4, 6, 8
     case = Attention(size * n, heads=4, key_heads=4, d=d, d_v=d, ulysses=4)

@@ -230,6 +230,9 @@ def test_the_public_explanation():
         explain_kernel(q, q, q, kernel="fast")
 
 
+# --- the choice, and memory ---
+
+
 def test_the_fastest_kernel_that_can_do_it_is_chosen():
     assert choose(None, KernelRequest("cpu", torch.float32, softclamp=False)).name == "sdpa"
     assert choose(None, KernelRequest("cpu", torch.float32, softclamp=True)).name == "eager"

@@ -281,6 +281,9 @@ def test_without_tiles_nothing_is_launched():
     assert not any(total.finalize().any() for total in grads)
 
 
+# --- what it can't do ---
+
+
 @needs_triton
 def test_it_runs_on_cuda():
     assert refusal("triton", ON_A_GPU) is None

@@ -107,6 +107,9 @@ def test_a_packet_that_is_no_note_names_who_has_sent_it(packet):
     assert told.value.ranks == (1,)
 
 
+# --- the decision ---
+
+
 class Host:
     """What replaces gloo: a gather of threads."""
 
@@ -210,6 +213,9 @@ def test_a_group_of_one_tells_itself():
 def test_a_large_group_has_none():
     with mock.patch.object(notes, "_MOST", SIZE - 1):
         assert together(Host().meet) == [None] * SIZE
+
+
+# --- in processes ---
 
 
 def without_gloo() -> tuple[list[bytes], int, int]:

@@ -11,6 +11,9 @@ from tests.support.interpreter import needs_triton
 from tests.support.kernel_cases import far
 from tests.support.reference import dense_attention, relative_error
 
+# --- merging ---
+
+
 LSES = [-torch.inf, -1e4, -50.0, 0.0, 50.0, 50.1, 1e4]
 
 

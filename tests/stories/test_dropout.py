@@ -20,6 +20,9 @@ from tests.support.threads import ThreadRing
 q, k, v = (drawn(2, 6, 4, 8, seed=s) for s in (1, 2, 3))
 
 
+# --- the same on every ring ---
+
+
 WAYS = [
     (2, "contiguous", dict(transport="ring")),
     (3, "zigzag", dict(transport="gather", memory=0)),
@@ -72,6 +75,9 @@ def test_positions_that_are_given_are_what_draws():
     assert max(threads.run(2, main)[0]) < 1e-12
 
 
+# --- seeds ---
+
+
 def test_pytorch_s_seed_decides_and_every_rank_goes_by_the_first():
     def once(seed: int) -> Tensor:
         torch.manual_seed(seed)
@@ -120,6 +126,9 @@ def test_what_is_recomputed_drops_the_same():
     for call in ({}, planned):
         for first, second in zip(grads(attn, x, False, **call), grads(attn, x, True, **call)):
             assert torch.equal(first, second)
+
+
+# --- the modules ---
 
 
 IDS = torch.randint(0, 50, (2, 13), generator=torch.Generator().manual_seed(1))
@@ -177,6 +186,9 @@ def test_the_model_is_the_same_over_a_ring(layout, monkeypatch):
         return relative_error(model(IDS[:, at]), want[:, at])
 
     assert max(threads.run(3, main)[0]) < 1e-12
+
+
+# --- what is refused ---
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from ring_attention_pytorch.routing import ConditionalRoutedFeedForward, soft_to
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from tests.support import threads
 
+# --- several rings in one group ---
+
 
 def wrong(kind: str, rank: int) -> dict[str, Any]:
     """A call of ranks 0 and 1, in which their ring is wrong, and of 2 and 3, which is not."""
@@ -116,6 +118,9 @@ def test_a_predicate_that_fails_on_one_rank_is_told_to_all():
     assert told is not None
     assert "mask_mod fails, asked of one pair: IndexError" in told
     assert told.endswith("(on rank 1)")
+
+
+# --- other calls, other notes, other types ---
 
 
 def test_ranks_in_different_calls_are_all_told_which():

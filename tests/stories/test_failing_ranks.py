@@ -34,6 +34,9 @@ from tests.support.strikes import LATE, STRIKES, Strike, outcomes
 ROOT = Path(__file__).parents[2]
 
 
+# --- each event, phase and transport ---
+
+
 @pytest.mark.parametrize(
     "strike",
     [
@@ -73,6 +76,9 @@ def test_the_page_may_promise_later_than_what_is_seen_but_not_sooner():
     assert len(script["untrue"](page, rows.replace("at once", "within the timeout"))) > 10
     assert script["untrue"](page, rows.replace("is killed", "is well")) != []
     assert script["untrue"](page, rows[: rows.rindex("| ")]) != []
+
+
+# --- a broken ring, and how it is mended ---
 
 
 def shards(ring: Ring, seed: int) -> list[Tensor]:
@@ -262,6 +268,9 @@ def test_what_ranks_disagree_about_breaks_nothing():
     threads.run(2, main)
 
 
+# --- who waits for whom, while it waits ---
+
+
 def waits_for_long() -> list[str]:
     """For a pool: what is logged while rank 1 is late twice: for notes, and for keys."""
     told: list[str] = []
@@ -291,6 +300,9 @@ def test_who_waits_for_whom_is_told_while_it_waits(pools):
     for text in told:
         where = r"at test_failing_ranks.py:\d+"
         assert re.search(rf"waits for rank 1, for \d s by now, {where}", text), text
+
+
+# --- notes in each call ---
 
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])
@@ -337,6 +349,9 @@ def test_how_often_notes_are_compared_must_be_known_and_alike(monkeypatch):
             ring_attn(q, q, q, group=ring, check=check)
 
     threads.run(2, main)
+
+
+# --- processes ---
 
 
 def in_a_fork(call: Callable[[], object]) -> str:
@@ -394,6 +409,9 @@ def test_fail_together_lets_errors_pass_and_says_nothing_outside():
         raise ZeroDivisionError
     with fail_together():
         assert right(Ring(), 1)
+
+
+# --- nothing grows ---
 
 
 def companions() -> list[int]:

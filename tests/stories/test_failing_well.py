@@ -87,6 +87,9 @@ def test_options_that_change_from_call_to_call_do_not_stick(pools):
     check_in_processes(cases * 2, pools(2))
 
 
+# --- violence: nobody waits longer than must be ---
+
+
 def struck(message: int) -> tuple[str, float]:
     """For a pool: rank 1 is killed at its so-and-so-many-th message. What a survivor sees."""
     send, sent = dist.batch_isend_irecv, 0
@@ -150,6 +153,9 @@ def test_a_plan_for_other_lengths_is_refused_and_nobody_waits_beyond_the_timeout
     assert "the plan was made for batch=1, n=5" in refused
     assert waited != "nothing"
     assert seconds < 5
+
+
+# --- one rank does otherwise while the others have a plan: its last words reach those who wait ---
 
 
 def absent(one: bool, plan: RingPlan, q: torch.Tensor) -> None:

@@ -126,6 +126,9 @@ def test_keys_pulled_from_shared_memory(layout):
             check_symmetric(case, 4, 9, **how)
 
 
+# --- messages ---
+
+
 @pytest.mark.parametrize("how", GATHERS, ids=["all", "one"])
 @pytest.mark.parametrize(
     ("layout", "causal", "window"),

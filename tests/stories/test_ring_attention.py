@@ -57,6 +57,9 @@ def matrix(layout: str, **kinds) -> list[Attention]:
     return [replace(case, kernel=name) for case in cases for name in kernels(case)]
 
 
+# --- the matrix ---
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_all_combinations_of_options_over_threads(layout, size):
@@ -151,6 +154,9 @@ def test_cross_attention_over_processes(pools):
     check_in_processes(cases, pools(3))
 
 
+# --- numbers ---
+
+
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_huge_logits_stay_finite_and_err_by_their_size(kernel, dtype):
@@ -185,6 +191,9 @@ def test_twenty_repeats_are_equal_in_every_bit():
     for _ in range(19):
         again, _ = threads.run(4, lambda ring: shard(case, ring))
         assert all(torch.equal(a, b) for x, y in zip(first, again) for a, b in zip(x, y))
+
+
+# --- processes: groups, checkpoints, beginnings and ends ---
 
 
 def repeated(case: Attention, times: int) -> int:
