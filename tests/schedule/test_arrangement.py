@@ -15,9 +15,11 @@ from ring_attention_pytorch.schedule.steps import KEYS, Program, gather_first
 MASKS = [Mask(), Mask(causal=True), Mask(causal=True, window=4), Mask(window=1)]
 
 
-def program_of(layout: str, size: int, length: int, mask: Mask) -> Program:
+def program_of(layout: str, size: int, length: int, mask: Mask, elsewhere: bool) -> Program:
+    """Return the program of a rank's queries beside its keys, or beside those of another rank."""
     shards = all_segments(layout, size, length)
-    return gather_first(Workload(shards, shards, mask)).forward
+    queries = shards[::-1] if elsewhere else shards
+    return gather_first(Workload(queries, shards, mask)).forward
 
 
 def written(own: list[int], arranged: Arrangement) -> list[int | None]:
@@ -30,11 +32,12 @@ def written(own: list[int], arranged: Arrangement) -> list[int | None]:
     return memory
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize(("size", "length"), [(1, 9), (2, 16), (4, 32), (5, 23), (4, 3)])
-def test_what_is_pulled_is_what_is_computed_on(layout, size, length, mask):
-    program = program_of(layout, size, length, mask)
+def test_what_is_pulled_is_what_is_computed_on(layout, size, length, mask, elsewhere):
+    program = program_of(layout, size, length, mask, elsewhere)
     arranged = arrangements(program)
     own = [segment_positions(keys).tolist() for keys in program.workload.keys]
     memories = [written(mine, each) for mine, each in zip(own, arranged)]
