@@ -26,7 +26,7 @@ test: $(VENV)/ready lint  ## what every change must pass; all but the tests mark
 	$(PYTEST) $(WHICH)
 
 FOLDER ?= geometry
-quick: $(VENV)/ready lint  ## tests of one folder while you change it: make quick FOLDER=geometry
+quick: $(VENV)/ready lint  ## tests of one folder, or file, while you change it: make quick FOLDER=geometry
 	$(PYTEST) $(WHICH) tests/$(FOLDER)
 
 test-all: WHICH :=

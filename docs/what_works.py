@@ -55,7 +55,7 @@ The precision of float64 is about 1e-16, of float32 about 1e-7.
 [A table of each layout and transport](what-works-layouts.md). `eager` and `sdpa` run in float64 on
 three or four ranks, `triton` in float32 on one rank through Triton's interpreter. Kernels that need
 a GPU are tested on GPUs (`tests/gpu`); [Kernels](kernels.md) lists the features of each.
-`tests/kernels/test_features.py` also checks every pair of features.
+`tests/stories/test_features.py` also checks every pair of features.
 
 Written by `TRITON_INTERPRET=1 python -m docs.what_works`.
 """

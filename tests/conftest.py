@@ -14,11 +14,11 @@ torch.set_num_threads(1)
 # Files that take longest, which begin first, so that no worker is left with one at the end.
 LONGEST = (
     "test_mutants", "test_compile", "test_examples", "test_triton", "test_ring_attention",
-    "test_bench_ring", "test_notebook", "test_failures", "test_types", "test_generation",
-    "test_transformers", "test_trainer", "test_docs", "test_transformer", "test_transports",
-    "test_moves", "test_features", "test_trials", "test_assert", "test_documents", "test_guard",
-    "test_attention", "test_failing_well", "test_original", "test_models", "test_cache",
-    "test_hf_examples", "test_decoding_kernels",
+    "test_bench_ring", "test_notebook", "test_failing_ranks", "test_types", "test_generation",
+    "test_transformers", "test_trainer", "test_docs", "test_transformer", "test_gathered_keys",
+    "test_fused_copies", "test_features", "test_trials", "test_assert", "test_packed_documents",
+    "test_guard", "test_attention", "test_failing_well", "test_original", "test_models",
+    "test_cache", "test_hf_examples", "test_decoding_kernels", "test_doctor",
 )  # fmt: skip
 
 

@@ -1,9 +1,12 @@
-"""What is done right after a meeting, in one launch: by Triton's interpreter, in processes."""
+"""Copies right after a barrier, in one launch: by Triton's interpreter, in processes."""
 
 import math
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,12 +15,40 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm import fused_copies
+from ring_attention_pytorch.comm.ulysses import HeadPartition, key_heads, land
+from ring_attention_pytorch.geometry.layouts import all_segments, count
 from ring_attention_pytorch.ranks.guard import Board
-from ring_attention_pytorch.runtime.launches import PreparedLaunch
-from ring_attention_pytorch.runtime.tape import _preparations
-from tests.ranks.test_guard import CPU, without_clock
+from tests.support.boards import CPU, Shelf, do, without_clock
 from tests.support.interpreter import interpreters, needs_triton
 from tests.support.reference import relative_error
+
+
+def few_programs_work_beside_a_kernel(patch: pytest.MonkeyPatch) -> None:
+    """On GPUs whose kernels can begin early; elsewhere nothing runs beside them."""
+    table = fused_copies.Table(torch.zeros(100, 4, dtype=torch.int64), aligned=16)
+    dk = torch.zeros(1, 4, 1, 8)
+    board = SimpleNamespace(state=dk, rank=0, patience=0, among={}, device=dk.device)
+    barrier = SimpleNamespace(board=board, purpose=0)
+    calls: list[tuple[int, bool]] = []
+
+    make = fused_copies.add_up.__wrapped__.__wrapped__
+    for able in (False, True):
+        patch.setattr(fused_copies, "can_begin_early", lambda device, able=able: able)
+        for overlap in (False, True):
+            call = make(fused_copies.FusedSum(barrier, table, True, overlap), dk, dk, dk.dtype)
+            calls.append((call.programs, call.constants["EARLY"]))
+    assert calls == [
+        (100, False),
+        (100, False),
+        (100, False),
+        (fused_copies._PROGRAMS_OVERLAPPING, True),
+    ]
+
+
+@needs_triton
+def test_few_programs_work_beside_a_kernel(monkeypatch):
+    few_programs_work_beside_a_kernel(monkeypatch)
+
 
 pytestmark = needs_triton
 RANKS, B, N, HEADS = 3, 2, 6, 2
@@ -26,14 +57,6 @@ WIDTHS = {"even": (8, 8), "odd": (3, 5)}  # of k and v: what bytes are aligned t
 WRITTEN = [(slice(0, 2), slice(3, 5)), (slice(2, 5), slice(0, 3)), (slice(5, 6), slice(5, 6))]
 ORDER = [2, 3, 4, 0, 1, 5]
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-
-
-class Shelf:
-    """Tables that are made anew each time."""
-
-    @staticmethod
-    def table(_: object, make: Any) -> fused_copies.Table:
-        return make()
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +75,6 @@ def drawn(rank: int, d: int, dtype: torch.dtype) -> Tensor:
 def both_of(rank: int, widths: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return k and v of a rank, side by side."""
     return torch.cat([drawn(rank, d + i, dtype)[..., :d] for i, d in enumerate(widths)], dim=-1)
-
-
-def do(taped: bool, operation: Any, *given: Any) -> None:
-    """Launch it, or what a tape makes of it: of others first, to see that it keeps none."""
-    if not taped:
-        operation(*given)
-        return
-    prepared = _preparations[operation](*given)
-    assert isinstance(prepared, PreparedLaunch)
-    prepared(*given)
 
 
 # one program, whose line has several steps
@@ -344,3 +357,70 @@ def test_much_is_cut_into_lines_of_about_the_same_size():
     assert 512 <= len(sums.table) <= 520
     assert sums.aligned == table.aligned == 16
     assert math.prod(room.shape[:3]) == sums.table[:, 1].sum()
+
+
+def spread_over(layout: str, places: int, length: int, heads: tuple[int, int]) -> HeadPartition:
+    shards = all_segments(layout, places, length)
+    lengths = tuple(map(count, shards))
+    return HeadPartition(lengths, max(lengths), land(shards)[1], key_heads(*heads, places))
+
+
+def otherwise(
+    spread: HeadPartition, back: bool, dtype: torch.dtype, rest: tuple[int, ...], taped: bool
+) -> list[int]:
+    """The places at which something else comes than what copies bring."""
+    without_clock()
+    board = Board(CPU, 0, [torch.zeros(2, 1, dtype=torch.int64)], 20.0)
+    visit, found = partial(fused_copies.FusedCopy, board.barrier("read")), []
+    way = spread.to_sequence if back else spread.to_heads
+    kinds = (dtype, rest), (torch.float32, ()), (dtype, (1, *rest))
+    sources = [[numbers((2, *given, *more), of) for given in way.given] for of, more in kinds]
+    with mock.patch.multiple(fused_copies, _PROGRAMS=6, _LINES=6, _WIDTH=4, _BLOCK=16):
+        for place, moves in enumerate(way.moves):
+            # a table is of places, not of tensors
+            want, got, other = (
+                [poisoned(way.room(t, place)) for t, *_ in sources] for _ in range(3)
+            )
+            for room, theirs in zip(want, sources):
+                for m in moves:
+                    room[:, m.to_rows, m.to_heads] = theirs[m.place][:, m.rows, m.heads]
+            table = fused_copies.table_of_pieces(Shelf, None, got, sources, [moves] * len(kinds))
+            do(taped, fused_copies.take, visit(table), *got)
+            do(taped, fused_copies.take, visit(table), *other)
+            for rooms in (got, other):
+                if not all(map(torch.equal, want, rooms)):
+                    found.append(place)
+    assert board.trouble() is None
+    return found
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    draw = torch.Generator().manual_seed(sum(shape))
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=draw).to(dtype)
+    return torch.randn(shape, generator=draw).to(dtype)
+
+
+def poisoned(t: Tensor) -> Tensor:
+    t.view(torch.uint8).fill_(1 if t.dtype == torch.bool else 255)
+    return t
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("layout", "places", "length", "heads"),
+    [
+        ("striped", 2, 29, (4, 2)), ("zigzag", 2, 29, (4, 2)), ("zigzag", 4, 24, (8, 2)),
+        ("striped", 3, 13, (12, 4)), ("striped", 3, 2, (3, 3)), ("zigzag", 3, 2, (3, 3)),
+        ("striped", 2, 0, (2, 2)), ("zigzag", 2, 0, (2, 2)),
+    ],
+)  # fmt: skip
+def test_all_pieces_come_where_they_go(interpreted, layout, places, length, heads):
+    spread = spread_over(layout, places, length, heads)
+    kinds = (
+        (torch.bfloat16, (16,)), (torch.half, (5,)), (torch.float32, ()), (torch.float64, (5,)),
+        (torch.bool, ()),
+    )  # fmt: skip
+    for back, (number, kind) in product((False, True), enumerate(kinds)):
+        found = interpreted.submit(otherwise, spread, back, *kind, taped=number == 0).result()
+        assert found == [], (back, kind)

@@ -1,8 +1,6 @@
 """Heads swapped for sequence, around any transport, give what dense attention gives."""
 
-from collections.abc import Callable
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,16 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attention_pytorch import (
-    RingAttention,
-    RingTransformer,
-    shard_sequence,
-    unshard_sequence,
-)
-from ring_attention_pytorch.comm import fused_copies, symmetric_memory
-from ring_attention_pytorch.comm.fabric_kernels import OneStream
 from ring_attention_pytorch.comm.messages import Form
-from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer
 from ring_attention_pytorch.comm.ulysses import HeadPartition, key_heads, land, most_bytes
 from ring_attention_pytorch.functional import ring_attn, ulysses_attn
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments, count, segment_positions
@@ -27,7 +16,6 @@ from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from tests.attention.test_ring_attention import CROSS, cross, hops
 from tests.support import threads
 from tests.support.cases import (
     Attention,
@@ -37,6 +25,8 @@ from tests.support.cases import (
     oracle,
     shard,
 )
+from tests.support.counted import hops
+from tests.support.crossed import CROSS, cross
 from tests.support.reference import relative_error
 
 DEGREES = ((2, 2), (3, 3), (4, 2), (4, 4))  # ranks, and how many of them swap
@@ -176,87 +166,6 @@ def test_a_shelf_has_room_for_all_that_is_swapped(
     assert needed <= most.pop()
 
 
-def test_what_a_graph_reads_is_made_before_it_and_stays(monkeypatch):
-    """And of what no graph reads nothing stays. What is asked for too late there is not."""
-    capturing = False
-    monkeypatch.setattr(symmetric_memory, "capturing", lambda device: capturing)
-
-    def buffer() -> SymmetricBuffer:
-        new = SymmetricBuffer.__new__(SymmetricBuffer)
-        new.device, new.tables, new.read_by_graphs = torch.device("cpu"), {}, set()
-        return new
-
-    here, t = slice(0, 2), torch.zeros(1, 2, 2, 4)
-    pieces = [t], [[t]], [[fused_copies.Move(0, here, here, here, here)]]
-    swaps = buffer()
-    made = fused_copies.table_of_pieces(swaps, "one", *pieces)
-    assert not swaps.read_by_graphs
-    capturing = True
-    assert fused_copies.table_of_pieces(swaps, "one", *pieces) is made
-    assert swaps.read_by_graphs == {made.table}
-    assert fused_copies.table_of_pieces(swaps, "another", *pieces) is None
-    assert fused_copies.table_of_pieces(buffer(), "one", *pieces) is None
-
-
-class RecordingShelf:
-    """A buffer of two ranks that notes what is done with it, and has a table for each kind."""
-
-    def __init__(self) -> None:
-        self.told: list[object] = []
-        self.kinds: dict[object, object] = {}
-        self.memory = [torch.zeros(1 << 12, dtype=torch.uint8) for _ in range(2)]
-
-    def wait_for_readers(self) -> None:
-        self.told.append("all have read")
-
-    def to_read(self) -> str:
-        return "all have written"
-
-    def local_view(self, form: Form) -> list[Tensor]:
-        return self.of(0, form)
-
-    def peer_view(self, rank: int, form: Form) -> list[Tensor]:
-        return form.open(self.memory[rank])
-
-    def table(self, kind: object, make: Callable[[], object]) -> object:
-        return self.kinds.setdefault(kind, make())
-
-
-def swaps_in_shared_memory(patch: pytest.MonkeyPatch) -> None:
-    """Ranks meet, write, meet and take; of the same tokens and heads there is one table."""
-    buffer, waited = RecordingShelf(), []
-    space = SimpleNamespace(swaps=buffer, follow_stream=lambda: waited.append("waits"))
-    space.keys = space.grads = None
-    swap = OneStream(SimpleNamespace(rank=0, size=2), space, (0, 1))
-    assert swap.follow_stream() == (None, None, buffer)
-    assert waited == ["waits"]
-
-    def take(visit: fused_copies.FusedCopy, *rooms: Tensor) -> None:
-        written = [t.flatten()[0].item() for t in buffer.local_view(forms[0])]
-        buffer.told.append((visit.barrier, visit.table, written, [t.shape for t in rooms]))
-
-    patch.setattr(fused_copies, "take", take)
-    q, kinds = torch.full((1, 6, 4, 8), 3.0), []
-    for length, dtype in ((6, q.dtype), (6, q.dtype), (6, torch.float64), (5, q.dtype)):
-        shards = all_segments("zigzag", 2, 2 * length)
-        spread = HeadPartition((length,) * 2, length, land(shards)[1], key_heads(4, 4, 2))
-        given, way = q[:, :length].to(dtype), spread.to_heads
-        forms = [Form.of_parts((way.part(given, place),)) for place in range(2)]
-        room = way.room(given, 0)
-        swap.swap([given], [way], [room])
-        first, (barrier, table, written, shapes) = buffer.told[-2:]
-        assert (first, barrier, written) == ("all have read", "all have written", [3.0])
-        assert shapes == [(1, 2 * length, 2, 8)]
-        kinds.append(table)
-    assert kinds[0] is kinds[1]
-    assert len({id(table) for table in kinds}) == 3
-    assert len(buffer.told) == 8
-
-
-def test_swaps_in_shared_memory(monkeypatch):
-    swaps_in_shared_memory(monkeypatch)
-
-
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_all_ranks_together_make_one_causal_call(layout, size):
@@ -275,9 +184,6 @@ def test_every_query_head_finds_its_key_head(grouped, group, places):
         assert [theirs[i // together] for i in range(len(mine))] == [
             h // (heads // grouped) for h in mine
         ]
-
-
-# --- plans, modules, mistakes ---
 
 
 def test_a_plan_swaps_masks_once_and_keeps_its_own_positions():
@@ -300,45 +206,6 @@ def test_a_plan_swaps_masks_once_and_keeps_its_own_positions():
     threads.run(4, main)
 
 
-def layer(transport: str | None, ulysses: int) -> float:
-    """For a pool: the error of a whole layer over shards against the same layer alone."""
-    torch.manual_seed(0)
-    options = dict(dim=16, dim_head=4, heads=4, causal=True, rotary_embed=True)
-    over = RingAttention(
-        **options, ring_attn=True, layout="zigzag", transport=transport, ulysses=ulysses
-    ).double()
-    alone = RingAttention(**options).double()
-    alone.load_state_dict(over.state_dict())
-    x = torch.randn(2, 21, 16, dtype=torch.float64)
-    out = over(shard_sequence(x, layout="zigzag"))
-    return relative_error(unshard_sequence(out, length=21, layout="zigzag"), alone(x))
-
-
-@pytest.mark.parametrize(
-    ("transport", "ulysses"), [("gather", 1), (None, 2), ("gather", 2), ("ring", 4)]
-)
-def test_a_layer_over_processes_is_the_layer_alone(transport, ulysses, pools):
-    assert max(pools(4).run(layer, transport, ulysses)) < 1e-12
-
-
-def model(transport: str | None, ulysses: int) -> float:
-    """For a pool: how far the loss of a model over the ring is from that of the model alone."""
-    torch.manual_seed(0)
-    options = dict(num_tokens=11, dim=16, depth=2, dim_head=4, heads=4, causal=True)
-    over = RingTransformer(
-        **options, ring_attn=True, ring_seq_size=8, transport=transport, ulysses=ulysses
-    ).double()
-    alone = RingTransformer(**options).double()
-    alone.load_state_dict(over.state_dict())
-    ids = torch.randint(0, 11, (2, 30))
-    return abs(over(ids, return_loss=True) - alone(ids, return_loss=True)).item()
-
-
-@pytest.mark.parametrize(("transport", "ulysses"), [("gather", 2), (None, 4)])
-def test_a_model_over_processes_is_the_model_alone(transport, ulysses, pools):
-    assert max(pools(4).run(model, transport, ulysses)) < 1e-12
-
-
 @pytest.mark.parametrize(
     ("size", "degree", "said"),
     [
@@ -355,21 +222,3 @@ def test_degrees_that_can_t_be_are_refused_on_all_ranks(size, degree, said):
 
     _, hub = threads.run(size, main)
     assert hub.exchanges == [0] * size
-
-
-@pytest.mark.parametrize(
-    "options", [dict(transport="gather"), dict(ulysses=2), dict(memory=7)], ids=str
-)
-def test_modules_refuse_what_is_for_a_ring_where_there_is_none(options):
-    with pytest.raises(ValueError, match="need ring_attn=True"):
-        RingAttention(16, **options)
-
-
-def test_a_module_refuses_a_plan_that_does_otherwise():
-    def main(ring: Ring) -> None:
-        options = dict(dim=8, dim_head=4, heads=2, ring_attn=True, group=ring)
-        plan = RingAttention(**options, transport="gather").plan(torch.randn(1, 4, 8))
-        with pytest.raises(ValueError, match="the plan has transport='gather'"):
-            RingAttention(**options, transport="ring")(torch.randn(1, 4, 8), plan=plan)
-
-    threads.run(2, main)

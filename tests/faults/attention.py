@@ -88,7 +88,7 @@ def battery() -> Iterator[Case]:
 
 
 def memory_is_not_all() -> Iterator[Case]:
-    from tests.attention import test_lazy, test_unseen
+    from tests.stories import test_lazy, test_unseen
 
     for kind in test_lazy.LAZY:
         for name in test_lazy.KINDS:
@@ -114,24 +114,29 @@ def patched(check: Callable[..., None], *given: Any, **named: Any) -> Case:
 
 
 def kernels_may_leave_dq_for_later() -> Iterator[Case]:
-    from tests.comm import test_deferred
-    from tests.runtime import test_running
+    from tests.comm import test_carry_out, test_fused_copies
+    from tests.kernels import test_triton
+    from tests.runtime import test_accumulate
+    from tests.schedule import test_policy, test_timeline
+    from tests.stories import test_deferred_dq
 
-    yield test_running.a_wide_sum_ends_with_its_parts
-    yield patched(test_deferred.what_is_left_is_in_the_gradients)
-    yield test_deferred.what_is_left_is_done_in_time
-    yield test_deferred.no_two_parts_leave_something_for_the_same_queries
-    yield patched(test_deferred.nothing_is_left_where_parts_have_their_times)
-    yield test_deferred.gradients_are_hidden_behind_dq
-    yield test_deferred.the_model_knows_what_is_left
-    yield patched(test_deferred.plans_tell_transports)
-    yield patched(test_deferred.few_programs_work_beside_a_kernel)
-    yield patched(test_deferred.dq_is_launched_early)
+    yield test_accumulate.a_wide_sum_ends_with_its_parts
+    yield patched(test_deferred_dq.what_is_left_is_in_the_gradients)
+    yield test_carry_out.what_is_left_is_done_in_time
+    yield test_carry_out.no_two_parts_leave_something_for_the_same_queries
+    yield patched(test_deferred_dq.nothing_is_left_where_parts_have_their_times)
+    yield test_policy.gradients_are_hidden_behind_dq
+    yield test_timeline.the_model_knows_what_is_left
+    yield patched(test_deferred_dq.plans_tell_transports)
+    yield patched(test_fused_copies.few_programs_work_beside_a_kernel)
+    yield patched(test_triton.dq_is_launched_early)
 
 
 def shared_memory_is_read_before_it_is_written() -> Iterator[Case]:
     """By a rank that is late."""
-    from tests.comm.test_transports import test_shared_memory_is_written_anew_when_all_have_read_it
+    from tests.stories.test_shared_memory_order import (
+        test_shared_memory_is_written_anew_when_all_have_read_it,
+    )
 
     for at_once, ulysses, how in (
         (3, 1, {}),
@@ -146,67 +151,70 @@ def shared_memory_is_read_before_it_is_written() -> Iterator[Case]:
 
 def keys_come_in_stages_where_they_are_late() -> Iterator[Case]:
     """And calls wait for theirs, and what is shared for its readers."""
-    from tests.comm import test_transports, test_ulysses
-    from tests.runtime import test_running
+    from tests.comm import test_gather, test_symmetric_memory, test_transports, test_ulysses
+    from tests.runtime import test_accumulate
+    from tests.schedule import test_pieces, test_policy
 
-    for tokens, late, otherwise in test_transports.LATE:
-        yield partial(
-            test_transports.test_few_tokens_of_many_ranks_come_late, tokens, late, otherwise
-        )
-    yield patched(test_transports.test_calls_wait_for_the_keys_of_their_own_stage, late=True)
-    yield patched(test_transports.test_dq_waits_for_no_gradients_that_come_home, wide=True)
-    yield patched(test_transports.test_a_turn_of_several_says_that_the_last_one_was_read)
+    for tokens, late, otherwise in test_policy.LATE:
+        yield partial(test_policy.test_few_tokens_of_many_ranks_come_late, tokens, late, otherwise)
+    yield patched(test_gather.test_calls_wait_for_the_keys_of_their_own_stage, late=True)
+    yield patched(test_gather.test_dq_waits_for_no_gradients_that_come_home, wide=True)
+    yield patched(test_gather.test_a_turn_of_several_says_that_the_last_one_was_read)
     yield patched(test_transports.test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory)
-    yield patched(test_transports.test_shelves_stay_whose_graphs_others_captured)
-    yield patched(test_ulysses.test_what_a_graph_reads_is_made_before_it_and_stays)
-    yield test_transports.test_what_comes_but_once_is_not_kept
-    for by_copy_engine in test_transports.ASIDE:
-        yield partial(
-            test_transports.test_gradients_come_aside_where_that_is_hidden, *by_copy_engine
-        )
-    yield partial(test_running.test_what_is_not_yet_to_be_read_is_not_read, wide=False, moved=True)
+    yield patched(test_symmetric_memory.test_shelves_stay_whose_graphs_others_captured)
+    yield patched(test_symmetric_memory.test_what_a_graph_reads_is_made_before_it_and_stays)
+    yield test_pieces.test_what_comes_but_once_is_not_kept
+    for by_copy_engine in test_policy.ASIDE:
+        yield partial(test_policy.test_gradients_come_aside_where_that_is_hidden, *by_copy_engine)
+    yield partial(
+        test_accumulate.test_what_is_not_yet_to_be_read_is_not_read, wide=False, moved=True
+    )
     for asks in (False, True):
-        yield partial(test_running.test_a_sum_is_made_where_it_has_to_be, asks)
+        yield partial(test_accumulate.test_a_sum_is_made_where_it_has_to_be, asks)
     for dtype in (torch.float32, torch.bfloat16):
-        yield partial(test_running.test_parts_that_fill_their_place_are_the_result, dtype)
-        yield partial(test_running.test_parts_that_do_not_are_put_together, dtype)
-    yield test_running.test_the_place_of_parts_goes_when_they_were_read
+        yield partial(test_accumulate.test_parts_that_fill_their_place_are_the_result, dtype)
+        yield partial(test_accumulate.test_parts_that_do_not_are_put_together, dtype)
+    yield test_accumulate.test_the_place_of_parts_goes_when_they_were_read
     yield test_ulysses.test_a_shelf_has_room_for_all_that_is_swapped
 
 
 def keys_come_together_where_they_are_few() -> Iterator[Case]:
     """And from no rank to two others at a time."""
-    from tests.comm import test_transports
-    from tests.runtime import test_running
+    from tests.comm import test_fabric_copies, test_transports
+    from tests.plan import test_prepare, test_proposal
+    from tests.runtime import test_accumulate
+    from tests.stories import test_gathered_keys
 
-    yield test_transports.unseen_keys_have_no_gradient
+    yield test_gathered_keys.unseen_keys_have_no_gradient
     yield test_transports.plans_know_their_own_transport
-    yield test_running.lent_parts_are_only_read
-    yield patched(test_transports.few_may_be_short)
-    yield patched(test_transports.few_tokens_get_the_kernel_that_is_launched_least)
-    yield patched(test_transports.short_documents_get_a_kernel_of_their_own)
+    yield test_accumulate.lent_parts_are_only_read
+    yield patched(test_prepare.few_may_be_short)
+    yield patched(test_proposal.few_tokens_get_the_kernel_that_is_launched_least)
+    yield patched(test_proposal.short_documents_get_a_kernel_of_their_own)
     for few in test_transports.FEW:
         yield patched(test_transports.test_few_tokens_come_together, *few)
-    yield patched(test_transports.test_keys_and_values_of_a_piece_come_by_one_copy, False, 18)
+    yield patched(test_fabric_copies.test_keys_and_values_of_a_piece_come_by_one_copy, False, 18)
     for layout in ("zigzag", "contiguous"):
         yield partial(
-            test_transports.test_no_two_ranks_pull_from_one_at_a_time, 4, layout, causal=True
+            test_fabric_copies.test_no_two_ranks_pull_from_one_at_a_time, 4, layout, causal=True
         )
 
 
 def no_ring_is_left_alone() -> Iterator[Case]:
     """With what one of them gets wrong."""
     from tests.ranks import test_agreement
+    from tests.stories import test_every_rank_hears
 
     for kind in ("lengths", "positions"):
-        yield partial(test_agreement.test_what_one_ring_gets_wrong_the_other_is_told, kind)
-    yield test_agreement.test_a_predicate_that_fails_on_one_rank_is_told_to_all
+        yield partial(test_every_rank_hears.test_what_one_ring_gets_wrong_the_other_is_told, kind)
+    yield test_every_rank_hears.test_a_predicate_that_fails_on_one_rank_is_told_to_all
     yield test_agreement.test_a_problem_of_one_rank_is_raised_on_all_and_names_it
 
 
 def streams_wait_for_one_another() -> Iterator[Case]:
     """And whoever reads what is made on other streams waits for them."""
-    from tests.runtime import test_running, test_streams
+    from tests.runtime import test_accumulate, test_streams
+    from tests.support import streams
 
     for name in ("a_call_waits_for_what_was_before_and_nothing_waits_for_it_until_joined",
                  "calls_for_own_keys_give_way_to_the_others",
@@ -215,20 +223,22 @@ def streams_wait_for_one_another() -> Iterator[Case]:
                  "what_is_written_is_not_used_again_before_that",
                  "what_is_read_is_not_used_again_before_that"):  # fmt: skip
         check = getattr(test_streams, f"test_{name}")
-        yield patched(lambda patch, check=check: check(test_streams.stood_in(patch)))
+        yield patched(lambda patch, check=check: check(streams.stood_in(patch)))
     for dtype in (torch.float32, torch.bfloat16):
-        yield partial(test_running.test_a_part_that_is_all_there_is_is_the_result_itself, dtype)
-        yield partial(test_running.test_a_sum_of_parts_waits_for_them, dtype)
+        yield partial(test_accumulate.test_a_part_that_is_all_there_is_is_the_result_itself, dtype)
+        yield partial(test_accumulate.test_a_sum_of_parts_waits_for_them, dtype)
 
 
 def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     """Those that can be."""
-    from tests.comm import test_ulysses
+    from tests.comm import test_fabric_copies, test_fabric_kernels
     from tests.runtime import test_graphs
-    from tests.runtime.test_streams import stood_in
+    from tests.stories import test_graphs_of_modules
+    from tests.support import graphs
+    from tests.support.streams import stood_in
 
     def on_cpu(check: Callable[[pytest.MonkeyPatch], None]) -> Case:
-        return patched(lambda patch: (test_graphs.stand_in(patch), check(patch)))
+        return patched(lambda patch: (graphs.stand_in(patch), check(patch)))
 
     def with_driver(check: Callable[[None], None]) -> Case:
         return on_cpu(lambda _: check(None))
@@ -238,7 +248,7 @@ def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     other = test_graphs.test_graphs_of_other_memory_or_other_kernels_are_not_replayed
     yield test_graphs.test_what_travels_in_messages_is_refused
     yield on_cpu(lambda _: test_graphs.swaps_are_captured(4))
-    yield patched(test_ulysses.swaps_in_shared_memory)
+    yield patched(test_fabric_kernels.swaps_in_shared_memory)
     yield on_cpu(lambda _: test_graphs.messages_between_neighbours_are_no_graphs())
     yield with_driver(test_graphs.test_what_a_graph_holds_overlaps)
     yield patched(test_graphs.a_call_is_captured_twice_and_its_graph_told_of_tensors)
@@ -249,27 +259,27 @@ def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     yield patched(test_graphs.observed_calls_are_replayed_too)
     yield patched(test_graphs.older_drivers_are_refused)
     yield on_cpu(lambda _: test_graphs.another_plan_has_no_graphs_of_this_one())
-    yield test_graphs.test_a_gathers_graphs_are_of_the_shelves_at_hand
-    yield patched(test_graphs.batches_alike_share_graphs)
-    yield patched(test_graphs.what_is_changed_on_a_module_counts)
-    yield patched(test_graphs.others_lengths_make_another_kind)
+    yield test_fabric_copies.test_a_gathers_graphs_are_of_the_shelves_at_hand
+    yield patched(test_graphs_of_modules.batches_alike_share_graphs)
+    yield patched(test_graphs_of_modules.what_is_changed_on_a_module_counts)
+    yield patched(test_graphs_of_modules.others_lengths_make_another_kind)
     yield on_cpu(lambda patch: other(None, patch, "memory"))
     yield patched(lambda patch: test_graphs.replays_wait_for_those_before(stood_in(patch), patch))
 
 
 def graphs_are_told_of_tensors() -> Iterator[Case]:
     """By addresses in their nodes; and what they make is in memory that is given."""
-    from tests.runtime import test_graph_nodes, test_running
+    from tests.runtime import test_accumulate, test_graph_nodes
 
     yield patched(test_graph_nodes.all_that_is_an_address_is_set)
     yield patched(test_graph_nodes.nodes_of_what_stays_are_left_alone)
     yield patched(test_graph_nodes.what_can_not_be_read_is_refused)
     yield patched(test_graph_nodes.what_the_driver_refuses_is_said)
-    merges = test_running.test_a_kernel_that_merges_writes_wide_but_in_its_last_call
+    merges = test_accumulate.test_a_kernel_that_merges_writes_wide_but_in_its_last_call
     for calls in (None, 3):
         yield partial(merges, calls, placed=True)
-    yield partial(test_running.a_wide_sum_ends_with_its_parts, placed=True)
-    settled = test_running.test_what_is_made_after_a_sum_is_settled_is_elsewhere
+    yield partial(test_accumulate.a_wide_sum_ends_with_its_parts, placed=True)
+    settled = test_accumulate.test_what_is_made_after_a_sum_is_settled_is_elsewhere
     yield partial(settled, placed=True)
 
 
@@ -339,8 +349,8 @@ def predicates_are_fused() -> Iterator[Case]:
 
 def other_kernels_calls_cover_the_tiles() -> Iterator[Case]:
     """By stand-ins; and of a rank without queries, which has no tiles."""
-    from tests.kernels.test_adapters import ODD, STAND_INS, can
     from tests.support.kernel_cases import KernelCase, faults
+    from tests.support.stand_ins import ODD, STAND_INS, can
 
     def covers(kernel: str, case: KernelCase, patch: pytest.MonkeyPatch) -> None:
         STAND_INS[kernel](patch)
@@ -357,7 +367,7 @@ def nothing_has_no_gradients(kernel: str, patch: pytest.MonkeyPatch) -> None:
     from ring_attention_pytorch.kernels import KERNELS
     from ring_attention_pytorch.runtime.accumulate import GradAccumulator
     from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals, ScoreMods
-    from tests.kernels.test_adapters import STAND_INS
+    from tests.support.stand_ins import STAND_INS
 
     STAND_INS[kernel](patch)
     none, keys = torch.zeros(1, 0, 2, 8), torch.zeros(1, 3, 2, 8)
@@ -461,7 +471,7 @@ def calls_are_counted() -> None:
 
 
 def calls_go_side_by_side_where_they_may() -> Iterator[Case]:
-    from tests.comm.test_transports import test_calls_go_side_by_side_where_keys_stay
+    from tests.stories.test_gathered_keys import test_calls_go_side_by_side_where_keys_stay
 
     for how, at_once, by_copy_engine in ((dict(), 3, True), (dict(memory=0), 1, False)):
         yield partial(test_calls_go_side_by_side_where_keys_stay, how, at_once, by_copy_engine)

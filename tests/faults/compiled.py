@@ -14,20 +14,22 @@ MUTANTS = planted("COMPILED")
 
 def battery() -> Iterable[Case]:
     """Cases that fail where something is wrong; most call operators without compiling."""
-    from tests.attention import test_compile
+    from tests import test_operators
+    from tests.runtime import test_handles
+    from tests.stories import test_compile
     from tests.support import threads
 
     torch.set_num_threads(1)
     threads.PATIENCE = 10.0
-    for case in test_compile.BY_OPERATORS:
-        yield partial(test_compile.test_operators_do_what_functions_do, *case)
-    yield test_compile.test_positions_are_what_they_promise
-    yield test_compile.test_what_travels_in_messages_is_left_out_of_cuda_graphs
-    yield test_compile.test_handles_are_of_one_object_each_and_gone_ones_raise
-    yield test_compile.test_layers_of_a_plan_never_meet_another_plan
-    yield partial(test_compile.test_numbers_that_no_layer_has_are_refused, -1)
-    yield test_compile.test_those_used_last_are_kept
-    yield test_compile.test_an_operator_refuses_tensors_that_its_plan_is_not_for
+    for case in test_operators.BY_OPERATORS:
+        yield partial(test_operators.test_operators_do_what_functions_do, *case)
+    yield test_operators.test_positions_are_what_they_promise
+    yield test_operators.test_what_travels_in_messages_is_left_out_of_cuda_graphs
+    yield test_handles.test_handles_are_of_one_object_each_and_gone_ones_raise
+    yield test_handles.test_layers_of_a_plan_never_meet_another_plan
+    yield partial(test_handles.test_numbers_that_no_layer_has_are_refused, -1)
+    yield test_handles.test_those_used_last_are_kept
+    yield test_operators.test_an_operator_refuses_tensors_that_its_plan_is_not_for
     yield partial(test_compile.test_export_says_that_it_cannot, with_plan=True)
 
 

@@ -14,7 +14,8 @@ MUTANTS = planted("KEPT")
 
 def battery() -> Iterator[Callable[[], object]]:
     """Cases that fail where something is remembered that should not be."""
-    from tests.plan import test_plan_cache, test_warm_up
+    from tests import test_warm_up
+    from tests.plan import test_plan_cache
     from tests.runtime import test_launches, test_tape
 
     yield partial(test_warm_up.test_the_first_step_after_it_replays, False)
@@ -86,10 +87,10 @@ def option_of_another_type() -> None:
 
 def launches_of_flash_attn_4() -> None:
     """They are operations of tapes."""
-    from tests.kernels import test_adapters
+    from tests.kernels import test_flash_attn_4
 
     with pytest.MonkeyPatch.context() as patch:
-        test_adapters.test_tapes_repeat_what_flash_attn_4_launches_and_not_its_python(patch)
+        test_flash_attn_4.test_tapes_repeat_what_flash_attn_4_launches_and_not_its_python(patch)
 
 
 if __name__ == "__main__":

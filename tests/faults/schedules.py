@@ -14,17 +14,18 @@ MUTANTS = planted("SCHEDULES")
 def battery() -> Iterator[Callable[[], object]]:
     """Cases that fail where something is wrong."""
     from ring_attention_pytorch.geometry.tiles import Mask
-    from tests.schedule import test_schedule as walked
+    from tests.comm import test_carry_out
+    from tests.schedule import test_steps
 
     torch.set_num_threads(1)
-    pairs = walked.test_each_pair_is_computed_once_and_its_gradient_comes_home_once
+    pairs = test_steps.test_each_pair_is_computed_once_and_its_gradient_comes_home_once
     for size, layout in ((4, "zigzag"), (5, "contiguous"), (2, "striped")):
         yield partial(pairs, size, layout, Mask(causal=True))
     yield partial(pairs, 5, "zigzag", Mask())
     for back in (False, True):
         for how in (dict(transport="ring"), dict(transport="gather")):
             yield partial(
-                walked.test_transports_send_what_the_schedule_says_when_it_says, how, back
+                test_carry_out.test_transports_send_what_the_schedule_says_when_it_says, how, back
             )
 
 

@@ -12,7 +12,7 @@ def battery() -> Iterable[Callable[[], None]]:
     """Cases that fail where something is wrong."""
     import torch
 
-    from tests.attention import test_second_order as cases
+    from tests import test_second_order as cases
     from tests.support import threads
 
     torch.set_num_threads(1)

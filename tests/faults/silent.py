@@ -20,16 +20,21 @@ MUTANTS = planted("SILENT")
 
 def battery() -> Iterator[Case]:
     """Cases that fail where something is wrong."""
-    from tests.comm import test_transports
-    from tests.kernels import test_features
-    from tests.kernels import test_strides as strides
-    from tests.plan import test_alike as alike
-    from tests.project import test_surface as surface
-    from tests.ranks import test_agreement as notes
-    from tests.ranks import test_steps as steps
+    from tests import test_arguments
+    from tests.plan import test_explain
+    from tests.project import test_surface
+    from tests.ranks import test_agreement, test_steps
     from tests.routing import test_plan as routing
-    from tests.runtime import test_float16
-    from tests.schedule import test_cost
+    from tests.runtime import test_digests
+    from tests.stories import (
+        test_alike,
+        test_every_rank_hears,
+        test_features,
+        test_float16,
+        test_gathered_keys,
+        test_out_of_step,
+    )
+    from tests.stories import test_strides as strides
     from tests.support import threads
 
     torch.set_num_threads(1)
@@ -46,46 +51,52 @@ def battery() -> Iterator[Case]:
     yield partial(test_float16.test_parts_may_cancel_that_float16_does_not_hold, "ring", "sdpa")
     yield a_wide_sum_is_wide
     yield what_is_compiled_fits
-    yield test_transports.batches_may_be_empty
+    yield test_gathered_keys.batches_may_be_empty
     yield machines
     yield routing.layers_that_route_other_numbers_share_a_plan
     yield from found_again()
     yield test_features.queries_of_two_sequences_stand_where_their_layout_has_them
-    yield test_cost.ranks_without_work_explain_themselves
-    yield notes.test_ranks_in_different_calls_are_all_told_which
-    yield notes.test_problems_that_all_ranks_have_are_told_once_and_others_with_their_ranks
-    yield notes.test_notes_are_of_any_length
-    yield notes.test_what_differs_late_differs
-    yield partial(notes.test_notes_that_are_none_are_an_error_that_names_the_rank, "other kinds")
-    yield notes.test_a_wrong_type_within_a_call_is_not_taken_for_one_of_its_own
-    yield notes.test_whatever_breaks_in_a_check_is_told_with_its_kind
+    yield test_explain.ranks_without_work_explain_themselves
+    yield test_every_rank_hears.test_ranks_in_different_calls_are_all_told_which
+    yield test_agreement.test_problems_that_all_ranks_have_are_told_once_and_others_with_their_ranks
+    yield test_agreement.test_notes_are_of_any_length
+    yield test_agreement.test_what_differs_late_differs
+    yield partial(
+        test_agreement.test_notes_that_are_none_are_an_error_that_names_the_rank, "other kinds"
+    )
+    yield test_agreement.test_a_wrong_type_within_a_call_is_not_taken_for_one_of_its_own
+    yield test_agreement.test_whatever_breaks_in_a_check_is_told_with_its_kind
     yield a_wrong_type_is_told
-    yield surface.test_a_bool_is_no_number
-    yield surface.test_a_generator_is_no_checked_function
-    yield surface.test_arguments_are_told_by_name_whatever_they_are
-    yield surface.test_a_bias_is_finite
+    yield test_arguments.test_a_bool_is_no_number
+    yield test_arguments.test_a_generator_is_no_checked_function
+    yield test_agreement.test_arguments_are_told_by_name_whatever_they_are
+    yield test_surface.test_a_bias_is_finite
     walked = "ulysses_attn", "RingAttention", "CoordinateDescentRouter", "spawn", "ring_pass"
     for name in walked:
-        yield partial(surface.all_wrong_is_refused, name)
-    yield steps.test_steps_that_differ_have_other_tags
-    yield steps.test_a_skipped_plan_is_an_error_at_once_and_then_all_go_on
+        yield partial(test_surface.all_wrong_is_refused, name)
+    yield test_steps.test_steps_that_differ_have_other_tags
+    yield test_out_of_step.test_a_skipped_plan_is_an_error_at_once_and_then_all_go_on
     for how in ("gather", "ulysses"):
-        yield partial(alike.test_one_layer_on_one_rank_and_another_on_the_next_is_an_error, how)
-    yield partial(alike.test_sinks_beside_a_plan_without_them_and_the_reverse_are_an_error, True)
-    for what in alike.PREDICATES:
-        yield partial(alike.test_functions_are_told_apart_by_all_that_they_read, what)
-    yield alike.test_a_table_that_was_changed_in_place_is_another
-    yield partial(notes.test_all_ranks_hear_of_tensors_without_values, "documents")
-    yield partial(notes.test_all_ranks_hear_of_tensors_without_values, "cu_seqlens")
+        yield partial(
+            test_alike.test_one_layer_on_one_rank_and_another_on_the_next_is_an_error, how
+        )
+    yield partial(
+        test_alike.test_sinks_beside_a_plan_without_them_and_the_reverse_are_an_error, True
+    )
+    for what in test_digests.PREDICATES:
+        yield partial(test_digests.test_functions_are_told_apart_by_all_that_they_read, what)
+    yield test_digests.test_a_table_that_was_changed_in_place_is_another
+    yield partial(test_every_rank_hears.test_all_ranks_hear_of_tensors_without_values, "documents")
+    yield partial(test_every_rank_hears.test_all_ranks_hear_of_tensors_without_values, "cu_seqlens")
 
 
 def machines() -> None:
     """By which plans are chosen."""
-    from tests.plan import test_measure
+    from tests.plan import test_calibrate, test_proposal
 
-    test_measure.test_measuring_that_can_t_be_or_decides_nothing_is_refused()
+    test_calibrate.test_measuring_that_can_t_be_or_decides_nothing_is_refused()
     with pytest.MonkeyPatch.context() as patch:
-        test_measure.plans_go_by_the_slowest_device_and_by_who_shares_a_host(patch)
+        test_proposal.plans_go_by_the_slowest_device_and_by_who_shares_a_host(patch)
 
 
 def a_wrong_type_is_told() -> None:
@@ -123,8 +134,8 @@ def a_wide_sum_is_wide() -> None:
 
 def what_is_compiled_fits() -> None:
     """Of cuDNN's op, whose stand-in keeps what the op keeps."""
-    from tests.kernels.test_adapters import STAND_INS
     from tests.support.kernel_cases import STRIDED, faults
+    from tests.support.stand_ins import STAND_INS
 
     with pytest.MonkeyPatch.context() as patch:
         STAND_INS["sdpa-cudnn"](patch)
@@ -135,7 +146,7 @@ def what_is_compiled_fits() -> None:
 def found_again() -> Iterator[Case]:
     """What is kept for another time, by all that tells it apart."""
     from tests.kernels import test_flex
-    from tests.runtime import test_graphs
+    from tests.stories import test_graphs_of_modules
     from tests.support.flex_on_cpu import stood_in
 
     def of_masks() -> None:
@@ -145,7 +156,7 @@ def found_again() -> Iterator[Case]:
 
     def of_layouts() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            test_graphs.layouts_make_another_kind(patch)
+            test_graphs_of_modules.layouts_make_another_kind(patch)
 
     yield of_masks
     yield of_layouts

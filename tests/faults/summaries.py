@@ -14,7 +14,7 @@ def battery() -> Iterable[Callable[[], None]]:
 
     import torch
 
-    from tests.runtime import test_merge
+    from tests.runtime import test_rowwise
     from tests.summaries import test_module as module
     from tests.summaries import test_plan as plan
     from tests.summaries import test_pooling as pooling
@@ -23,8 +23,8 @@ def battery() -> Iterable[Callable[[], None]]:
 
     torch.set_num_threads(1)
     threads.PATIENCE = 10.0
-    yield lambda: test_merge.test_merged_parts_are_dense_attention_and_so_are_gradients((0, 4, 9))
-    yield lambda: test_merge.test_parts_of_any_dtype_are_merged_in_wide_numbers(torch.bfloat16)
+    yield lambda: test_rowwise.test_merged_parts_are_dense_attention_and_so_are_gradients((0, 4, 9))
+    yield lambda: test_rowwise.test_parts_of_any_dtype_are_merged_in_wide_numbers(torch.bfloat16)
     yield lambda: check_in_threads(Case(), 2)
     yield pooling.test_what_the_plan_was_not_made_for_is_not_summarised
     yield lambda: check_in_threads(replace(PACKED, layout="striped"), 3)

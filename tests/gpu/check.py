@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.lib.jobs import Job, by_torchrun, run_all
-from tests.gpu.test_transports_gpu import PARTS
+from tests.support.gpu_rings import PARTS
 from tests.support.ranks import gpu_ranks
 
 CHECKED = {"RING_ATTENTION_CHECK": "always"}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attention_pytorch import ring_attn
-from tests.gpu.test_transports_gpu import BOUNDS, FEW, WAYS, able_of, plan_for, say, wanted, whole
+from tests.support.gpu_rings import BOUNDS, FEW, WAYS, able_of, plan_for, say, wanted, whole
 from tests.support.reference import relative_error
 from tests.support.torchrun import join_ranks
 

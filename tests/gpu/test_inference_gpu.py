@@ -19,8 +19,8 @@ from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.explain import chunk_sizes
 from ring_attention_pytorch.ranks.ring import Ring
-from tests.attention.test_tree_attn_decoding import Decoding
 from tests.support.cache_stories import OPTIONS, Story, told
+from tests.support.decoding import Decoding
 from tests.support.generation_cases import CASES, ROUTED
 from tests.support.ranks import gpu_ranks
 from tests.support.reference import dense_attention, relative_error

@@ -8,13 +8,13 @@ import torch
 from ring_attention_pytorch import RingPlan, explain_kernel, ring_attn
 from ring_attention_pytorch.kernels import KERNELS, flex, refusal
 from ring_attention_pytorch.kernels._configs import Config, configured
-from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from tests.support.kernel_cases import (
     CASES,
     NAMES,
     STRIDED,
     Data,
     KernelCase,
+    asked,
     disturbed,
     faults,
     random_cases,
@@ -104,15 +104,6 @@ EVEN = [  # head sizes that every kernel has
     ),
 ]  # fmt: skip
 ALL = CASES + LONG + EVEN + STRIDED
-
-
-def asked(case: KernelCase) -> KernelRequest:
-    return KernelRequest(
-        "cuda", case.dtype, case.softclamp is not None, d=case.d[0], d_v=case.d[1],
-        capability=torch.cuda.get_device_capability(),
-        window=any(t.left is not None for t in case.whole()), key_mask=case.masked,
-        unusual_scale=case.scale is not None and case.scale <= 0,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -22,13 +22,13 @@ from ring_attention_pytorch import RingCache, ring_attn, ring_attn_with_cache
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.ranks.ring import Ring
-from tests.attention.test_unseen import SEEN, cached, rows_of_nan
 from tests.gpu.memory import poison
-from tests.gpu.test_transports_gpu import plan_for
+from tests.support.gpu_rings import plan_for
 from tests.support.lazy import LAZY
 from tests.support.ranks import gpu_ranks
 from tests.support.reference import dense_attention, relative_error
 from tests.support.torchrun import join_ranks
+from tests.support.unseen import SEEN, cached, rows_of_nan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

@@ -19,9 +19,8 @@ from ring_attention_pytorch.kernels import KERNELS, refusal
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.runtime.rowwise import add_, merge_, sum_of_products
-from tests.gpu.test_kernels_gpu import asked
-from tests.gpu.test_transports_gpu import WAYS, plan_for, say
-from tests.support.kernel_cases import FAR, FAR_CASES, KernelCase, far, faults
+from tests.support.gpu_rings import WAYS, plan_for, say
+from tests.support.kernel_cases import FAR, FAR_CASES, KernelCase, asked, far, faults
 from tests.support.random_memory import laid, uniform
 from tests.support.reference import dense_attention, relative_error
 from tests.support.torchrun import join_ranks, under_torchrun

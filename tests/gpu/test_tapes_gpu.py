@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ring_attention_pytorch import RingPlan
 from ring_attention_pytorch.kernels import KERNELS
-from tests.runtime.test_tape import replayed, results, untaped
 from tests.support.reference import relative_error
+from tests.support.taped import replayed, results, untaped
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 N, H, H_KV = 320, 4, 2

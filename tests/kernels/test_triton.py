@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from ring_attention_pytorch import RingPlan, kernels, ring_attn
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.kernels import choose, refusal, triton
-from ring_attention_pytorch.kernels._configs import Config, config_for, configured
+from ring_attention_pytorch.kernels._configs import Config, configured
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.interfaces import (
@@ -32,7 +31,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     ScoreMods,
     Tiles,
 )
-from ring_attention_pytorch.runtime.launches import KernelCall
+from ring_attention_pytorch.runtime.launches import KernelCall, compile_only
 from tests.support import threads
 from tests.support.cases import Attention, errors, oracle, over_shared_memory, shard
 from tests.support.features import Problem, drawn, together
@@ -47,6 +46,32 @@ from tests.support.kernel_cases import (
     unrepeated,
 )
 from tests.support.reference import relative_error
+
+
+def dq_is_launched_early(patch: pytest.MonkeyPatch) -> None:
+    """Where GPUs can, after a kernel that lets it begin."""
+    from ring_attention_pytorch.kernels import triton
+
+    q = torch.randn(1, 4, 2, 8)
+    plan, lse = RingPlan.make(q, q, q, kernel="eager"), torch.zeros(1, 2, 4)
+    keys = plan.keys(q, q)
+    ((_, tiles),) = plan.tiles(keys.segments)
+    for able in (False, True):
+        patch.setattr(triton, "can_begin_early", lambda device, able=able: able)
+        grads = Grads(*(GradAccumulator(q) for _ in range(3)))
+        with compile_only() as calls:
+            saved = Residuals(q, q, lse, q, None)
+            triton.backward(saved, keys, tiles, plan.terms, grads)
+        dk, dq = calls.values()
+        assert (dk.constants["EARLY"], dq.constants["EARLY"]) == (able, able)
+        assert dq.constants.get("launch_pdl", False) == able
+        assert "launch_pdl" not in dk.constants
+
+
+@needs_triton
+def test_dq_is_launched_early(monkeypatch):
+    dq_is_launched_early(monkeypatch)
+
 
 ON_A_GPU = KernelRequest("cuda", torch.bfloat16, False, capability=(9, 0))
 SMALL = dict(
@@ -322,50 +347,6 @@ def test_on_the_cpu_it_is_never_chosen_and_only_interpreted_by_name(monkeypatch)
     assert choose(None, softclamped._replace(softclamp=False)).name == "sdpa"
 
 
-# --- configs ---
-
-
-@pytest.mark.parametrize("direction", ["forward", "keys", "queries"])
-@pytest.mark.parametrize("capability", [None, (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_head_size_has_a_config(direction, capability, dtype):
-    for width in range(1, 257):
-        for seen, rows, group in product((10, 1000, 2000, 10_000), (0, 8000), (1, 8)):
-            config = config_for(direction, width, dtype, capability, seen, rows, group)
-            assert {config.rows, config.cols} <= {16, 32, 64, 128}
-            # keys and values twice over, or queries and theirs, within what every such GPU has
-            held = 2 * (config.rows + config.cols) * max(width, 16) * dtype.itemsize
-            big = capability in ((9, 0), (10, 0))
-            assert held <= (227 if big else 99) * 1024
-
-
-def test_few_keys_take_smaller_blocks_on_hopper_only():
-    for direction, capability in (("forward", (9, 0)), ("queries", (9, 0)), ("forward", (8, 0))):
-        areas = []
-        for seen in (100, 1000, 10_000):
-            found = config_for(direction, 128, torch.bfloat16, capability, seen, 16_000)
-            areas.append(found.rows * found.cols)
-        smaller = areas[0] < areas[1] < areas[2]
-        assert smaller == (capability == (9, 0)), (direction, areas)
-
-
-def test_query_heads_of_a_key_head_share_blocks_on_hopper_only():
-    """As many as a block has room for and there are; a multiple of four, for so it was swept."""
-    for group, pack in ((1, 1), (3, 1), (4, 4), (6, 1), (8, 8), (12, 4), (16, 8)):
-        for direction in ("forward", "keys", "queries"):
-            asked = direction, 128, torch.bfloat16
-            assert config_for(*asked, (9, 0), 100, 8000, group).pack == pack
-            assert config_for(*asked, (8, 0), 100, 8000, group).pack == 1
-            assert config_for(direction, 128, torch.float32, (9, 0), 100, 8000, group).pack == 1
-
-
-def test_a_short_sequence_is_not_as_documents_are():
-    """It has few blocks, so they had better be large: each goes on for long."""
-    asked = "queries", 128, torch.bfloat16, (9, 0)
-    whole, documents = (config_for(*asked, seen=100, rows=rows) for rows in (200, 8000))
-    assert whole.rows > documents.rows
-
-
 def test_rows_count_beside_the_keys_they_see(monkeypatch):
     """As a call has them, in what it asks for."""
     asked = []
@@ -387,15 +368,3 @@ def test_tiles_that_are_used_again_know_how_many_heads_share_their_blocks(monkey
             shape=(1, 64, heads, 128), dtype=torch.bfloat16, device="cuda", is_cuda=True
         )
         assert triton._config("queries", q, SimpleNamespace(v=v), tiles).pack == pack
-
-
-def test_blocks_have_tokens_for_16_bytes_of_numbers():
-    assert [Config(rows, 16, 4, 1, pack=8).of_group(8).pack for rows in (16, 32, 64)] == [4, 8, 8]
-
-
-def test_another_config_holds_while_it_is_asked_for():
-    asked = ("forward", 128, torch.bfloat16, (9, 0))
-    usual, other = config_for(*asked), Config(16, 16, 1, 1)
-    with configured(forward=other):
-        assert config_for(*asked) == other
-    assert config_for(*asked) == usual

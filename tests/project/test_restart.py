@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from examples import train_text
 from examples.train_text import Checkpoints, Config
-from tests.project.test_launch import ROOT, WAIT, Script, linux
+from tests.support.scripts import ROOT, WAIT, Script, linux
 
 STEPS, EVERY = 24, 5
 TINY = [

@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 import ring_attention_pytorch as R
 from ring_attention_pytorch import ring
-from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.ranks.agreement import typed
 from tests.support import surface
 from tests.support.original import NAMES
 from tests.support.surface_calls import CALLS, RESULTS, RIGHT, SAID, WITHIN
@@ -73,46 +71,11 @@ def test_arguments_are_checked_in_one_place() -> None:
             assert str(path.relative_to(PACKAGE)) in others
 
 
-def test_a_bool_is_no_number() -> None:
-    @checked
-    def twice(x: int, y: float | int | None = None) -> int:
-        return 2 * x
-
-    assert twice(2, 1.5) == 4
-    for wrong in ({"x": True}, {"x": 1, "y": False}):
-        with pytest.raises(ValueError, match=r"twice\(\) parameter .* a bool is no number"):
-            twice(**wrong)
-
-
-def test_arguments_are_told_by_name_whatever_they_are() -> None:
-    """The module of a method, by which others are told, is one of them."""
-    told: list[dict[str, Any]] = []
-
-    class Layer:
-        @typed(lambda given, error: told.append(given))
-        def forward(self, x: int) -> int:
-            return x
-
-    layer: Any = Layer()
-    for wrong in (lambda: layer.forward(1, 2, 3), lambda: layer.forward(y=1), layer.forward):
-        with pytest.raises(ValueError, match=r"^forward\(\) "):
-            wrong()
-    assert told == [{"self": layer, "x": 1}, {"self": layer, "y": 1}, {"self": layer}]
-
-
 def test_a_bias_is_finite() -> None:
     bias = torch.tensor([[0.0, 1.0, -torch.inf, 0.0]])
     for function in (R.ring_attn, R.RingPlan.make, R.ulysses_attn):
         with pytest.raises(ValueError, match="key_bias must be finite"):
             function(Q, Q, Q, key_bias=bias)
-
-
-def test_a_generator_is_no_checked_function() -> None:
-    with pytest.raises(TypeError, match="return one instead"):
-
-        @checked
-        def numbers(n: int) -> Any:
-            yield from range(n)
 
 
 SIZES: dict[str, Any] = dict(dim=16, dim_head=8, heads=2, ring_attn=True)

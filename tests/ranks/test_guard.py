@@ -1,6 +1,5 @@
 """What devices check of other ranks: by Triton's interpreter, in processes that share memory."""
 
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -10,19 +9,17 @@ from unittest import mock
 from zlib import crc32
 
 import pytest
-import torch
 import torch.multiprocessing
 from torch import Tensor
 
-from ring_attention_pytorch.ranks.failure_reports import Overdue
 from ring_attention_pytorch.ranks.failures import RingError, fail_together
 from ring_attention_pytorch.ranks.guard import Board, Guard, Stamps
 from ring_attention_pytorch.ranks.steps import Steps
 from tests.support import threads
+from tests.support.boards import CPU, without_clock
 from tests.support.interpreter import interpreters, needs_triton
 
 pytestmark = needs_triton
-CPU = torch.device("cpu")
 RANKS = 3
 SIZES = dict(RANKS=2, LANES=32, BLOCK=4096)
 Purposes = tuple[str, ...]
@@ -33,13 +30,6 @@ def ranks():
     """Three processes that have Triton's interpreter."""
     with interpreters(RANKS) as pool:
         yield pool
-
-
-def without_clock() -> None:
-    """Let the kernels read this machine's clock: the interpreter has none of a GPU."""
-    from ring_attention_pytorch.ranks import _triton_guard
-
-    _triton_guard.globaltimer = time.monotonic_ns
 
 
 def meet(rank: int, boards: list[Tensor], purposes: Purposes, patience: float) -> dict[str, Any]:
@@ -232,38 +222,11 @@ def test_messages_of_other_calls_are_nan_and_so_are_all_after_them(ranks):
     assert "what rank 1 sent was for another call" in trouble
 
 
-def waits(numbers: int, come: int) -> None:
-    """Let so many exchanges begin, of which that many come."""
-    arrived = 0
-    overdue = Overdue(lambda: arrived, timeout=0.5)
-    for number in range(1, numbers + 1):
-        overdue.add(number, f"exchange {number}")
-    arrived = come
-    time.sleep(1.0)
-
-
-def test_the_first_exchange_that_does_not_come_is_reported(caplog):
-    waits(3, come=3)
-    assert caplog.record_tuples == []
-    waits(3, come=1)
-    logged = [("ring_attention_pytorch", logging.ERROR, "exchange 2, for 0 s by now")]
-    assert caplog.record_tuples == logged
-
-
 def test_what_inference_made_can_be_forgotten_in_training():
     with torch.inference_mode():
         guard = Guard(CPU)
     guard.reset()
     assert guard.trouble() is None
-
-
-def test_who_watches_exchanges_ends_with_them():
-    overdue = Overdue(lambda: 0, timeout=100.0)
-    overdue.add(1, "an exchange")
-    thread = overdue._thread
-    del overdue
-    thread.join(10.0)
-    assert not thread.is_alive()
 
 
 def of_many_plans(plans: int) -> tuple[int, str]:

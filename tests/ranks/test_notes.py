@@ -21,19 +21,9 @@ from ring_attention_pytorch.ranks.failures import Awaiting, Missing, RingError, 
 from ring_attention_pytorch.ranks.notes import FIRST, Links, _rendezvous
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.ranks.steps import Steps
+from tests.support.links import ring_of_links
 
 SIZE = 3
-
-
-def ring_of_links(patience: float = 10.0) -> list[Links]:
-    """The links of each rank."""
-    links: list[dict[int, socket.socket]] = [{} for _ in range(SIZE)]
-    for a in range(SIZE):
-        for b in range(a):
-            links[a][b], links[b][a] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for link in [each for of_rank in links for each in of_rank.values()]:
-        link.setblocking(False)
-    return [Links(rank, of, timedelta(seconds=patience)) for rank, of in enumerate(links)]
 
 
 def together(do: Callable[[int], Any], ranks: Sequence[int] = range(SIZE)) -> list[Any]:

@@ -20,6 +20,7 @@ from ring_attention_pytorch.runtime.tape import Tape, opaque
 from tests.support import threads
 from tests.support.cases import over_shared_memory
 from tests.support.reference import dense_attention, relative_error
+from tests.support.taped import replayed, results, untaped
 
 
 @pytest.fixture(autouse=True)
@@ -46,28 +47,6 @@ def tensors(case: str, dtype: torch.dtype) -> list[Tensor]:
     d_v = 4 if case == "narrow values" else 8
     shapes = (2, 20, 4, 8), (2, 20, 2, 8), (2, 20, 2, d_v)
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
-
-
-def replayed(plan: RingPlan) -> list[str]:
-    """List the functions of a plan that have a tape."""
-    kept = plan.recordings._kept.items()
-    return sorted(kind[0].__name__ for kind, known in kept if known.replay)
-
-
-def untaped(given: list[Tensor], **options: object) -> RingPlan:
-    """Make a plan whose calls are never taped."""
-    plan_cache.forget()
-    plan = RingPlan.make(*given, **options)
-    object.__setattr__(plan, "recordings", None)
-    plan_cache.forget()
-    return plan
-
-
-def results(plan: RingPlan, given: list[Tensor], dout: Tensor, **more: Tensor) -> list[Tensor]:
-    out, lse = ring_attn(*given, plan=plan, return_lse=True, **more)
-    wanted = [*given, *more.values()]
-    grads = torch.autograd.grad((out, lse), wanted, (dout, torch.cos(lse).detach()))
-    return [out, lse, *grads]
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager", None])

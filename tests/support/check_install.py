@@ -30,7 +30,8 @@ ABSENT = ("einx", "numpy", "triton")  # torch for CUDA brings the last
 REQUIRED = ("torch", "einops", "beartype")
 FOR_TESTS = ("pytest", "pytest-timeout", "hypothesis")
 TESTS = (  # of those that need none of what is absent
-    "geometry/test_masks.py", "nn/test_rotary.py", "nn/test_sharding.py", "ranks/test_agreement.py",
+    "stories/test_prefix_and_positions.py", "nn/test_rotary.py", "nn/test_sharding.py",
+    "ranks/test_agreement.py",
 )  # fmt: skip
 INSIDE = f"""
 import importlib.metadata, importlib.util

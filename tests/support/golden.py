@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.kernels import KERNELS
-from tests.ranks.test_failing_well import ALTERATIONS, SIZE, told
 from tests.support import random_cases, threads
+from tests.support.mistakes import ALTERATIONS, SIZE, told
 from tests.support.random_draw import Case, draw
 
 ROOT = Path(__file__).parents[2]

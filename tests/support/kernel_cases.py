@@ -10,7 +10,13 @@ from torch import Tensor
 from ring_attention_pytorch.geometry.tiles import Tile, band, trim
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
-from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals, ScoreMods
+from ring_attention_pytorch.runtime.interfaces import (
+    Grads,
+    KernelRequest,
+    KVBlock,
+    Residuals,
+    ScoreMods,
+)
 from tests.support.random_memory import laid
 from tests.support.reference import relative_error
 
@@ -318,3 +324,13 @@ def _random_tiles(draw: random.Random, n: int, m: int) -> tuple[Band, ...] | Non
                     (tile.rows.start, tile.rows.stop, tile.cols.start, tile.cols.stop, *tile[2:])
                 )
     return tuple(found) or None
+
+
+def asked(case: KernelCase) -> KernelRequest:
+    """What is asked of a kernel on the current GPU."""
+    return KernelRequest(
+        "cuda", case.dtype, case.softclamp is not None, d=case.d[0], d_v=case.d[1],
+        capability=torch.cuda.get_device_capability(),
+        window=any(t.left is not None for t in case.whole()), key_mask=case.masked,
+        unusual_scale=case.scale is not None and case.scale <= 0,
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""Memory that ranks share: its tables, its halves, and how long it stays."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import torch
+
+from ring_attention_pytorch.comm import fused_copies, symmetric_memory
+from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer
+from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime import streams
+
+
+def test_of_many_tables_the_one_asked_for_longest_ago_is_given_up(monkeypatch):
+    monkeypatch.setattr(symmetric_memory, "_KEPT", 2)
+    monkeypatch.setattr(symmetric_memory, "capturing", lambda device: False)
+    buffer = SimpleNamespace(device=torch.device("cpu"), tables={}, read_by_graphs=set())
+    made = []
+
+    def asked(kind: str) -> None:
+        def make() -> SimpleNamespace:
+            made.append(kind)
+            return SimpleNamespace(table=torch.zeros(1))
+
+        symmetric_memory.SymmetricBuffer.table(buffer, kind, make)
+
+    for kind in ("a", "b", "a", "c", "a", "b"):
+        asked(kind)
+    assert made == ["a", "b", "c", "b"]
+
+
+def test_both_halves_of_a_shelf_start_where_any_dtype_may(monkeypatch):
+    def buffer(group: None, device: None, nbytes: int, meet: None, halves: int) -> SimpleNamespace:
+        return SimpleNamespace(nbytes=nbytes, captured=False, memory=[None] * halves)
+
+    monkeypatch.setattr(symmetric_memory, "SymmetricBuffer", buffer)
+    monkeypatch.setattr(symmetric_memory, "timeout_of", lambda group: timedelta(seconds=1))
+    monkeypatch.setattr(symmetric_memory, "allocate", lambda *_: (None, [], None))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    monkeypatch.setattr(symmetric_memory, "Ring", lambda group: Ring.alone())
+    space = symmetric_memory.SymmetricWorkspace(group, torch.device("cpu"))
+    space.reserve(None, keys=22_369_622, grads=5)
+    assert space.keys.nbytes >= 22_369_622
+    assert space.keys.nbytes % 512 == space.grads.nbytes % 512 == 0
+
+
+def test_shelves_stay_whose_graphs_others_captured(monkeypatch):
+    """Graphs of ours go with the memory, so nobody need keep that; nor what no graph has seen."""
+    device = torch.device("cpu")
+
+    def written() -> symmetric_memory.SymmetricBuffer:
+        buffer = symmetric_memory.SymmetricBuffer.__new__(symmetric_memory.SymmetricBuffer)
+        buffer.slot, buffer.device, buffer.captured, buffer.views = (
+            0,
+            device,
+            False,
+            {(0, 0, ()): []},
+        )
+        buffer.rank = 0
+        buffer.local_view(())
+        return buffer
+
+    monkeypatch.setattr(streams, "capturing", lambda device: False)
+    assert not written().captured
+    monkeypatch.setattr(streams, "capturing", lambda device: True)
+    assert written().captured
+    with streams.passing_capture():
+        assert not written().captured
+    assert written().captured
+
+
+def test_what_a_graph_reads_is_made_before_it_and_stays(monkeypatch):
+    """And of what no graph reads nothing stays. What is asked for too late there is not."""
+    capturing = False
+    monkeypatch.setattr(symmetric_memory, "capturing", lambda device: capturing)
+
+    def buffer() -> SymmetricBuffer:
+        new = SymmetricBuffer.__new__(SymmetricBuffer)
+        new.device, new.tables, new.read_by_graphs = torch.device("cpu"), {}, set()
+        return new
+
+    here, t = slice(0, 2), torch.zeros(1, 2, 2, 4)
+    pieces = [t], [[t]], [[fused_copies.Move(0, here, here, here, here)]]
+    swaps = buffer()
+    made = fused_copies.table_of_pieces(swaps, "one", *pieces)
+    assert not swaps.read_by_graphs
+    capturing = True
+    assert fused_copies.table_of_pieces(swaps, "one", *pieces) is made
+    assert swaps.read_by_graphs == {made.table}
+    assert fused_copies.table_of_pieces(swaps, "another", *pieces) is None
+    assert fused_copies.table_of_pieces(buffer(), "one", *pieces) is None

@@ -1,0 +1,52 @@
+"""What each block of the Triton kernels looks at, of the tiles that a call has."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from ring_attention_pytorch.geometry import layouts
+from ring_attention_pytorch.geometry.documents import of_borders, of_ids
+from ring_attention_pytorch.geometry.layouts import all_segments
+from ring_attention_pytorch.geometry.tiles import Mask, tiles
+from ring_attention_pytorch.kernels._tile_table import tile_table
+from ring_attention_pytorch.runtime.interfaces import Tiles
+from tests.support.packed import PACKED, N
+
+
+@pytest.mark.parametrize("side", ["rows", "cols"])
+def test_a_block_of_the_triton_kernels_looks_at_its_own_documents_only(side):
+    whole = all_segments("contiguous", 1, 7000)[0]
+    found = Tiles(tiles(whole, whole, Mask(True, None, of_borders(range(0, 7001, 7)))))
+    like = torch.empty(1, 7000)
+    table = tile_table(found, side, 64, like, every=False)
+    assert sorted(table.blocks[:, 0].tolist()) == list(range(-(-7000 // 64)))
+    assert (table.blocks[:, 2] - table.blocks[:, 1]).max() <= 64 // 7 + 2
+    assert tile_table(found, side, 64, like, every=False) is table
+
+
+def test_blocks_look_at_every_tile_that_they_meet_and_are_left_out_if_there_is_none():
+    for ids, causal, layout in product(PACKED.values(), (False, True), ("zigzag", "striped")):
+        visible = Mask(causal, 3, of_ids(torch.tensor(ids[-1])))
+        everyone = all_segments(layout, 2, N)
+        found = tiles(everyone[0], everyone[1], visible)
+        for side, block in product(("rows", "cols") if found else (), (1, 2, 5, 16)):
+            like = torch.empty(1, layouts.count(everyone[0 if side == "rows" else 1]))
+            table, whole = (tile_table(found, side, block, like, every) for every in (False, True))
+            assert sorted(whole.blocks[:, 0].tolist()) == list(range(-(-like.shape[1] // block)))
+            lines = {number: range(*ends) for number, *ends in table.blocks.tolist()}
+            assert lines == {n: range(*e) for n, *e in whole.blocks.tolist() if range(*e)}
+            at = (0, 1) if side == "rows" else (2, 3)
+            for number in whole.blocks[:, 0].tolist():
+                start = number * block
+                for i, tile in enumerate(table.tiles.tolist()):
+                    meets = tile[at[0]] < start + block and tile[at[1]] > start
+                    assert not meets or i in lines[number]
+
+
+def test_blocks_that_see_the_most_go_first():
+    whole = all_segments("contiguous", 1, 96)[0]
+    found = Tiles(tiles(whole, whole, Mask(True, None, of_borders([0, 16, 80, 96]))))
+    for side, order in (("rows", [4, 3, 2]), ("cols", [1, 2, 3])):
+        table = tile_table(found, side, 16, torch.empty(1, 96), every=False)
+        assert table.blocks[:3, 0].tolist() == order

@@ -1,0 +1,54 @@
+"""Reports of failures, and of exchanges that do not come."""
+
+import json
+import logging
+import time
+from functools import partial
+from unittest import mock
+
+import torch.distributed as dist
+
+from ring_attention_pytorch.ranks import failure_reports
+from ring_attention_pytorch.ranks.failure_reports import Overdue
+
+
+def test_words_of_a_failure_are_those_since_notes_were_last_compared():
+    store = dist.HashStore()
+    store.set("rank 1", json.dumps([3, "raised MemoryError"]))
+    look, words = partial(failure_reports._look, None), {}
+    with (
+        mock.patch.object(failure_reports, "_store", return_value=store),
+        mock.patch.object(failure_reports, "_key", lambda _, rank: f"rank {rank}"),
+        mock.patch.object(failure_reports, "_MEANWHILE", 0.1),
+    ):
+        look(4, [1], words)
+        assert words == {}
+        look(3, [1], words)
+        assert words == {1: "raised MemoryError"}
+
+
+def waits(numbers: int, come: int) -> None:
+    """Let so many exchanges begin, of which that many come."""
+    arrived = 0
+    overdue = Overdue(lambda: arrived, timeout=0.5)
+    for number in range(1, numbers + 1):
+        overdue.add(number, f"exchange {number}")
+    arrived = come
+    time.sleep(1.0)
+
+
+def test_the_first_exchange_that_does_not_come_is_reported(caplog):
+    waits(3, come=3)
+    assert caplog.record_tuples == []
+    waits(3, come=1)
+    logged = [("ring_attention_pytorch", logging.ERROR, "exchange 2, for 0 s by now")]
+    assert caplog.record_tuples == logged
+
+
+def test_who_watches_exchanges_ends_with_them():
+    overdue = Overdue(lambda: 0, timeout=100.0)
+    overdue.add(1, "an exchange")
+    thread = overdue._thread
+    del overdue
+    thread.join(10.0)
+    assert not thread.is_alive()

@@ -1,0 +1,83 @@
+"""Rings: places in a group and in parts of a ring, and messages among them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_attention_pytorch.ranks.ring import Ring, SubRing, as_ring
+from tests.support import threads
+
+
+def test_alone_it_hears_itself_and_nothing_is_waited_for():
+    ring = Ring.alone()
+    assert (ring.rank, ring.size, ring.ranks, ring.several) == (0, 1, [0], False)
+    assert ring.gather_bytes(b"note", 4) == [b"note"]
+    assert ring.gather_notes("subject", b"note") == [b"note"]
+    assert ring.exchange([], []).wait() == []
+    assert ring.shared() is None
+    assert ring.exists
+    assert ring.peers == []
+
+
+def test_a_ring_is_of_the_size_that_it_has():
+    ring = Ring.alone()
+    assert as_ring(ring) is ring
+    assert as_ring(ring, 1) is ring
+    with pytest.raises(ValueError, match="ring_size=2 was given beside a ring of 1"):
+        as_ring(ring, 2)
+
+
+def places(ring: Ring) -> tuple[int, ...]:
+    return ring.size, ring.rank, ring.first, *ring.ranks
+
+
+def exchanged(ring: Ring) -> list[int]:
+    """Ring once around: this rank and its number of the group, to the next place."""
+    sent = torch.tensor([ring.rank, dist.get_rank()])
+    behind, ahead = (ring.rank - 1) % ring.size, (ring.rank + 1) % ring.size
+    (got,) = ring.exchange([(ahead, sent)], [(behind, torch.empty_like(sent))]).wait()
+    return got.tolist()
+
+
+def in_halves() -> tuple:
+    ring = Ring(size=2)
+    problem = Ring(size=3)
+    total = torch.tensor(1.0 + dist.get_rank())
+    ring.total(total)
+    return (
+        places(ring),
+        exchanged(ring),
+        ring.several,
+        ring.shared(),
+        total,
+        problem.problem,
+        problem.size,
+    )
+
+
+def test_a_group_is_several_rings_of_consecutive_ranks(pools):
+    for rank, found in enumerate(pools(4).run(in_halves)):
+        place, first = rank % 2, rank - rank % 2
+        where, got, several, shared, total, problem, size = found
+        assert where == (2, place, first, first, first + 1)
+        assert got == [1 - place, first + 1 - place]
+        assert several
+        assert shared is None  # the other ring's ranks are elsewhere
+        assert total == 1 + 2 + 3 + 4  # of the whole group
+        assert problem == "ring_size must divide the group's 4 ranks, got 3"
+        assert size == 4
+
+
+def test_a_part_of_a_ring_sends_to_its_places_and_agrees_on_nothing():
+    def main(whole):
+        part = SubRing(whole, (2, 0) if whole.rank in (0, 2) else (1, 3))
+        other = 1 - part.rank
+        sent = torch.tensor([float(whole.rank)])
+        (got,) = part.exchange([(other, sent)], [(other, torch.empty(1))]).wait()
+        assert part.steps is whole.steps
+        with pytest.raises(NotImplementedError, match="not a part of it"):
+            part.gather_bytes(b"", 1)
+        return part.rank, got.item()
+
+    results, _ = threads.run(4, main)
+    assert results == [(1, 2.0), (0, 3.0), (0, 0.0), (1, 1.0)]
