@@ -19,8 +19,10 @@ from ring_attention_pytorch.geometry.layouts import (
     all_segments,
     count,
     positions,
+    resolve_layout,
     segment_positions,
 )
+from ring_attention_pytorch.geometry.segments import slice_segments
 from ring_attention_pytorch.geometry.tiles import (
     Mask,
     Tile,
@@ -28,6 +30,7 @@ from ring_attention_pytorch.geometry.tiles import (
     buckets,
     needed_distances,
     tiles,
+    unseen,
     visible_pairs,
 )
 
@@ -268,3 +271,51 @@ def test_examples_are_found_behind_decorators():
     module = importlib.import_module("ring_attention_pytorch.geometry.layouts")
     found = {t.name.rpartition(".")[2] for t in doctest.DocTestFinder().find(module) if t.examples}
     assert "positions" in found
+
+
+@quickly
+@given(layouts, st.integers(1, 4), lengths, st.integers(0, 40), st.integers(0, 40))
+def test_a_slice_holds_the_positions_that_stand_there(layout, size, length, start, more):
+    span = slice(start, start + more)
+    for mine in all_segments(layout, size, length):
+        assert torch.equal(
+            segment_positions(slice_segments(mine, span)), segment_positions(mine)[span]
+        )
+
+
+@quickly
+@given(packed, layouts, st.integers(1, 4), st.integers(1, 70))
+def test_documents_count_their_own_tokens(ids, layout, size, length):
+    whole, head = of_ids(torch.tensor(ids)), of_ids(torch.tensor(ids[:length]))
+    assert whole.head(length).runs == head.runs
+    assert sorted(head.lengths) == sorted(ids[:length].count(each) for each in {*ids[:length]})
+    before = torch.tensor([ids[:at].count(ids[at]) for at in range(length)])
+    for mine in all_segments(layout, size, length):
+        assert torch.equal(head.positions(mine), before[segment_positions(mine)])
+
+
+@quickly
+@given(layouts, st.integers(1, 5), lengths, visibles)
+def test_keys_that_no_query_sees_are_found(layout, size, length, visible):
+    everyone = all_segments(layout, size, length)
+    for some in (everyone[:1], everyone[:2]):
+        for keys in everyone:
+            shown = torch.stack([seen(mine, keys, visible).any(0) for mine in some]).any(0)
+            found = torch.ones(count(keys), dtype=torch.bool)
+            for span in unseen(some, keys, visible):
+                assert found[span].all()
+                assert span.start < span.stop
+                found[span] = False
+            assert torch.equal(found, shown)
+
+
+def test_a_layout_has_two_names():
+    assert resolve_layout(None, striped=False) is None
+    assert resolve_layout("zigzag", striped=False) == "zigzag"
+    assert (
+        resolve_layout(None, striped=True) == resolve_layout("striped", striped=True) == "striped"
+    )
+    with pytest.raises(ValueError, match="got layout='zigzag' too"):
+        resolve_layout("zigzag", striped=True)
+    with pytest.raises(ValueError, match="got 'spiral'"):
+        resolve_layout("spiral", striped=False)

@@ -1,0 +1,3 @@
+"""Generated faults that no test can find, each with the reason."""
+
+SURVIVORS: dict[str, str] = {}
