@@ -25,7 +25,13 @@ from ring_attention_pytorch import (
 from ring_attention_pytorch.arguments import check_least
 from ring_attention_pytorch.nn.sharding import unshard_sequence
 from ring_attention_pytorch.ranks import notes
-from ring_attention_pytorch.ranks.agreement import MustMatch, agree, error_of, typed
+from ring_attention_pytorch.ranks.agreement import (
+    MustMatch,
+    agree,
+    error_of,
+    report_to_group,
+    typed,
+)
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.routing import ConditionalRoutedFeedForward, soft_topk
 from ring_attention_pytorch.routing.plan import RoutingPlan
@@ -502,3 +508,18 @@ def test_a_problem_without_words_is_one():
 
     with pytest.raises(ValueError, match=r"^here: ValueError: $"):
         agree(Ring.alone(), "here", {}, check=nothing)
+
+
+def test_without_a_plan_others_are_told_where_they_agree():
+    """With one nobody agrees: a wrong type is left for those who will wait."""
+
+    def call(ring: Ring) -> None:
+        tell = report_to_group("here", ring_of=lambda *_: ring)
+        if ring.rank:
+            tell({"options": {"plan": None}}, ValueError("of a wrong type"))
+        else:
+            agree(ring, "here", {})
+
+    assert said(2, call) == ["here: of a wrong type (on rank 1)"] * 2
+    ring = Ring.alone()
+    report_to_group("here", ring_of=lambda *_: ring)({"plan": "a plan"}, ValueError("bad"))
