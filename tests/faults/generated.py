@@ -31,7 +31,12 @@ from tests.faults.survivors import SURVIVORS
 SECONDS = 30  # at most, for a case to run once, and for the cases over a fault
 ENOUGH = 12  # seconds of a CPU that the cases over a fault take: the slowest are left out
 CASES = {
-    "geometry/": ("geometry/test_*.py",),
+    "geometry/layouts.py": ("geometry/test_layouts*.py",),
+    "geometry/tiles.py": tuple(f"geometry/test_{of}*.py" for of in ("layouts", "tiles", "masks")),
+    **dict.fromkeys(
+        ("geometry/balance.py", "geometry/documents.py", "geometry/segments.py"),
+        ("geometry/test_[!l]*.py", "geometry/test_layouts*.py"),
+    ),
     "schedule/": ("schedule/test_*.py",),
     "runtime/accumulate.py": ("runtime/test_running*.py", "runtime/test_accumulate*.py"),
     "runtime/rowwise.py": ("runtime/test_merge*.py", "runtime/test_rowwise*.py"),
@@ -123,9 +128,9 @@ class Hunter:
 
         threads.PATIENCE = 10.0
         hunt.import_package(prefix)
-        patterns = [
-            each for at, found in CASES.items() for each in found if _rendezvous(at, prefix)
-        ]
+        patterns = {
+            each: 0 for at, found in CASES.items() for each in found if _rendezvous(at, prefix)
+        }
         self.cases: list[Case] = [case for each in patterns for case in cases_of(each)]
         for name in () if quick else BATTERIES:
             battery = importlib.import_module(f"tests.faults.{name}")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import ring_attention_pytorch
+from ring_attention_pytorch.geometry.balance import balanced
 from ring_attention_pytorch.geometry.documents import of_ids
 from ring_attention_pytorch.geometry.layouts import (
     LAYOUTS,
@@ -319,3 +320,11 @@ def test_a_layout_has_two_names():
         resolve_layout("zigzag", striped=True)
     with pytest.raises(ValueError, match="got 'spiral'"):
         resolve_layout("spiral", striped=False)
+
+
+@pytest.mark.parametrize(("ring_size", "length"), [(3, 8), (2, 9)])
+def test_a_dealt_layout_is_for_its_ranks_and_tokens(ring_size, length):
+    dealt = balanced([0, 8], 2)
+    assert all_segments(dealt, 2, 8) == dealt.segments
+    with pytest.raises(ValueError, match=f"8 tokens over 2 ranks, got {length} over {ring_size}"):
+        all_segments(dealt, ring_size, length)
