@@ -244,7 +244,7 @@ def _hunted(folder: str, given: argparse.Namespace) -> bool:
               "nothing, add its name and the reason to tests/faults/survivors.py.")  # fmt: skip
     print(f"{len(survived) - len(known)} new survivors, {len(known)} known; "
           f"{time.monotonic() - begin:.0f} s", flush=True)  # fmt: skip
-    return bool(survived.keys() - known)
+    return bool(survived.keys() - known) or not hunter.cases
 
 
 if __name__ == "__main__":
