@@ -36,10 +36,6 @@ ATTENTION = [
         "is None else resolved(dout), resolved(dlse)", "is None else dout, dlse",
     ),
     Mutant(
-        "heads are swapped as memory has them", "comm/ulysses.py:Ulysses.exchange",
-        "tensors = tuple([resolved(t) for t in tensors])", "",
-    ),
-    Mutant(
         "what is decoded is read from memory", "decoding.py:tree_attn_decode",
         "resolved(q), resolved(k), resolved(v), resolved(key_mask)", "q, k, v, key_mask",
     ),
@@ -48,21 +44,7 @@ ATTENTION = [
         "keys.without_unseen(self.seen.reached)", "keys",
     ),
     Mutant(
-        "kernels read keys out of reach", "plan/masks.py:reached", "found[:, gap] = False", "pass",
-    ),
-    Mutant(
         "decoding reads keys that are masked", "decoding.py:_by_message", ".without_unseen()", "",
-    ),
-    Mutant(
-        "-inf hides NaN", "kernels/sdpa.py:_bad", "if not lse.isnan().any():", "if True:",
-    ),
-    Mutant(
-        "summaries are made of what is masked", "summaries/pooling.py:summarize",
-        "k, v = plan.keys(k, v)[:2]", "",
-    ),
-    Mutant(
-        "the edge of a window reads what is masked", "summaries/attention.py:summary_attn",
-        "k, v = plan.keys(k, v)[:2]", "",
     ),
     Mutant(
         "gates look at scores that are masked", "routing/soft_topk.py:_apply",
@@ -84,20 +66,12 @@ SECOND_ORDER = [
         "moved = tp * saved.delta + p *", "moved = p *",
     ),
     Mutant(
-        "dlse has no gradient", "attention.py:RingGradients.backward",
-        "None if saved[7] is None else tlse", "None",
-    ),
-    Mutant(
         "cotangents stand still in forward over reverse", "attention.py:RingGradients.jvp",
         "ctx.saved_tensors, along[:4], *along[6:8])[0]", "ctx.saved_tensors, along[:4])[0]",
     ),
     Mutant(
         "tangents of other ranks' keys stay at home", "second_order.py:RingTangents.forward",
         "_with_tangents((k, v), (tk, tv))", "_with_tangents((k, v), (tk.zero_(), tv))",
-    ),
-    Mutant(
-        "any kernel's tangents are taken for eager's", "second_order.py:RingTangents.forward",
-        'if {*plan.kernel.name.split("+")} != {"eager"}:', "if False:",
     ),
 ]  # fmt: skip
 
@@ -112,16 +86,8 @@ COMPILED = [
         "return swap.rows_to_sequence(out, lse)",
     ),
     Mutant(
-        "a graph takes tensors that its plan is not for", "operators.py:_forward",
-        "plan.check(q, k, v, sinks)", "",
-    ),
-    Mutant(
         "a graph forgets the cotangent of lse", "operators.py:_run_backward",
         "lse, dout, dlse)", "lse, dout, None)",
-    ),
-    Mutant(
-        "an operator has no gradient of sinks", "operators.py:_backward",
-        "like.new_empty(0) if dsinks is None else dsinks", "like.new_empty(0)",
     ),
     Mutant(
         "the cotangent of lse stays where it is", "operators.py:_swapped",
@@ -135,13 +101,6 @@ COMPILED = [
         "gradients come home to other tokens", "operators.py:_swapped",
         "swap.exchange(QKV_TO_SEQUENCE, *grads)",
         "[t.flip(1) for t in swap.exchange(QKV_TO_SEQUENCE, *grads)]",
-    ),
-    Mutant(
-        "a sum overwrites what it is of", "operators.py:_total",
-        "x.clone(memory_format=torch.contiguous_format)", "x",
-    ),
-    Mutant(
-        "a sum is of this rank alone", "operators.py:_total", "ring.total(found)", "pass",
     ),
     Mutant(
         "positions alike have no samples", "operators.py:_positions",
@@ -160,16 +119,8 @@ COMPILED = [
         "sinks.new_empty(sinks.shape)", "sinks.new_empty(0)",
     ),
     Mutant(
-        "a graph takes documents to be alike", "operators.py:_fake_positions",
-        "x.shape[:2] if in_documents else x.shape[1:2]", "x.shape[1:2]",
-    ),
-    Mutant(
         "out has a cotangent where lse alone has one", "operators.py:_differentiate",
         "torch.zeros_like(out) if dout is None", "torch.ones_like(out) if dout is None",
-    ),
-    Mutant(
-        "all layers of a graph drop the same", "operators.py:_plan",
-        "plan if layer is None else plan.for_layer(layer)", "plan",
     ),
     Mutant(
         "backward's messages go into CUDA graphs", "operators.py:_define",
@@ -181,9 +132,4 @@ COMPILED = [
         'return getattr(ops.total, overload or "default")(grad, ctx.handle)',
         "return grad.clone() if overload else grad",
     ),
-    Mutant(
-        "CUDA graphs hold messages", "operators.py:_of", "operator.default if plan.replay.graph",
-        "operator.default if True",
-    ),
-    Mutant("a plan is exported", "operators.py:attention", "refuse_export()", "pass"),
 ]  # fmt: skip

@@ -8,39 +8,8 @@ ATTENTION = [
         "if deferred: deferred.do() yield part", "yield part",
     ),
     Mutant(
-        "parts that have times run beside others", "comm/fabric_kernels.py:KernelChannel.__init__",
-        "and not are_timed()", "",
-    ),
-    Mutant(
-        "what is left is done before gradients start", "comm/scheduled_transport.py:_parts",
-        "if wait and deferred:", "if deferred:",
-    ),
-    Mutant(
-        "what is left waits for what comes", "comm/scheduled_transport.py:_parts",
-        "if wait and deferred: deferred.do()", "",
-    ),
-    Mutant(
-        "few programs add, though nothing runs beside them", "comm/fused_copies.py:add_up",
-        "how.overlap and can_begin_early(dk.device)", "can_begin_early(dk.device)",
-    ),
-    Mutant(
-        "many programs add beside a kernel", "comm/fused_copies.py:_call",
-        "blocks = min(blocks, _PROGRAMS_OVERLAPPING)", "pass",
-    ),
-    Mutant(
         "a gather of few tokens adds beside nothing", "comm/transports.py:make_one_stream",
         "apart, keys_first", "apart",
-    ),
-    Mutant(
-        "calls side by side whose keys go away", "comm/gather.py:Gather.keeps",
-        "return len(self.schedule.forward.blocks) == 2 and not self.fabric.replay.tape",
-        "return True",
-    ),
-    Mutant(
-        "own keys wait for the end of one group of several",
-        "comm/transports.py:by_copy_engines",
-        "own_low_priority and len(rounds) == 1",
-        "own_low_priority",
     ),
     Mutant(
         "keys are computed on before their stage has come",
@@ -49,38 +18,12 @@ ATTENTION = [
         "pass",
     ),
     Mutant(
-        "gradients of several turns are not read before the next",
-        "comm/fabric_copies.py:CopyChannel.reduce",
-        "if not one_round: buffer.join(end)",
-        "",
-    ),
-    Mutant(
         "nobody asks for stages", "comm/transports.py:make_transport",
         "late = keys_arrive_late(blocks, at_once, kv_shape, machine)", "late = False",
     ),
     Mutant(
-        "a graph's tables go away", "comm/symmetric_memory.py:SymmetricBuffer.table",
-        "self.read_by_graphs.add(found.table)", "pass",
-    ),
-    Mutant(
-        "tables stay though no graph reads them", "comm/symmetric_memory.py:SymmetricBuffer.table",
-        "if captured: self", "if True: self",
-    ),
-    Mutant(
         "too little room for out and lse", "comm/ulysses.py:most_bytes",
         "(by_token, by_head, results)", "(by_token, by_head)",
-    ),
-    Mutant(
-        "all ranks pull from the last one at a time",
-        "comm/fabric_copies.py:CopyEngines._sources",
-        "_in_rounds(sources[::-1] if most_in_front(made) else sources)",
-        "_in_rounds(sources)",
-    ),
-    Mutant(
-        "all ranks pull from the first one at a time",
-        "comm/fabric_copies.py:CopyEngines._sources",
-        "_in_rounds(sources[::-1] if most_in_front(made) else sources)",
-        "_in_rounds(sources[::-1])",
     ),
     Mutant(
         "gradients are added before they have come home",
@@ -94,10 +37,6 @@ ATTENTION = [
         "self.space.follow_stream() return", "return",
     ),
     Mutant(
-        "messages are captured", "comm/fabric_messages.py:Messages.replay",
-        "ALWAYS if self.idle else NEVER", "ALWAYS",
-    ),
-    Mutant(
         "a gradient hop dropped", "comm/send_recv.py:_Call.wait",
         "total.add(slice(0, part.shape[1]), part)",
         "if not block: total.add(slice(0, part.shape[1]), part)",
@@ -106,11 +45,6 @@ ATTENTION = [
         "gradients not brought home", "comm/send_recv.py:_Call.wait",
         "total.add(slice(0, part.shape[1]), part)",
         "if block: total.add(slice(0, part.shape[1]), part)",
-    ),
-    Mutant(
-        "keys of the wrong owner", "schedule/steps.py:Program.owner",
-        "(rank - distance) % len(self.workload.keys)",
-        "(rank + distance) % len(self.workload.keys)",
     ),
     Mutant(
         "stale key block", "comm/send_recv.py:_Call.keys",
@@ -133,11 +67,6 @@ ATTENTION = [
         "self.under_way.pop(number)",
     ),
     Mutant(
-        "gradients modified in flight", "comm/send_recv.py:_Call.start",
-        "self.made, self.sent = self.sent, self.made",
-        "pass",
-    ),
-    Mutant(
         "one buffer received into twice", "comm/send_recv.py:_Call.start",
         "self.held[source % 2], self.held[block % 2]",
         "self.held[source % 2], self.held[source % 2]",
@@ -146,11 +75,6 @@ ATTENTION = [
         "dk and dv mixed", "comm/send_recv.py:_Call.wait",
         "zip(self.totals[block], parts)",
         "zip(self.totals[block], reversed(parts))",
-    ),
-    Mutant(
-        "pieces of the wrong owner", "comm/fabric_messages.py:Traffic.of",
-        "(rank - distance) % ring.size",
-        "(rank + distance) % ring.size",
     ),
     Mutant(
         "a partial overwrites what is there", "comm/fabric_messages.py:MessageChannel.reduce",
@@ -171,11 +95,6 @@ ATTENTION = [
         "keys pulled from the wrong rank", "comm/fabric_copies.py:CopyEngines._sources",
         "self.ranks[owner]",
         "self.ranks[self.ring.rank]",
-    ),
-    Mutant(
-        "values for keys", "comm/fabric_copies.py:CopyChannel._written",
-        "cat((own.k, own.v)",
-        "cat((own.v, own.k)",
     ),
     Mutant(
         "gradients of keys for those of values",
@@ -209,34 +128,12 @@ ATTENTION = [
         "_with_calls_of(kernel, machine)", "machine",
     ),
     Mutant(
-        "a named kernel is not that of short documents", "plan/proposal.py:Proposal._right",
-        "for_short_documents(request) if options.kernel is None else None",
-        "for_short_documents(request)",
-    ),
-    Mutant(
-        "documents whose query heads share nothing are short",
-        "schedule/policy.py:documents_are_short",
-        "or shape.heads < _SHARED * shape.key_heads", "",
-    ),
-    Mutant(
-        "only the first sample's documents are short", "schedule/policy.py:documents_are_short",
-        "workload.apart or (workload.visible,)", "(workload.visible,)",
-    ),
-    Mutant(
         "documents without a causal mask are half as long",
         "schedule/policy.py:documents_are_short", "(1 + workload.visible.causal)", "2",
     ),
     Mutant(
         "documents of a batch count as few", "schedule/policy.py:launches_decide",
         "masks = workload.visible, *workload.apart", "masks = (workload.visible,)",
-    ),
-    Mutant(
-        "few without a causal mask get the kernel that is launched least",
-        "schedule/policy.py:launches_decide", "not workload.visible.causal or", "",
-    ),
-    Mutant(
-        "keys come together though not all at once", "comm/transports.py:make_one_stream",
-        "gather.keeps and is_few", "is_few",
     ),
     Mutant(
         "keys that come together are read before all have come",
@@ -261,12 +158,6 @@ ATTENTION = [
         "comm/fabric_kernels.py:KernelChannel._add_plainly",
         "for both in parts:",
         "for both in parts[-1:]:",
-    ),
-    Mutant(
-        "a gradient in another rank's memory is taken for one's own",
-        "runtime/accumulate.py:GradAccumulator.add_borrowed",
-        "self._first_is_borrowed |= self.is_empty",
-        "pass",
     ),
     Mutant(
         "too little room for gradients that come together",
@@ -314,14 +205,6 @@ ATTENTION = [
         "Move(place, rows, which, at, here)", "Move(place, rows, here, at, here)",
     ),
     Mutant(
-        "backward begins where forward ended", "comm/symmetric_memory.py:SymmetricWorkspace.begin",
-        "slot=0 if back else turns % 2", "slot=turns % 2",
-    ),
-    Mutant(
-        "key heads of another place", "comm/ulysses.py:key_heads", "(p * mine + i) // group",
-        "(p + i) // group",
-    ),
-    Mutant(
         "only one of the replicated heads has a gradient", "comm/ulysses.py:_summed",
         "total[:, :, head] += t[:, :, i]", "total[:, :, head] = t[:, :, i]",
     ),
@@ -330,28 +213,12 @@ ATTENTION = [
         "alibi[: len(alibi[self.heads])]",
     ),
     Mutant(
-        "a predicate counts heads from 0", "comm/ulysses.py:Ulysses.of_heads",
-        "mask_mod(b, h + first,",
-        "mask_mod(b, h,",
-    ),
-    Mutant(
-        "shards land in the order of places", "comm/ulysses.py:land",
-        "held.sort(key=lambda each: (each[0].start, each[1]))", "pass",
-    ),
-    Mutant(
         "progressions taken in turn that are not", "comm/ulysses.py:_interleaved",
         "if found == expected else None", "if expected else None",
     ),
     Mutant(
         "heads that came by Ulysses drop as the first", "comm/ulysses.py:Ulysses.of_heads",
         "_replace(first_head=first)", "_replace(first_head=0)",
-    ),
-    Mutant(
-        "ranks may differ", "ranks/agreement.py:_check_same", "if len({*texts}) > 1:", "if False:",
-    ),
-    Mutant(
-        "what one ring gets wrong is kept to itself", "ranks/agreement.py:raise_together",
-        "if ring.several:", "if False:",
     ),
     Mutant(
         "a rank's problem is kept to itself", "ranks/agreement.py:agree",
@@ -421,18 +288,6 @@ SILENT = [
 
 FAILING = [
     Mutant(
-        "a ring stays whole whatever fails", "ranks/steps.py:Steps._break",
-        "if self.broken is not None:", "if True:",
-    ),
-    Mutant(
-        "a broken ring goes on", "ranks/steps.py:Steps._check",
-        "if self.broken is not None:", "if False:",
-    ),
-    Mutant(
-        "a broken ring is never mended", "ranks/steps.py:Steps.clear_failure",
-        "self.broken = None", "pass",
-    ),
-    Mutant(
         "what is under way is let go", "ranks/steps.py:Steps._break",
         "self._left, self.under_way = self.under_way, []", "self.under_way = []",
     ),
@@ -440,37 +295,9 @@ FAILING = [
         "what ranks disagree about breaks their ring", "ranks/steps.py:Steps.__exit__",
         "isinstance(error, Disagreement)", "isinstance(error, ZeroDivisionError)",
     ),
-    Mutant("peers are told nothing", "ranks/steps.py:Steps.__exit__", "notify_peers()", "pass"),
-    Mutant(
-        "what devices find is told to nobody", "ranks/steps.py:Steps._check",
-        "if self.guards and", "if False and",
-    ),
-    Mutant(
-        "what devices have found is never forgotten", "ranks/steps.py:Steps.clear_failure",
-        "guard.reset()", "pass",
-    ),
-    Mutant(
-        "devices forget while others wait", "ranks/steps.py:Steps.clear_failure",
-        "guard.wait()", "pass",
-    ),
-    Mutant(
-        "a plan keeps what a device found to itself", "ranks/ring.py:Ring.gather_notes",
-        "if told not in", "if False and told not in",
-    ),
     Mutant(
         "one rank's device forgets alone", "ranks/ring.py:Ring.gather_notes",
         "if any(troubles)", 'if not message.startswith(b"\\0")',
-    ),
-    Mutant(
-        "devices tell nobody of a failure", "ranks/failures.py:notify_peers",
-        "guard.fail()", "pass",
-    ),
-    Mutant(
-        "devices tell nobody of a call's", "ranks/steps.py:Steps._break", "guard.fail()", "pass",
-    ),
-    Mutant(
-        "a device's error hides others", "ranks/steps.py:Steps._break",
-        "with suppress(RuntimeError):", "if True:",
     ),
     Mutant(
         "any call is the same", "ranks/agreement.py:in_the_same_call",
@@ -481,104 +308,28 @@ FAILING = [
         'if waited := re.search(r"Timed out waiting (\\d+)ms", said):', "if waited := None:",
     ),
     Mutant(
-        "a stale plan is told as any other call", "ranks/failures.py:_advice",
-        "if step.plan and plans - {str(step.plan)}:", "if False:",
-    ),
-    Mutant(
         "errors name no rank", "ranks/failures.py:RingError.waiting",
         "ranks = sorted({*ranks})", "ranks = []",
-    ),
-    Mutant(
-        "an old note is taken for the next one", "ranks/notes.py:Links._receive",
-        "if number >= self._number:", "if True:",
-    ),
-    Mutant(
-        "an exchange that failed leaves its links", "ranks/notes.py:Links.gather",
-        "self.close()", "pass",
     ),
     Mutant(
         "all are missing if one is", "ranks/notes.py:Links._receive",
         'raise Missing("Connection closed", [rank])', 'raise Missing("Connection closed", ())',
     ),
     Mutant(
-        "notes are looked for without end", "ranks/notes.py:Links._receive",
-        "waited < _AWAKE", "True",
-    ),
-    Mutant(
         "notes are waited for without end", "ranks/notes.py:_wait",
         "min(max(0.0, 1000 * seconds), _MOST_MS)", "3000",
-    ),
-    Mutant(
-        "one rank has links alone", "ranks/notes.py:_rendezvous", "len(links) == rank", "True",
     ),
     Mutant(
         "all are named where one is missing", "ranks/failures.py:Awaiting.__exit__",
         "missing or ranks", "ranks",
     ),
     Mutant(
-        "links are closed to no peer", "ranks/failures.py:notify_peers", "each.close()", "pass",
-    ),
-    Mutant(
-        "a forked child keeps links", "ranks/failures.py:_remember_groups", "each.close()", "pass",
-    ),
-    Mutant(
-        "a group in which a wait has failed goes on", "ranks/failures.py:RingError.waiting",
-        "closed.add(group)", "pass",
-    ),
-    Mutant(
-        "who waits in a group that has ended hears nothing", "ranks/ring.py:Ring.gather_bytes",
-        "close_links(self.group)", "pass",
-    ),
-    Mutant(
         "a plan is said to mend what has ended", "ranks/steps.py:Steps._check",
         "NEW_GROUP in text", "False",
     ),
     Mutant(
-        "words of a failure that was mended are told", "ranks/failure_reports.py:_look",
-        "if since >= notes:", "if True:",
-    ),
-    Mutant(
-        "patience begins anew with each message", "ranks/notes.py:Links._receive",
-        "self._patience - waited", "self._patience",
-    ),
-    Mutant(
-        "any packet is a note", "ranks/notes.py:Links._receive",
-        "if not _NUMBER.size <= len(packet) <= _NUMBER.size + FIRST:", "if False:",
-    ),
-    Mutant(
         "whoever has a number is let in", "ranks/notes.py:_accept",
         "(rank := _name(link)) in missing", "(rank := _name(link)) is not None",
-    ),
-    Mutant(
-        "who connects is waited for until it says something", "ranks/notes.py:_name",
-        "link.settimeout(_HEARD)", "pass",
-    ),
-    Mutant(
-        "a note may have any length", "ranks/notes.py:exchange", "max(lengths) > _LONGEST", "False",
-    ),
-    Mutant(
-        "ranks tell any numbers", "ranks/agreement.py:_check_numbers",
-        "len({tuple(numbers) for numbers in own}) > 1", "False",
-    ),
-    Mutant(
-        "a note need not say how devices are", "ranks/ring.py:Ring.gather_notes",
-        "if not all(ends):", "if False:",
-    ),
-    Mutant(
-        "nobody is told of a long wait", "ranks/failures.py:Waits.report",
-        "seconds < self._due.get(wait, self._seconds)", "True",
-    ),
-    Mutant(
-        "a long wait is told again and again", "ranks/failures.py:Waits.report",
-        "self._due[wait] = 2 * seconds", "pass",
-    ),
-    Mutant(
-        "waits never end", "ranks/failures.py:Awaiting.__exit__",
-        "waits.since.pop(self, None)", "pass",
-    ),
-    Mutant(
-        "groups of another process are used", "ranks/failures.py:known",
-        "group in inherited or _world() in inherited", "False",
     ),
 ]  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Planted faults that the suite must find: batteries of cases, and how faults are planted.
 
-The faults lie beside the tests of what they break: `tests/*/faults.py`.
+Most faults are generated (`changes`, `generated`). Those that are written by hand lie beside the
+tests of what they break: `tests/*/faults.py`.
 """
 
 from importlib.util import find_spec

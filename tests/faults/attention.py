@@ -16,6 +16,10 @@ from tests.faults.hunt import Case
 from tests.faults.mutant import planted
 
 MUTANTS = planted("ATTENTION")
+ANSWERS_FOR = (
+    "attention.py", "comm/", "geometry/", "kernels/", "plan/", "ranks/agreement.py", "runtime/",
+    "schedule/", "summaries/attention.py", "summaries/pooling.py",
+)  # fmt: skip
 
 
 # --- the battery: what runs over a mutant ---

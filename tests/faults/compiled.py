@@ -10,6 +10,7 @@ from tests.faults.hunt import Case
 from tests.faults.mutant import planted
 
 MUTANTS = planted("COMPILED")
+ANSWERS_FOR = ("operators.py", "runtime/")
 
 
 def battery() -> Iterable[Case]:

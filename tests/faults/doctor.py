@@ -10,6 +10,7 @@ from tests.faults import hunt
 from tests.faults.mutant import planted
 
 MUTANTS = planted("DOCTOR")
+ANSWERS_FOR = ("doctor/", "kernels/__init__.py", "ranks/ring.py")
 
 
 def battery() -> Iterator[Callable[[], object]]:

@@ -9,6 +9,7 @@ from tests.faults import hunt
 from tests.faults.mutant import planted
 
 MUTANTS = planted("FAILING")
+ANSWERS_FOR = ("plan/ring_plan.py", "ranks/")
 
 
 def battery() -> Iterator[Callable[[], object]]:

@@ -13,15 +13,16 @@ import pkgutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import redirect_stdout, suppress
 from functools import partial
+from io import StringIO
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import torch
 
-from tests.faults.mutant import PACKAGE, Misplaced, Mutant, Place, Sources
+from tests.faults.mutant import PACKAGE, Fault, Misplaced, Place, Sources
 from tests.faults.planting import Planter
 
 SECONDS = 120  # that a battery may take over a fault
@@ -45,21 +46,21 @@ class Verdict(NamedTuple):
 # --- in processes of their own ---
 
 
-def learn(planter: Planter, cases: Sequence[Case], planted: Sequence[Mutant]) -> Learnt:
+def learn(planter: Planter, cases: Sequence[Case], planted: Sequence[Fault]) -> Learnt:
     before, now = {*sys.modules}, set()
     reached, seconds = [], []
     planter.mark(_places(planter, planted), now.add)
     for number, case in enumerate(cases):
         now.clear()
-        begin = time.perf_counter()
+        begin = time.process_time()  # of all threads, whatever else the machine does
         if said := _problem(planter, case):
             return Learnt(f"case {number}: {said}", [], [], [])
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.process_time() - begin)
         reached.append({*now})
     return Learnt("", reached, seconds, [name for name in sys.modules if name not in before])
 
 
-def judge(planter: Planter, cases: Sequence[Case], learnt: Learnt, mutant: Mutant) -> Verdict:
+def judge(planter: Planter, cases: Sequence[Case], learnt: Learnt, mutant: Fault) -> Verdict:
     """Whether a case fails when the fault is planted, or why nothing was."""
     if learnt.problem:
         return Verdict(False, f"not planted, for without it {learnt.problem}")
@@ -74,7 +75,7 @@ def judge(planter: Planter, cases: Sequence[Case], learnt: Learnt, mutant: Mutan
     return Verdict(False, f"{away.count(False)} cases reach {mutant.where}, and none fails")
 
 
-def _places(planter: Planter, planted: Iterable[Mutant]) -> list[Place]:
+def _places(planter: Planter, planted: Iterable[Fault]) -> list[Place]:
     found = []
     for mutant in planted:
         with suppress(Misplaced):  # which is said when it is to be planted
@@ -87,7 +88,8 @@ def _problem(planter: Planter, case: Case) -> str:
     planter.forget()
     torch.manual_seed(0)  # else a fault may show in some runs only
     try:
-        case()
+        with redirect_stdout(StringIO()):
+            case()
     except BaseException as error:
         return f"{type(error).__name__}: {error}"[:300]
     return ""
@@ -96,57 +98,77 @@ def _problem(planter: Planter, case: Case) -> str:
 # --- which are started here ---
 
 
-def forked(jobs: Iterable[Callable[[], Any]], ended: Any, at_once: int = 2) -> list[Any]:
+def forked(jobs: Iterable[Callable[[], Any]], ended: Any) -> list[Any]:
     """What each job returns, in a process that ends with it; `ended`, where that ended too soon."""
+    answers = dict(as_they_end(jobs, ended, SECONDS))
+    return [answers[number] for number in sorted(answers)]
+
+
+def as_they_end(
+    jobs: Iterable[Callable[[], Any]], ended: Any, seconds: int, at_once: int = 2
+) -> Iterator[tuple[int, Any]]:
+    """The number of each job and what it returns, those first that are done first."""
     waiting = list(enumerate(jobs))[::-1]
     running: dict[Connection, tuple[int, mp.Process]] = {}
-    answers: dict[int, Any] = {}
     while waiting or running:
         while waiting and len(running) < at_once:
             number, job = waiting.pop()
-            ours, process = _start(job)
+            ours, process = _start(job, seconds)
             running[ours] = number, process
         for ready in wait(list(running)):
             number, process = running.pop(ready)
             try:
-                answers[number] = ready.recv()
+                answer = ready.recv()
             except EOFError:
-                answers[number] = ended
+                answer = ended
             process.kill()
             process.join()
-    return [answers[number] for number in sorted(answers)]
+            yield number, answer
 
 
-def _start(job: Callable[[], Any]) -> tuple[Connection, mp.Process]:
+def _start(job: Callable[[], Any], seconds: int) -> tuple[Connection, mp.Process]:
     context = mp.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(job, theirs))
+    process = context.Process(target=_answer, args=(job, theirs, seconds))
     process.start()
     theirs.close()
     return ours, process
 
 
-def _answer(job: Callable[[], Any], to: Connection) -> None:
+def _answer(job: Callable[[], Any], to: Connection, seconds: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(SECONDS)  # the end, whatever this process does and whoever waits for it
+    signal.alarm(seconds)  # the end, whatever this process does and whoever waits for it
     torch.set_num_threads(1)  # before any other thread asks, for only one may be the first
     to.send(job())
 
 
-def verdicts(names: Sequence[str]) -> dict[str, dict[str, Verdict]]:
-    """On the faults of each module; "" is the package as it is."""
+def import_package(prefix: str = "") -> None:
+    """All of it that faults are planted into, or the files whose names begin so."""
+    prefix = f"{PACKAGE.name}.{prefix.removesuffix('.py').replace('/', '.')}"
     for found in pkgutil.walk_packages([str(PACKAGE)], f"{PACKAGE.name}."):
+        if not found.name.startswith(prefix):
+            continue
         if "._triton" not in found.name and ".compat." not in found.name:  # GPUs alone; old paths
             importlib.import_module(found.name)
+
+
+def import_too(names: Iterable[str]) -> None:
+    """What cases have imported: else each process would."""
+    for name in sorted(names):
+        with suppress(ImportError):  # not all of them come by their name
+            importlib.import_module(name)
+    gc.freeze()  # what is here already is not looked through in each process
+
+
+def verdicts(names: Sequence[str]) -> dict[str, dict[str, Verdict]]:
+    """On the faults of each module; "" is the package as it is."""
+    import_package()
     modules = [importlib.import_module(name) for name in names]
     lists = [(list(module.battery()), module.MUTANTS) for module in modules]
     planter = Planter(Sources())
     too_long = Learnt(f"no end in {SECONDS} s", [], [], [])
     learnt = forked((partial(learn, planter, *each) for each in lists), too_long)
-    for name in sorted({name for each in learnt for name in each.modules}):
-        with suppress(ImportError):  # not all of them come by their name
-            importlib.import_module(name)
-    gc.freeze()  # what is here already is not looked through in each process
+    import_too({name for each in learnt for name in each.modules})
     jobs = [
         partial(judge, planter, cases, known, mutant)
         for (cases, planted), known in zip(lists, learnt)

@@ -9,6 +9,7 @@ from tests.faults import hunt
 from tests.faults.mutant import planted
 
 MUTANTS = planted("INFERENCE")
+ANSWERS_FOR = ("inference/", "nn/", "routing/", "summaries/cache.py", "summaries/generation.py")
 
 
 def battery() -> Iterable[Callable[[], object]]:

@@ -9,6 +9,7 @@ from tests.faults import hunt
 from tests.faults.mutant import planted
 
 MUTANTS = planted("INTEGRATIONS")
+ANSWERS_FOR = ("integrations/", "training/batches.py")
 
 
 def battery() -> Iterator[Callable[[], object]]:

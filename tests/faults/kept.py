@@ -10,6 +10,9 @@ from tests.faults import hunt
 from tests.faults.mutant import planted
 
 MUTANTS = planted("KEPT")
+ANSWERS_FOR = (
+    "kernels/flash_attn_4.py", "plan/plan_cache.py", "plan/ring_plan.py", "runtime/", "warm_up.py",
+)  # fmt: skip
 
 
 def battery() -> Iterator[Callable[[], object]]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 FOLDERS = Path(__file__).parents[1]
 PACKAGE = FOLDERS.parent / "ring_attention_pytorch"
@@ -34,6 +34,25 @@ class Mutant(NamedTuple):
     where: str
     old: str
     new: str
+
+    def tree(self, sources: "Sources") -> ast.Module:
+        """Of the file with the fault planted."""
+        try:
+            return ast.parse(sources.changed(self))
+        except SyntaxError as error:
+            raise Misplaced(f"{self.name}: no longer Python: {error}") from None
+
+
+class Fault(Protocol):
+    """One that is written down, a `Mutant`, or one that is generated."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def where(self) -> str: ...
+
+    def tree(self, sources: "Sources") -> ast.Module: ...
 
 
 def planted(battery: str) -> list[Mutant]:

@@ -13,6 +13,7 @@ from tests.faults import hunt
 from tests.faults.mutant import planted
 
 MUTANTS = planted("ORIGINAL")
+ANSWERS_FOR = ("compat/",)
 
 _here = threading.local()
 _one_at_a_time = threading.Lock()

@@ -13,7 +13,7 @@ from functools import _lru_cache_wrapper
 from types import CodeType, FunctionType
 
 from ring_attention_pytorch.plan import plan_cache
-from tests.faults.mutant import Misplaced, Mutant, Place, Sources, definitions
+from tests.faults.mutant import Fault, Misplaced, Place, Sources, definitions
 
 _MARK = "_reached"  # among builtins
 
@@ -38,13 +38,14 @@ class Planter:
         for cache in self.caches:
             cache.cache_clear()
 
-    def plant(self, mutant: Mutant) -> Place:
+    def reaches(self, where: str) -> bool:
+        """Whether the function is there as it was written, and not what a decorator made of it."""
+        file, _, name = where.partition(":")
+        return (str(self.sources.folder / file), name) in self.functions
+
+    def plant(self, fault: Fault) -> Place:
         """This process goes on with the fault."""
-        place = self.sources.find(mutant.where)
-        try:
-            tree = ast.parse(self.sources.changed(mutant))
-        except SyntaxError as error:
-            raise Misplaced(f"{mutant.name}: no longer Python: {error}") from None
+        place, tree = self.sources.find(fault.where), fault.tree(self.sources)
         if isinstance(place.node, ast.FunctionDef):
             self._swap(place.file, tree, {place.name})
         else:
@@ -72,7 +73,7 @@ class Planter:
         for code in _codes(compile(tree, filename, "exec", dont_inherit=True)):
             fresh.setdefault(code.co_qualname, []).append(code)
         for name in names:
-            if (filename, name) not in self.functions:
+            if not self.reaches(f"{file}:{name}"):
                 raise Misplaced(f"{file}:{name} is in no module that was imported")
         for (at, name), functions in self.functions.items():
             if at == filename and name.partition(".<locals>")[0] in names:

@@ -6,6 +6,7 @@ from tests.faults import hunt
 from tests.faults.mutant import planted
 
 MUTANTS = planted("ROUTING")
+ANSWERS_FOR = ("routing/",)
 
 
 def battery() -> Iterable[Callable[[], None]]:

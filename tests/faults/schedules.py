@@ -9,6 +9,7 @@ from tests.faults import hunt
 from tests.faults.mutant import planted
 
 MUTANTS = planted("SCHEDULES")
+ANSWERS_FOR = ("schedule/steps.py",)
 
 
 def battery() -> Iterator[Callable[[], object]]:

@@ -6,6 +6,9 @@ from tests.faults import hunt
 from tests.faults.mutant import planted
 
 MUTANTS = planted("SECOND_ORDER")
+ANSWERS_FOR = (
+    "attention.py", "kernels/", "runtime/interfaces.py", "runtime/torch_func.py", "second_order.py",
+)  # fmt: skip
 
 
 def battery() -> Iterable[Callable[[], None]]:

@@ -16,6 +16,7 @@ from tests.faults.hunt import Case
 from tests.faults.mutant import planted
 
 MUTANTS = planted("SILENT")
+ANSWERS_FOR = ("ranks/agreement.py",)
 
 
 def battery() -> Iterator[Case]:

@@ -6,6 +6,7 @@ from tests.faults import hunt
 from tests.faults.mutant import planted
 
 MUTANTS = planted("SUMMARIES")
+ANSWERS_FOR = ("runtime/", "summaries/")
 
 
 def battery() -> Iterable[Callable[[], None]]:

@@ -13,6 +13,7 @@ from tests.faults import hunt
 from tests.faults.mutant import planted
 
 MUTANTS = planted("TRAINING")
+ANSWERS_FOR = ("nn/", "plan/", "training/")
 
 
 def battery() -> Iterator[Callable[[], object]]:

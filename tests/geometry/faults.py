@@ -29,10 +29,6 @@ ATTENTION = [
         "if mask.window is not None and not mask.causal: left",
     ),
     Mutant(
-        "band off by one", "geometry/tiles.py:band",
-        "visible &= offset <= right", "visible &= offset < right",
-    ),
-    Mutant(
         "buckets forget how far down they are", "geometry/tiles.py:buckets",
         "None if right is None else right + above", "right",
     ),
@@ -68,17 +64,8 @@ ATTENTION = [
         "before = lengths.get(document, 0)", "before = 0",
     ),
     Mutant(
-        "a prefix hides its later tokens", "geometry/tiles.py:_tile_of_pair",
-        "if mask.causal and not in_prefix:",
-        "if mask.causal:",
-    ),
-    Mutant(
         "later tokens are seen from the prefix", "geometry/tiles.py:_tile_of_pair",
         "max(q.start, k.start) < mask.prefix", "q.start < mask.prefix",
-    ),
-    Mutant(
-        "a document's last token predicts the next one's", "geometry/documents.py:last_of_document",
-        "torch.tensor([run.stop - 1", "torch.tensor([run.stop",
     ),
     Mutant(
         "the heaviest to who has most", "geometry/balance.py:_dealt", "key=loads.__getitem__)",

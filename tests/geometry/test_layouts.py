@@ -3,9 +3,18 @@
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attention_pytorch.geometry.layouts import all_segments, count, positions
+from ring_attention_pytorch.geometry.balance import balanced
+from ring_attention_pytorch.geometry.layouts import (
+    all_segments,
+    count,
+    positions,
+    resolve_layout,
+    segment_positions,
+)
+from ring_attention_pytorch.geometry.segments import slice_segments
 from tests.support.positions import layouts, lengths, quickly, ring_sizes
 
 
@@ -71,3 +80,33 @@ def test_positions_says_what_can_not_be(wrong, said):
     given = {"layout": "zigzag", "rank": 0, "ring_size": 2, "length": 4, **wrong}
     with pytest.raises(ValueError, match=said):
         positions(given.pop("layout"), **given)
+
+
+@quickly
+@given(layouts, st.integers(1, 4), lengths, st.integers(0, 40), st.integers(0, 40))
+def test_a_slice_holds_the_positions_that_stand_there(layout, size, length, start, more):
+    span = slice(start, start + more)
+    for mine in all_segments(layout, size, length):
+        assert torch.equal(
+            segment_positions(slice_segments(mine, span)), segment_positions(mine)[span]
+        )
+
+
+def test_a_layout_has_two_names():
+    assert resolve_layout(None, striped=False) is None
+    assert resolve_layout("zigzag", striped=False) == "zigzag"
+    assert (
+        resolve_layout(None, striped=True) == resolve_layout("striped", striped=True) == "striped"
+    )
+    with pytest.raises(ValueError, match="got layout='zigzag' too"):
+        resolve_layout("zigzag", striped=True)
+    with pytest.raises(ValueError, match="got 'spiral'"):
+        resolve_layout("spiral", striped=False)
+
+
+@pytest.mark.parametrize(("ring_size", "length"), [(3, 8), (2, 9)])
+def test_a_dealt_layout_is_for_its_ranks_and_tokens(ring_size, length):
+    dealt = balanced([0, 8], 2)
+    assert all_segments(dealt, 2, 8) == dealt.segments
+    with pytest.raises(ValueError, match=f"8 tokens over 2 ranks, got {length} over {ring_size}"):
+        all_segments(dealt, ring_size, length)

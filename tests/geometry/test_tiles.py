@@ -17,6 +17,7 @@ from ring_attention_pytorch.geometry.tiles import (
     buckets,
     needed_distances,
     tiles,
+    unseen,
     visible_pairs,
 )
 from tests.support.positions import layouts, lengths, quickly, ring_sizes
@@ -166,3 +167,29 @@ def test_zigzag_and_striped_balance_causal_work_and_contiguous_does_not(size):
         assert spread("zigzag", length) < 0.05
         assert spread("striped", length) < 0.05
         assert spread("contiguous", length) > 0.3
+
+
+@quickly
+@given(layouts, st.integers(1, 5), lengths, visibles)
+def test_keys_that_no_query_sees_are_found(layout, size, length, visible):
+    everyone = all_segments(layout, size, length)
+    for some in (everyone[:1], everyone[:2]):
+        for keys in everyone:
+            shown = torch.stack([seen(mine, keys, visible).any(0) for mine in some]).any(0)
+            found = torch.ones(count(keys), dtype=torch.bool)
+            for span in unseen(some, keys, visible):
+                assert found[span].all()
+                assert span.start < span.stop
+                found[span] = False
+            assert torch.equal(found, shown)
+
+
+@quickly
+@given(packed, layouts, st.integers(1, 4), st.integers(1, 70))
+def test_documents_count_their_own_tokens(ids, layout, size, length):
+    whole, head = of_ids(torch.tensor(ids)), of_ids(torch.tensor(ids[:length]))
+    assert whole.head(length).runs == head.runs
+    assert sorted(head.lengths) == sorted(ids[:length].count(each) for each in {*ids[:length]})
+    before = torch.tensor([ids[:at].count(ids[at]) for at in range(length)])
+    for mine in all_segments(layout, size, length):
+        assert torch.equal(head.positions(mine), before[segment_positions(mine)])

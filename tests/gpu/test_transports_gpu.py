@@ -48,9 +48,9 @@ def delays() -> Iterator[None]:
     So are calls of kernels that run side by side.
     """
     own, publish, follow, meet = (
-        SymmetricBuffer.own,
+        SymmetricBuffer.write_view,
         SymmetricBuffer.publish,
-        SymmetricBuffer.follow,
+        SymmetricBuffer.side_stream_follows,
         SymmetricBuffer.wait_for_readers,
     )
 
@@ -85,7 +85,7 @@ def delays() -> Iterator[None]:
 
     def written_as_is(call: KernelChannel) -> list[Tensor]:
         """Meeting and writing are one launch, and before it others may still read."""
-        with mock.patch.object(SymmetricBuffer, "own", own):
+        with mock.patch.object(SymmetricBuffer, "write_view", own):
             return written(call)
 
     def late(visit: Callable[..., None], after: bool = True) -> Callable[..., None]:
@@ -97,7 +97,7 @@ def delays() -> Iterator[None]:
 
         return run
 
-    SymmetricBuffer.own, SymmetricBuffer.publish, SymmetricBuffer.follow = (
+    SymmetricBuffer.write_view, SymmetricBuffer.publish, SymmetricBuffer.side_stream_follows = (
         poisoned,
         publish_late,
         follow_late,
@@ -115,9 +115,9 @@ def delays() -> Iterator[None]:
             yield
     finally:
         (
-            SymmetricBuffer.own,
+            SymmetricBuffer.write_view,
             SymmetricBuffer.publish,
-            SymmetricBuffer.follow,
+            SymmetricBuffer.side_stream_follows,
             SymmetricBuffer.wait_for_readers,
         ) = own, publish, follow, meet
 

@@ -17,14 +17,6 @@ INFERENCE = [
         "inference/prefill.py:plan_chunk", "kernel=cast(KernelOption, fastest.name)", "kernel=None",
     ),
     Mutant(
-        "few heads leave a GPU idle", "inference/programs.py:splits_of",
-        "each * heads >= _FULL * at_once", "True",
-    ),
-    Mutant(
-        "small blocks of keys keep little under way", "inference/programs.py:Cut.of",
-        "programs if block >= _BLOCK else 2 * programs", "programs",
-    ),
-    Mutant(
         "new tokens come between programs that run at once", "inference/programs.py:Cut.of",
         "programs * (_TURNS if new else 2)", "2 * programs",
     ),
@@ -35,28 +27,8 @@ INFERENCE = [
         "(self.page if rest > rank * self.page else 0)",
     ),
     Mutant(
-        "pages that are not full are shared", TABLE + "rearrange",
-        "[*shared, *rest] if source not in heirs else shared", "[*shared, *rest]",
-    ),
-    Mutant(
-        "what a partial page holds is not copied", TABLE + "rearrange",
-        "copies.append((there[full], held[full]))", "pass",
-    ),
-    Mutant(
         "shortening writes shared pages", TABLE + "shorten", "users[page := held[place]] > 1",
         "users[page := held[place]] > 9",
-    ),
-    Mutant(
-        "a shared page is not copied", TABLE + "shorten", "if place == full and partial:",
-        "if False:",
-    ),
-    Mutant(
-        "a place of its own for whoever was alone", TABLE + "taken_to_rearrange",
-        "(Counter(sources) - Counter(set(sources)))", "Counter(sources)",
-    ),
-    Mutant(
-        "memory is made for pages that nobody shares", TABLE + "taken_to_shorten",
-        "users[page] - 1", "users[page]",
     ),
     Mutant(
         "a page of another sequence is free", TABLE + "recount", "if not users", "if users < 2",
@@ -64,14 +36,6 @@ INFERENCE = [
     Mutant(
         "tokens at the place of others", POOLS + "put",
         ".long(), tokens % page", ".long(), tokens * 0",
-    ),
-    Mutant(
-        "tokens as if they were alone", POOLS + "held",
-        "(index // page * self.pages.ranks + self.ring.rank)",
-        "(index // page + self.ring.rank)",
-    ),
-    Mutant(
-        "lengths stay behind", STORAGE + "advance", "self.pools.layer_lengths[layer] += n", "pass",
     ),
     Mutant(
         "what is forgotten stays on the device", STORAGE + "_apply", "self.lengths_of.copy_(",
@@ -109,10 +73,6 @@ INFERENCE = [
         "weight = (lse - total.", "weight = (0 * lse - total.",
     ),
     Mutant(
-        "sinks weigh nothing", "inference/partial.py:merged",
-        "total = torch.logaddexp(total, sinks.to(total))", "pass",
-    ),
-    Mutant(
         "a rank's own result is another's", "comm/exchange.py:all_gather_stacked",
         "found[ring.rank] = x",
         "found[ring.rank] = x * 0",
@@ -120,10 +80,6 @@ INFERENCE = [
     Mutant(
         "a chunk in the order of ranks", "inference/prefill.py:_order", "torch.cat(each).argsort()",
         "torch.cat(each).sort().values",
-    ),
-    Mutant(
-        "a chunk's cached part is left out", "inference/prefill.py:prefill",
-        "result.add(all_rows, *found)", "pass",
     ),
     Mutant(
         "a call of another dtype is taken for one that was right",
@@ -149,35 +105,11 @@ INFERENCE = [
         '"use_triton": use_triton,', "",
     ),
     Mutant(
-        "a call is right once there is a plan", "inference/attention.py:_checked",
-        "check_call(given, cache, layer)", "pass",
-    ),
-    Mutant(
         "others' queries are taken for own ones", "inference/prefill.py:_by_all",
         "queries[(me + places) % ring.size]", "queries[me]",
     ),
     Mutant(
         "heads of another page", POOLS + "local_of_all", "alpha=key_heads", "alpha=1",
-    ),
-    Mutant(
-        "a chunk takes a plan that another rank has not",
-        "inference/attention.py:_agreed_chunk", "plan if kept else None", "plan",
-    ),
-    Mutant(
-        "each chunk makes a plan", "inference/attention.py:_sharded_chunk",
-        "cache.plans.keep(_CHUNK, (_kind_of_chunk(given, layout, scores), plan))", "pass",
-    ),
-    Mutant(
-        "a chunk is sent though there is no room", "inference/attention.py:_agreed_chunk",
-        "cache.prepare(sum(counts), layer, in_graph=False)", "pass",
-    ),
-    Mutant(
-        "a chunk sends more than is told", "inference/chunk_costs.py:ChunkSizes.sent",
-        "(self.message + self.result)", "self.message",
-    ),
-    Mutant(
-        "a chunk attends to what is not kept", "inference/prefill.py:prefill",
-        "k, v = cache.rounded(k), cache.rounded(v)", "pass",
     ),
     Mutant(
         "pages are copied without their scales", STORAGE + "_apply",
@@ -195,15 +127,8 @@ INFERENCE = [
         "pool.unflatten(0, (sequences, laid))", "0",
     ),
     Mutant(
-        "a circle stays with its place", ROLLING + "RollingTokens.reorder", "each.copy_(", "(",
-    ),
-    Mutant(
         "what is overwritten can be rolled back", ROLLING + "RollingTokens.check_rollback",
         "> spare", "> 99",
-    ),
-    Mutant(
-        "how long a sequence was stays with its place", ROLLING + "RollingTokens.reorder",
-        "self.longest = [self.longest[i] for i in beams]", "pass",
     ),
     Mutant(
         "a window's tokens are found too early", POOLS + "before", "- gone",
@@ -214,10 +139,6 @@ INFERENCE = [
         "cache.lineage.mark(layer) + layer", "layer",
     ),
     Mutant(
-        "messages say nothing of the layer", "inference/attention.py:_decode_step",
-        "cache.lineage.mark(layer) + layer", "cache.lineage.mark(layer)",
-    ),
-    Mutant(
         "plans are made of any cache", "inference/attention.py:_plan",
         "cache.state_note(layer)", "''",
     ),
@@ -225,47 +146,12 @@ INFERENCE = [
         "new tokens count once", LINEAGE + "advance", "n * self._all", "self._all",
     ),
     Mutant(
-        "other sequences pass for these", LINEAGE + "reorder", "self._sum()", "pass",
-    ),
-    Mutant(
-        "what was forked has one name", LINEAGE + "reorder", "if new else each",
-        "if False else each",
-    ),
-    Mutant(
-        "other padding passes for this", LINEAGE + "pad", "self._starts = [*starts]", "pass",
-    ),
-    Mutant(
-        "all sequences count alike", LINEAGE + "__init__", "_number(sequence) | 1", "1",
-    ),
-    Mutant(
-        "what is rolled back still counts", STORAGE + "_apply",
-        "self.lineage.count(self._lengths)", "pass",
-    ),
-    Mutant(
         "queries are of tokens that are not there", STORAGE + "check_last", "0 < length < n",
-        "False",
-    ),
-    Mutant(
-        "endless scales", "inference/checks.py:check_options", "not isfinite(scores.scale)",
         "False",
     ),
     Mutant(
         "endless softclamps", "inference/checks.py:check_options", "scores.softclamp < inf",
         "scores.softclamp",
-    ),
-    Mutant(
-        "a sequence of any length has room", CACHE + "_check_capacity", "tokens > most", "False",
-    ),
-    Mutant(
-        "a sequence of less than nothing has room", CACHE + "_check_capacity", "tokens < least",
-        "False",
-    ),
-    Mutant(
-        "heads that no call has are explained", "inference/explain.py:_check",
-        "heads % cache.key_heads", "False",
-    ),
-    Mutant(
-        "no token is explained", "inference/explain.py:_check", "tokens < 1", "False",
     ),
     Mutant(
         "a state without what can be rolled back", CACHE + "state_dict",
@@ -280,14 +166,6 @@ INFERENCE = [
         "self._apply([], lengths)",
     ),
     Mutant(
-        "pages stay shared", STORAGE + "_begin_anew", "self._table.of = [[] for _ in before]",
-        "pass",
-    ),
-    Mutant(
-        "without memory pages are lost", STORAGE + "_begin_anew", "self._table.of = before",
-        "pass",
-    ),
-    Mutant(
         "states of any heads", STATES + "_check_kind", "(tuple(t.shape), t.dtype) !=",
         "t.dtype != of and",
     ),
@@ -297,10 +175,6 @@ INFERENCE = [
     ),
     Mutant(
         "states of any layers", STATES + "_check_sizes", "!= {cache.layers}", "== set()",
-    ),
-    Mutant(
-        "states beyond the capacity", STATES + "_check_sizes", "max(lengths) > cache.capacity",
-        "False",
     ),
     Mutant(
         "states of several caches", STATES + "check_states",

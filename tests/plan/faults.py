@@ -8,10 +8,6 @@ ATTENTION = [
         "few.square, few.keys_first", "few.square, False",
     ),
     Mutant(
-        "all kernels are said to leave dq for later", "plan/explain.py:_meanwhile",
-        "plan.kernel.traits.keys_first and", "",
-    ),
-    Mutant(
         "all samples have the first one's documents", "plan/masks.py:by_sample",
         "visible._replace(documents=documents)", "visible._replace(documents=packing[0])",
     ),
@@ -26,10 +22,6 @@ ATTENTION = [
     Mutant(
         "positions of keys taken for queries'", "plan/masks.py:gather_positions",
         "for runs_of_ranks in zip(*notes)", "for runs_of_ranks in [[*zip(*notes)][0]] * len(own)",
-    ),
-    Mutant(
-        "own keys' calls are taken for others'", "plan/ring_plan.py:RingPlan.keys",
-        ", own=True)", ")",
     ),
     Mutant(
         "another transport's calls are counted as this one's", "plan/ring_plan.py:RingPlan.by",
@@ -65,22 +57,9 @@ ATTENTION = [
         "(Segment(start, 1, n),)", "(Segment(0, 1, n),)",
     ),
     Mutant(
-        "positions that repeat", "plan/masks.py:check_repeats", "a.start + a.length > b.start",
-        "a.start > b.start",
-    ),
-    Mutant(
-        "positions that one ring repeats are kept to itself", "plan/prepare.py:place_tokens",
-        "partial(check_repeats, both) if dropped else None", "None",
-    ),
-    Mutant(
         "a predicate's error is kept to itself", "plan/masks.py:check_mask_mod",
         "except Exception as",
         "except OSError as",
-    ),
-    Mutant(
-        "lengths need not be the layout's", "plan/checks.py:check_shards",
-        "if lengths != expected:",
-        "if False:",
     ),
     Mutant(
         "any plan will do", "plan/checks.py:check_tensors",
@@ -165,30 +144,14 @@ SILENT = [
     ),
 ]  # fmt: skip
 
-FAILING = [
-    Mutant(
-        "nobody compares notes in calls", "plan/ring_plan.py:RingPlan.call",
-        "if always", "if False",
-    ),
-]  # fmt: skip
-
 KEPT = [
     Mutant(
         "a plan that is warmed up still records", "warm_up.py:warm_up",
         "range(_CALLS)", "range(2)",
     ),
     Mutant(
-        "no backward is warmed up", "warm_up.py:_call",
-        "if out.requires_grad:", "if False:",
-    ),
-    Mutant(
         "what is compiled ahead is a plan's first call", "warm_up.py:_dry_run",
         "_call(replace(plan), ", "_call(plan, ",
-    ),
-    Mutant(
-        "backward's kernels are launched and not compiled ahead", "warm_up.py:_dry_run",
-        "torch.autograd.set_multithreading_enabled(False)",
-        "torch.autograd.set_multithreading_enabled(True)",
     ),
     Mutant(
         "all ranks compile the same", "warm_up.py:_compile",
@@ -199,20 +162,8 @@ KEPT = [
         "hosts.index(host) == plan.ring.rank", "plan.ring.rank == 0",
     ),
     Mutant(
-        "other ranks are not told what can't be compiled", "warm_up.py:_compile",
-        '"compiled kernels", {}, check=partial(compile_together, now)', '"compiled kernels", {}',
-    ),
-    Mutant(
-        "what is anything is an anomaly", "warm_up.py:_dry_run",
-        "set_detect_anomaly(False)", "set_detect_anomaly(True)",
-    ),
-    Mutant(
         "kernels are compiled one after another", "runtime/launches.py:compile_together",
         'hasattr(triton, "AsyncCompileMode")', "False",
-    ),
-    Mutant(
-        "what can't be compiled never is", "runtime/launches.py:_forget_failed",
-        "del known[kind]", "pass",
     ),
     Mutant(
         "a failed compilation goes on in its thread", "runtime/launches.py:compile_together",
@@ -224,14 +175,6 @@ KEPT = [
         "except Exception:", "except ZeroDivisionError:",
     ),
     Mutant(
-        "what is held back is compiled early", "runtime/launches.py:compile_ahead",
-        "_thread.held is not None or", "",
-    ),
-    Mutant(
-        "nothing is held back", "runtime/launches.py:_launch_or_hold",
-        "if _thread.held is None:", "if True:",
-    ),
-    Mutant(
         "kernels by which ranks meet are held back", "runtime/launches.py:operation",
         "launch(call(", "(launch and _launch_or_hold)(call(",
     ),
@@ -239,10 +182,6 @@ KEPT = [
         "all tensors of a call are kept while it is compiled",
         "runtime/launches.py:_launch_or_hold",
         "id(call.kernel), *call.constants.items()", "id(call), ",
-    ),
-    Mutant(
-        "a plan that one rank has found is taken", "plan/ring_plan.py:RingPlan.make",
-        'all(rank["plan"] == number for rank in lengths)', "True",
     ),
     Mutant(
         "options of other types are found again", "plan/plan_cache.py:cache_key",
@@ -268,9 +207,5 @@ KEPT = [
     Mutant(
         "a layer's plan is made in each call", "plan/ring_plan.py:RingPlan.for_layer",
         "self._own.layers.of(number, of_layer, _LAYERS)", "of_layer()",
-    ),
-    Mutant(
-        "plans of groups that are gone stay", "plan/plan_cache.py:keep",
-        "if not known.ring.exists:", "if False:",
     ),
 ]  # fmt: skip

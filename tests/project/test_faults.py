@@ -1,5 +1,6 @@
 """Faults are found in their sources, planted, and hunted as they should be, in made-up packages."""
 
+import ast
 import importlib
 import sys
 import textwrap
@@ -9,6 +10,8 @@ from multiprocessing import active_children
 
 import pytest
 
+from tests.faults.cases import cases_of
+from tests.faults.generated import generated
 from tests.faults.hunt import Learnt, Verdict, forked, judge, learn
 from tests.faults.mutant import Misplaced, Mutant, Sources
 from tests.faults.planting import Planter
@@ -172,6 +175,61 @@ def test_a_fault_that_has_no_room_says_so(made, name, old, new, said):
         made[1].plant(Mutant("", f"a.py:{name}", old, new))
 
 
+# --- generated ---
+
+MADE = """
+    def run(xs, size, *, deep=False):
+        '''What is made: x + 1.'''
+        if size < 0 and not deep:
+            raise ValueError(f"size must be at least {0 + 1}, got {size}")
+        check(xs, size)
+        for x in xs[:size]:
+            size = max(size - 1, x)
+        return size == 2, sorted(xs, reverse=True)
+"""
+CHANGED = [
+    ("never", "if False:"), ("always", "if True:"),
+    ("condition dropped", "if not deep:"), ("condition dropped", "if size < 0:"),
+    ("comparison", "if size <= 0 and (not deep):"), ("off by one", "if size < 1 and (not deep):"),
+    ("not dropped", "if size < 0 and deep:"), ("call dropped", "pass"),
+    ("swapped", "check(size, xs)"), ("off by one", "for x in xs[:size + 1]:"),
+    ("assignment dropped", "pass"), ("other end", "size = min(size - 1, x)"),
+    ("sign", "size = max(size + 1, x)"), ("right dropped", "size = max(size, x)"),
+    ("off by one", "size = max(size - 2, x)"),
+    ("comparison", "return (size != 2, sorted(xs, reverse=True))"),
+    ("off by one", "return (size == 3, sorted(xs, reverse=True))"),
+    ("default", "return (size == 2, sorted(xs))"), ("function dropped", "return (size == 2, xs)"),
+    ("bool", "return (size == 2, sorted(xs, reverse=False))"),
+]  # fmt: skip
+
+
+def test_faults_are_made_of_what_stands_there_and_not_of_texts(tmp_path):
+    found = sources(tmp_path, a=MADE)
+    lines = ast.unparse(ast.parse(found.texts["a.py"])).split("\n")
+    made = []
+    for fault in generated(found):
+        changed = ast.unparse(fault.tree(found)).split("\n")
+        (line,) = (now for was, now in zip(lines, changed, strict=True) if was != now)
+        made.append((fault.kind, line.strip()))
+    assert made == CHANGED
+
+
+def test_names_of_generated_faults_outlive_a_renaming_and_changes_elsewhere(tmp_path):
+    before = [fault.name for fault in generated(sources(tmp_path, a=MADE))]
+    other = BAND + MADE.replace("size", "length").replace("check", "look")
+    after = [fault.name for fault in generated(sources(tmp_path, a=other))]
+    assert [name for name in after if ":run:" in name] == before
+    assert len({*after}) == len(after)
+
+
+def test_cases_of_a_test_file_have_its_parameters_and_need_this_process_alone():
+    cases = [case.args for case in cases_of("project/test_faults.py")]
+    assert (test_a_function_is_found_where_it_is, {}, {"tmp_path"}) in cases
+    given = [values for function, values, _ in cases if function is test_statements_may_go_or_come]
+    assert given == [{"new": ""}, {"new": "pass"}, {"new": "first(); pass"}]
+    assert all("made" not in wanted for *_, wanted in cases)
+
+
 # --- hunting ---
 
 
@@ -181,7 +239,9 @@ def test_cases_that_reach_a_fault_come_first_and_all_others_after(made):
 
     def case(name, call, want):
         ran.append(name)
-        time.sleep(0.02 * (name == "slow"))
+        begin = time.process_time()
+        while name == "slow" and time.process_time() < begin + 0.02:
+            pass
         assert call() == want
 
     cases = [

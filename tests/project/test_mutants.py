@@ -55,3 +55,17 @@ def test_a_planted_fault_is_found(battery, mutant):
 def test_names_are_unique_and_every_fault_changes_something(planted):
     assert max(Counter(m.name for m in planted).values()) == 1
     assert all(m.old != m.new for m in planted)
+
+
+SAMPLED = "geometry/layouts.py", "schedule/steps.py", "ranks/agreement.py", "runtime/accumulate.py"
+
+
+@pytest.mark.timeout(900)
+def test_generated_faults_are_found_or_listed():
+    """A sample that stays the same but for functions that change; it says what to do."""
+    how = ["--quick", "--sample", "20", "--folder", *SAMPLED]
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.faults.generated", *how],
+        cwd=PACKAGE.parent, capture_output=True, text=True, timeout=800,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr

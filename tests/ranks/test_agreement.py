@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from ring_attention_pytorch import apply_rotary_pos_emb
 from ring_attention_pytorch.arguments import check_least
 from ring_attention_pytorch.ranks import notes
-from ring_attention_pytorch.ranks.agreement import MustMatch, agree, error_of, typed
+from ring_attention_pytorch.ranks.agreement import (
+    MustMatch,
+    agree,
+    error_of,
+    report_to_group,
+    typed,
+)
 from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.telling import said
@@ -242,3 +248,18 @@ def test_arguments_are_told_by_name_whatever_they_are() -> None:
         with pytest.raises(ValueError, match=r"^forward\(\) "):
             wrong()
     assert told == [{"self": layer, "x": 1}, {"self": layer, "y": 1}, {"self": layer}]
+
+
+def test_without_a_plan_others_are_told_where_they_agree():
+    """With one nobody agrees: a wrong type is left for those who will wait."""
+
+    def call(ring: Ring) -> None:
+        tell = report_to_group("here", ring_of=lambda *_: ring)
+        if ring.rank:
+            tell({"options": {"plan": None}}, ValueError("of a wrong type"))
+        else:
+            agree(ring, "here", {})
+
+    assert said(2, call) == ["here: of a wrong type (on rank 1)"] * 2
+    ring = Ring.alone()
+    report_to_group("here", ring_of=lambda *_: ring)({"plan": "a plan"}, ValueError("bad"))

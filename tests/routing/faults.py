@@ -17,20 +17,12 @@ ROUTING = [
         "((top + alpha >= 0).sum(-1) - 1).clamp(min=0).minimum(most)",
     ),
     Mutant(
-        "gates above 1", "routing/soft_topk.py:gates", "x.masked_fill(x >= 0, 0.0) / eps",
-        "x / eps",
-    ),
-    Mutant(
         "no gradient through a", "routing/soft_topk.py:_Threshold.backward",
         "return -grad * slopes", "return 0 * grad * slopes",
     ),
     Mutant(
         "a's gradient of this rank only", "routing/soft_topk.py:_Threshold.backward",
         'sum_over_ranks(grad, ctx.ring, "routing")', "grad",
-    ),
-    Mutant(
-        "a's gradient by all gates", "routing/soft_topk.py:fixed_point", "coef = 1 / (k - m)",
-        "coef = 1 / k",
     ),
     Mutant(
         "descent forgets the steps before the last", "routing/soft_topk.py:descent",
@@ -76,10 +68,6 @@ ROUTING = [
         "real.clamp(min=1)", "real.clamp(min=1) / 2",
     ),
     Mutant(
-        "masked tokens may be routed", "routing/router.py:CoordinateDescentRouter.choose",
-        ".masked_fill(~real, -torch.inf)", "",
-    ),
-    Mutant(
         "ties broken by rounding", "routing/router.py:CoordinateDescentRouter.choose",
         "ranked = rounded(whole, self._toward(scores.dtype, routing_tokens))", "ranked = whole",
     ),
@@ -87,14 +75,9 @@ ROUTING = [
         "scores in the order of ranks", "routing/plan.py:RoutingPlan.whole",
         ".index_select(-1, self.order)", "",
     ),
-    Mutant("the rank before", "routing/plan.py:RoutingPlan.homes", "right=True", "right=False"),
     Mutant(
         "all samples get the first one's tokens", "routing/dispatch.py:Dispatch.make",
         "tokens = places + n * samples", "tokens = places + 0 * samples",
-    ),
-    Mutant(
-        "all routes get the first one's gates", "routing/dispatch.py:Dispatch.out",
-        "(sample * r + route) * n", "(sample * r) * n",
     ),
     Mutant(
         "results home to the wrong slots", "routing/dispatch.py:Dispatch.home",
@@ -113,15 +96,6 @@ ROUTING = [
         "v + 0 * gates",
     ),
     Mutant(
-        "no gate on results", "routing/router.py:Routed.home",
-        "gated = y * gates.to(y.dtype)", "gated = y",
-    ),
-    Mutant(
-        "light window of twice the size",
-        "routing/attention.py:ConditionalRoutedAttention.__init__", "light_window_size // 2",
-        "light_window_size",
-    ),
-    Mutant(
         "rotary by slots", "routing/attention.py:HeavyAttention._rotate",
         "self.rotary_embed(positions.flatten().clamp(min=0))",
         "self.rotary_embed(torch.arange(positions.numel()))",
@@ -130,35 +104,9 @@ ROUTING = [
         "the mean of this rank's tokens", "routing/cross_attention.py:mean_token",
         "torch.stack(parts).sum(0)", "parts[0]",
     ),
-    Mutant(
-        "masked tokens of an image are seen",
-        "routing/image_attention.py:ConditionalRoutedImageAttention._light",
-        "seen = (here >= 0) & real", "seen = here >= 0",
-    ),
 ]  # fmt: skip
 
 INFERENCE = [
-    Mutant(
-        "keys of windows that are not full", "routing/generation.py:Recent.window",
-        "if self.length % self.size", "if False",
-    ),
-    Mutant(
-        "heavy keys are rotated as if in the first window",
-        "routing/generation.py:CachedRoutedTransformer._append_keys",
-        "routed.positions + start", "routed.positions",
-    ),
-    Mutant(
-        "the window before is forgotten too early", "routing/generation.py:Recent.add",
-        "kept[:, self.size :] if self._full else kept", "kept[:, self.size :]",
-    ),
-    Mutant(
-        "empty slots are results", "routing/generation.py:Picked.home",
-        "self.places.masked_fill(~self.real, n)", "self.places",
-    ),
-    Mutant(
-        "pieces go beyond a window's end", "routing/generation.py:CachedRoutedTransformer.prefill",
-        "self.window - self.length % self.window", "self.window",
-    ),
     Mutant(
         "routed queries see their window's last keys only",
         "routing/generation.py:CachedRoutedTransformer._attend",

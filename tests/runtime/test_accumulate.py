@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
+from ring_attention_pytorch.runtime.deferred import Deferred
 from tests.support.late import Late
 from tests.support.reference import relative_error
 
@@ -352,3 +353,41 @@ def lent_parts_are_only_read() -> None:
 
 def test_lent_parts_are_only_read() -> None:
     lent_parts_are_only_read()
+
+
+def test_some_samples_are_merged_in_the_memory_of_all():
+    """And the others stay as they are; sinks are one more key of every query."""
+    out, lse = torch.randn(2, 3, N, 2, 4).double(), torch.randn(2, 3, 2, N).double()
+    total = OutputAccumulator(out[0], out[0])
+    assert total.samples(slice(None)) is total
+    total.add(WHOLE, out[0].clone(), lse[0].clone())
+    total.samples(slice(1, 3)).add(slice(2, N), out[1, 1:, 2:].clone(), lse[1, 1:, :, 2:].clone())
+    sinks = torch.randn(2).double()
+    total.add_sinks(sinks)
+    lse[1, 0] = lse[1, :, :, :2] = -torch.inf
+    terms = torch.stack((*lse, sinks[:, None].expand_as(lse[0])))
+    weights = terms.softmax(0)[:2].transpose(2, 3)[..., None]
+    got, got_lse = total.finalize()
+    assert relative_error(got, (weights * out).sum(0)) < 1e-12
+    assert relative_error(got_lse, terms.logsumexp(0)) < 1e-12
+
+
+def test_gradients_of_some_samples_are_in_the_sum_of_all():
+    parts = torch.randn(2, 3, N, 2, 4).double()
+    total = GradAccumulator(parts[0], later=Deferred())
+    assert total.samples(slice(None)) is total
+    total.add(WHOLE, parts[0].clone())
+    some = total.samples(slice(1, 3))
+    assert some.later is total.later
+    some.add(slice(2, N), parts[1, 1:, 2:].clone())
+    some.begin_update()
+    parts[1, 0] = parts[1, :, :2] = 0.0
+    assert relative_error(total.finalize(), parts.sum(0)) < 1e-12
+
+
+def test_who_takes_the_only_part_waits_for_what_is_not_yet_there():
+    total, waited = GradAccumulator(torch.zeros(1, N, 1, 4)), []
+    total.add(WHOLE, torch.zeros(1, N, 1, 4))
+    total.after(lambda: waited.append(True))
+    assert total.whole() is not None
+    assert waited

@@ -6,6 +6,7 @@ The walker knows no tensors. It follows every token, and whose gradients have be
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +25,7 @@ from ring_attention_pytorch.schedule.steps import (
     Program,
     Schedule,
     Transfer,
+    _gathered,
     gather,
     gather_first,
     ring,
@@ -220,3 +222,24 @@ def test_no_rank_is_asked_for_more_than_it_holds():
     for rank in range(3):
         (copy, *more) = program.copies(home, rank)
         assert copy.length + sum(each.length for each in more) == count(everyone[rank])
+
+
+def test_of_rounds_in_stages_each_transfer_starts_once():
+    everyone = all_segments("contiguous", 5, 23)
+    own, *rounds = Block((((0,),),), True), Block((((1,),), ((2,),))), Block((((3,),), ((4,),)))
+    program = _gathered(Workload(everyone, everyone, Mask()), [own, *rounds])
+    Walker(program).walk()
+    started = Counter(chain.from_iterable(step.start for step in program.steps))
+    assert started == Counter(range(4))
+
+
+def test_what_an_owner_has_counts_be_it_nothing():
+    def counts(whole: bool, stage: int, keys: Segments) -> bool:
+        program = SimpleNamespace(blocks=[SimpleNamespace(whole=whole)])
+        return Program.counts(program, Part(0, stage), keys)
+
+    assert counts(True, 0, ())
+    assert not counts(True, 1, ())
+    assert not counts(False, 0, ())
+    (some,) = all_segments("contiguous", 1, 1)
+    assert counts(False, 1, some)

@@ -8,28 +8,12 @@ SUMMARIES = [
         "before[token]", "(before + 1)[token].clamp(max=rule.stride - 1)",
     ),
     Mutant(
-        "nothing at the edge of a window", "summaries/edge.py:Edge.make",
-        "if not any(len(tokens) for _, tokens, _ in needs)", "if True",
-    ),
-    Mutant(
         "edges of all documents are one", "summaries/cells.py:edge_keys",
         "document * _APART", "0 * document",
     ),
     Mutant(
-        "masked keys are seen at the edge", "summaries/edge.py:Edge.make",
-        "if key_mask is None", "if True",
-    ),
-    Mutant(
         "a query sees the cell that its own window is in", "summaries/cells.py:rows_of",
         "(first + row - 1)[token]", "torch.minimum(first + row, first + cells - 1)[token]",
-    ),
-    Mutant(
-        "a summary too few in each document", "summaries/cells.py:Cells.count",
-        "self.row(length - 1)", "self.row(length - 2)",
-    ),
-    Mutant(
-        "a bound one summary too far", "summaries/plan.py:_far_plan",
-        "rule.span - 1", "rule.span",
     ),
     Mutant(
         "blocks begin where cells begin", "summaries/cells.py:shares",
@@ -38,18 +22,6 @@ SUMMARIES = [
     Mutant(
         "documents are numbered one upon the other", "summaries/cells.py:Places.of",
         "borders[-1], rule.count(tokens)", "0, rule.count(tokens)",
-    ),
-    Mutant(
-        "summaries of all documents are one", "summaries/plan.py:_far_plan",
-        "len(borders) > 2 or ring.several", "False",
-    ),
-    Mutant(
-        "masked tokens are in summaries", "summaries/plan.py:Deal.make",
-        "real & key_mask.flatten()[tokens]", "real",
-    ),
-    Mutant(
-        "summaries of nothing are seen", "summaries/plan.py:_far_plan",
-        "if near.key_mask is not None", "if False",
     ),
     Mutant(
         "another rank's tokens hide what is seen here", "summaries/plan.py:Deal.visible",
@@ -83,18 +55,6 @@ SUMMARIES = [
         ".softmax(-1).sum(2)", ".softmax(-1).sum((0, 2))[None].repeat(2, 1, 1)",
     ),
     Mutant(
-        "masked keys of chosen cells are seen", "summaries/select.py:Selection._fetched",
-        "if self.key_mask is not None", "if False",
-    ),
-    Mutant(
-        "cells that nobody may see are chosen", "summaries/select.py:Selection._chosen",
-        "if self.summaries is not None", "if False",
-    ),
-    Mutant(
-        "cells beyond the distance are chosen", "summaries/select.py:Selection.make",
-        "if rule.span is not None", "if False",
-    ),
-    Mutant(
         "no bias", "summaries/attention.py:summary_attn", "far[1] + bias.to(far[1].dtype)",
         "far[1] + 0 * bias.to(far[1].dtype)",
     ),
@@ -112,10 +72,6 @@ SUMMARIES = [
         "self.rotary(plan.summary_positions(in_documents=self.restart) // self.rule.stride)",
     ),
     Mutant(
-        "the cache drops what the next summary is of", "summaries/cache.py:SummaryCache._oldest",
-        "(self.cells + 1) * self.rule.stride", "(self.cells + 2) * self.rule.stride",
-    ),
-    Mutant(
         "the cache never forgets", "summaries/cache.py:SummaryCache._summarise",
         "self.numbers < self.cells - self.rule.span", "self.numbers < -1",
     ),
@@ -126,10 +82,6 @@ SUMMARIES = [
     Mutant(
         "decoding's first block has the weights of a whole one",
         "summaries/cache.py:SummaryCache._summarise", "first - end + self.rule.block", "0",
-    ),
-    Mutant(
-        "keys that the plan was not made for", "summaries/pooling.py:_check", "t.shape != shape",
-        "False",
     ),
     Mutant(
         "summaries never restart", "summaries/layer.py:SummaryLayer._summarized",
