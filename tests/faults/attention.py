@@ -118,7 +118,7 @@ def patched(check: Callable[..., None], *given: Any, **named: Any) -> Case:
 
 
 def kernels_may_leave_dq_for_later() -> Iterator[Case]:
-    from tests.comm import test_carry_out, test_fused_copies
+    from tests.comm import test_fused_copies, test_scheduled_transport
     from tests.kernels import test_triton
     from tests.runtime import test_accumulate
     from tests.schedule import test_policy, test_timeline
@@ -126,8 +126,8 @@ def kernels_may_leave_dq_for_later() -> Iterator[Case]:
 
     yield test_accumulate.a_wide_sum_ends_with_its_parts
     yield patched(test_deferred_dq.what_is_left_is_in_the_gradients)
-    yield test_carry_out.what_is_left_is_done_in_time
-    yield test_carry_out.no_two_parts_leave_something_for_the_same_queries
+    yield test_scheduled_transport.what_is_left_is_done_in_time
+    yield test_scheduled_transport.no_two_parts_leave_something_for_the_same_queries
     yield patched(test_deferred_dq.nothing_is_left_where_parts_have_their_times)
     yield test_policy.gradients_are_hidden_behind_dq
     yield test_timeline.the_model_knows_what_is_left

@@ -128,13 +128,11 @@ class Hunter:
 
         threads.PATIENCE = 10.0
         hunt.import_package(prefix)
-        patterns = {
-            each: 0 for at, found in CASES.items() for each in found if _rendezvous(at, prefix)
-        }
+        patterns = {each: 0 for at, found in CASES.items() for each in found if _covers(at, prefix)}
         self.cases: list[Case] = [case for each in patterns for case in cases_of(each)]
         for name in () if quick else BATTERIES:
             battery = importlib.import_module(f"tests.faults.{name}")
-            if any(_rendezvous(at, prefix) for at in battery.ANSWERS_FOR):
+            if any(_covers(at, prefix) for at in battery.ANSWERS_FOR):
                 self.cases += battery.battery()
         gc.unfreeze()  # what is frozen is not found
         self.planter = Planter(Sources())
@@ -177,7 +175,7 @@ class Hunter:
         return [self.cases[number] for number in near], Learnt("", reached, seconds, [])
 
 
-def _rendezvous(a: str, b: str) -> bool:
+def _covers(a: str, b: str) -> bool:
     return a.startswith(b) or b.startswith(a)
 
 

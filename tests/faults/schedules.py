@@ -15,7 +15,7 @@ ANSWERS_FOR = ("schedule/steps.py",)
 def battery() -> Iterator[Callable[[], object]]:
     """Cases that fail where something is wrong."""
     from ring_attention_pytorch.geometry.tiles import Mask
-    from tests.comm import test_carry_out
+    from tests.comm import test_scheduled_transport
     from tests.schedule import test_steps
 
     torch.set_num_threads(1)
@@ -26,7 +26,9 @@ def battery() -> Iterator[Callable[[], object]]:
     for back in (False, True):
         for how in (dict(transport="ring"), dict(transport="gather")):
             yield partial(
-                test_carry_out.test_transports_send_what_the_schedule_says_when_it_says, how, back
+                test_scheduled_transport.test_transports_send_what_the_schedule_says_when_it_says,
+                how,
+                back,
             )
 
 

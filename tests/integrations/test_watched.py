@@ -1,5 +1,6 @@
 """A call of a model, watched: its parts as they are now, and hooks that go when it ends."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,8 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+from ring_attention_pytorch import shard_batch
+from ring_attention_pytorch.integrations import watched
 from ring_attention_pytorch.integrations.watched import Parts, Watched, parts_of
 from tests.support import hf
 
@@ -87,3 +90,36 @@ def test_losses_of_several_batches_have_none_of_routers() -> None:
     with pytest.raises(ValueError, match="the routers' loss is of a batch"):
         Watched(here).router_loss((torch.zeros(2, 3),), 1, None)
     assert Watched(here).router_loss(None, 1, None) == 0
+
+
+def batch():
+    return shard_batch({"input_ids": torch.tensor([[1, 2, 3]])})
+
+
+def test_the_block_is_the_innermost_one_that_is_open() -> None:
+    assert watched.opened() is None
+    with batch():
+        assert watched.opened() is None  # a batch's block alone is none of a model
+        placement = watched.begun("outer")
+        assert watched.needed() == "outer"
+        with batch():
+            assert watched.opened() is None
+            assert watched.begun("inner") is not placement
+            assert watched.needed() == "inner"
+        assert watched.needed() == "outer"
+    assert watched.opened() is None
+
+
+def test_another_thread_is_in_no_block() -> None:
+    found = []
+    with batch():
+        watched.begun("this")
+        other = threading.Thread(target=lambda: found.append(watched.opened()))
+        other.start()
+        other.join()
+    assert found == [None]
+
+
+def test_where_a_block_is_needed_its_absence_is_told() -> None:
+    with pytest.raises(ValueError, match="this model has ring attention, which needs its batch"):
+        watched.needed()
