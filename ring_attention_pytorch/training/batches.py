@@ -174,7 +174,7 @@ class ShardedBatch(MutableMapping[str, Any]):
         if self.uncompared is not None or error is not None:
             same = {"batch, layout and labels (their digest)": self.uncompared}
             agree(ring, "a batch", same, check=error)
-            object.__setattr__(self, "told", None)
+            object.__setattr__(self, "uncompared", None)
         placement = Placement(
             ring, self.layout, self.length, self.packing, self.key_mask, self.whole_mask,
             self.digest,
