@@ -1,1 +1,1 @@
-"""Adapters to other packages. Each module needs its own, and nothing else here needs the module."""
+"""Adapters to other packages. Each module imports its own package, which nothing else needs."""

@@ -1,11 +1,11 @@
-"""A cache of transformers' models whose keys stay spread over ranks, for `model.generate`.
+"""A cache for transformers' `model.generate` whose keys stay spread over the ranks.
 
-    mask function    asks the cache how many keys there are; the mask that it gets knows the cache
-    cache.update     hands the new tokens' keys through, and waits for the attention to them
-    attention        appends them to a `RingCache`, and attends to all that it holds
+    mask function    gets the number of keys from the cache; its mask refers to the cache
+    cache.update     returns the new tokens' keys unchanged, and notes them for attention
+    attention        appends them to a `RingCache`, and attends to all cached keys
 
-All ranks compute the same tokens, but for attention: there each looks at the keys that it holds.
-`RingHFCache.prefill` computes a prompt ahead, of which each rank has a part.
+All ranks compute all tokens, except in attention, where each rank attends to the keys it stores.
+`RingHFCache.prefill` computes a prompt beforehand, a part of it on each rank.
 """
 
 import inspect
@@ -31,41 +31,41 @@ from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.ranks.agreement import Check, agree, error_of
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 
-_LAYOUT: Final = "zigzag"  # of a chunk of a prompt that is spread
-_FEW = 16  # tokens for each rank; attention of more is spread, too, where it can be
+_LAYOUT: Final = "zigzag"  # of tokens that are spread: a prompt's chunk, or many new tokens
+_FEW = 16  # new tokens per rank; with more of them, queries are spread as well where possible
 _CALLER = "RingHFCache"
 
 
 class RingHFCache(Cache):
-    """A cache for `model.generate(ids, past_key_values=cache)`, of which each rank holds its share.
+    """A cache for `model.generate(ids, past_key_values=cache)`, with a part of it on each rank.
 
-    The model has `attn_implementation="ring"`. All ranks call `generate` with the same arguments,
-    and get the same tokens: by greedy search, sampling, beams, assisted decoding, with prompts that
-    are padded on the left and `prefill_chunk_size`. Who samples must seed random numbers alike on
-    all ranks, with `transformers.set_seed`; each call of the model compares its tokens.
+    The model needs `attn_implementation="ring"`. All ranks call `generate` with the same arguments
+    and get the same tokens: by greedy search, sampling, beams or assisted decoding, with prompts
+    padded on the left, and with `prefill_chunk_size`. To sample, seed all ranks alike with
+    `transformers.set_seed`; each call of the model compares the ranks' tokens.
 
     Args:
         config: `model.config`.
-        capacity: the most tokens of a sequence, whose memory is then allocated at once. None lets
-            memory grow.
-        page: tokens that lie on one rank before the next has its turn.
-        dtype: of the keys and values that are kept; None is that of the model's.
-            `torch.float8_e4m3fn` takes half the memory of 16 bits, and rounds.
-        spare: layers that have a window by the config keep its tokens and twice this, in place of
-            all, where these are fewer. So many tokens can be forgotten there, as assisted decoding
-            and `crop` do. None keeps all tokens of all layers.
-        kernel: of attention to few tokens, as for `ring_attn_with_cache`.
-        check_tokens: check in each call of the model whether all ranks have the same tokens, and
-            whether these are those that come next.
+        capacity: the most tokens of a sequence; their memory is allocated at once. None allocates
+            memory as needed.
+        page: consecutive tokens on one rank before the next rank stores some.
+        dtype: of the cached keys and values; None is the model's dtype. `torch.float8_e4m3fn` takes
+            half the memory of 16 bits, and rounds.
+        spare: layers with a window in the config store `window + 2 * spare` tokens, if that is
+            fewer than all. Up to `spare` tokens can be removed again, by assisted decoding or
+            `crop`. None stores all tokens in all layers.
+        kernel: of attention of few new tokens, as for `ring_attn_with_cache`; if named, of many.
+        check_tokens: check in each call of the model that all ranks have the same tokens, and that
+            they are the next tokens of the sequence.
         group: the ring; None is the default group.
 
     Attributes:
-        keys: the `RingCache`; None until there are tokens.
+        keys: the `RingCache`; None before the first tokens.
 
     Raises:
-        ValueError: the model has another attention, or layers that are not attention; now, or when
-            it is called with what can't be honoured: masks that are neither causal nor sliding, nor
-            padding on the left, dropout, gradients.
+        ValueError: the model has another attention, or layers that are not attention. When the
+            model runs: a mask that is not causal, sliding or padding on the left, dropout, or
+            gradients.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from ring_attention_pytorch.integrations.transformers import register
@@ -94,7 +94,7 @@ class RingHFCache(Cache):
         group: Group = None,
     ):
         self.ring: Ring = as_ring(group)
-        # the text model's, of a class of its own
+        # the text model's config, whose class depends on the model
         self.config: Any = config.get_text_config(decoder=True)
         self.sizes: dict[str, Any] = {"capacity": capacity, "page": page, "spare": spare}
         same = self.sizes | {"dtype": str(dtype), "kernel": kernel, "check": check_tokens}
@@ -106,18 +106,18 @@ class RingHFCache(Cache):
         self.check_tokens = check_tokens
         self.keys: RingCache | None = None
         self._starts: list[int] | None = None
-        self._new: dict[int, Tensor] = {}  # keys of layers that have yet to attend to them
-        self._chunk: int | None = None  # tokens of the chunk of which each rank has a part
+        self._new: dict[int, Tensor] = {}  # by layer: new keys, until its attention runs
+        self._chunk: int | None = None  # tokens of a prompt's chunk that is spread over ranks
         super().__init__(layers=[_Layer(self, i) for i in range(self.config.num_hidden_layers)])
 
-    # ---- what transformers asks
+    # ---- called by transformers
 
     def length(self, layer: int) -> int:
-        """Return the tokens that a layer has, on all ranks together."""
+        """Return the number of a layer's tokens, over all ranks."""
         return 0 if self.keys is None else self.keys.lengths_in(layer)[0]
 
     def expect(self, layer: int, k: Tensor) -> None:
-        """Note new keys of a layer, which its attention will bring."""
+        """Note a layer's new keys; its next attention must get this very tensor."""
         if self._new:
             self._fail(
                 f"keys of layer {min(self._new)} were left out: its attention is another one"
@@ -126,7 +126,7 @@ class RingHFCache(Cache):
         self._new[layer] = k
 
     def mask(self, function: Any, given: Tensor | None, kv_length: int) -> "CachedMask":
-        """Return what a mask function lets tokens see, of so many keys."""
+        """Return the mask for attention, from a mask function over `kv_length` keys."""
         visible = visible_by(function)
         problem = None if visible.causal else "the mask is not causal"
         if current() is not None:
@@ -147,20 +147,20 @@ class RingHFCache(Cache):
         return CachedMask(self, visible, starts)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens.
+        """Remove the last `-tokens_to_remove` tokens.
 
         Raises:
-            ValueError: it is positive, which was once the length to keep; or layers with a window
-                have forgotten what would be seen then: `spare` was less.
+            ValueError: it is positive (once the length to keep); or it removes more than `spare`
+                tokens, and layers with a window lack tokens that would be visible again.
         """
-        n = -int(tokens_to_remove)  # it may be a tensor
+        n = -int(tokens_to_remove)  # it can be a tensor
         if n < 0:
             raise ValueError(f"{_CALLER}: crop takes minus the tokens to forget, got {-n}")
         if self.keys is not None and n:
             self.keys.rollback(n)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let sequence i go on from sequence `beam_idx[i]`; full pages are shared."""
+        """Replace sequence i by sequence `beam_idx[i]`; full pages are shared, not copied."""
         if self.keys is not None:
             beams = beam_idx.tolist()
             self.keys.reorder(beams)
@@ -168,7 +168,7 @@ class RingHFCache(Cache):
                 self._starts = [self._starts[i] for i in beams]
 
     def reset(self) -> None:
-        """Forget all tokens, and give back the memory."""
+        """Remove all tokens, and free their memory."""
         self.keys, self._starts = None, None
         self._new.clear()
 
@@ -191,7 +191,7 @@ class RingHFCache(Cache):
     ) -> Tensor:
         """Append new tokens' k and v `[b, h, n, d]`; return attention of q, `[b, n, h, d]`.
 
-        `at` is where each sequence starts, behind its padding, and the positions `[b, n]`.
+        `at` has each sequence's first token after its padding, and the positions `[b, n]`.
         """
         if (given := self._new.pop(layer, None)) is not qkv[1]:
             self._fail(_other_keys(layer, given))
@@ -217,7 +217,7 @@ class RingHFCache(Cache):
         return unshard_sequence(_out(out), length=n, **how)
 
     def _ready(self, k: Tensor, v: Tensor, starts: list[int] | None) -> RingCache:
-        """Return the `RingCache` for new tokens, whose padding it then hides."""
+        """Return the `RingCache`, allocated on first use, with padding before `starts` hidden."""
         b, heads, _, d = k.shape
         if self.keys is None:
             self.keys = model_cache(
@@ -235,19 +235,19 @@ class RingHFCache(Cache):
         return self.keys
 
     def _check_places(self, k: Tensor, starts: list[int] | None, positions: Tensor | None) -> None:
-        """Raise ValueError if positions say that new tokens are not those that come next."""
+        """Raise ValueError if new tokens' positions don't continue the cached sequence."""
         if positions is None or positions.ndim != 2:
             return
         b, n = k.shape[:2]
         last = [self.length(0) + n - 1 - start for start in starts or [0] * b]
         if all(i in (end, 0) for i, end in zip(positions[:, -1].expand(b).tolist(), last)):
-            return  # 0 is that of padding
+            return  # padding has position 0
         raise ValueError(
             f"it has {self.length(0)} tokens, and new ones end at positions "
             f"{positions[:, -1].tolist()}, not {last}; assisted decoding begins with an empty cache"
         )
 
-    # ---- a prompt ahead
+    # ---- prefill
 
     @torch.no_grad()
     @checked
@@ -259,15 +259,15 @@ class RingHFCache(Cache):
         *,
         chunk_size: int | None = None,
     ) -> None:
-        """Compute a prompt, but for its last token, each rank a part of each chunk.
+        """Compute a prompt except its last token; each rank computes a part of each chunk.
 
-        `generate` with the same ids and mask goes on from there. Without this it works, too, but
-        then each rank computes all of the prompt, apart from attention.
+        `generate` with the same ids and mask continues from there. It works without a prefill too,
+        but each rank then computes the whole prompt, except for attention.
 
         Args:
-            input_ids: `[b, n]`, the same on all ranks. Those that are in the cache are left out.
+            input_ids: `[b, n]`, the same on all ranks. Tokens already in the cache are skipped.
             attention_mask: `[b, n]`, as for `generate`: 0 where a prompt is padded on its left.
-            chunk_size: tokens that all ranks together compute at once; None is all.
+            chunk_size: tokens of a forward pass, over all ranks; None is all.
 
         Raises:
             ValueError: an argument is invalid or differs between ranks; on all ranks.
@@ -293,7 +293,7 @@ class RingHFCache(Cache):
                 self._chunk = None
 
     def _mine(self, n: int, device: torch.device) -> Tensor:
-        """Return this rank's places in a chunk; all of them, if not each rank would have some."""
+        """Return this rank's places in a chunk of n tokens; all, if some rank would get none."""
         segments = all_segments(_LAYOUT, self.ring.size, n)
         if min(map(count, segments)) == 0:
             return torch.arange(n, device=device)
@@ -318,7 +318,7 @@ class RingHFCache(Cache):
         check_layers(self.config, ids.shape[1])
 
     def new_length(self, layer: int, q_length: int) -> int:
-        """Return how many keys a layer will have when q_length tokens of this rank have come."""
+        """Return the number of a layer's keys after `q_length` more tokens of this rank."""
         return self.length(layer) + (q_length if self._chunk is None else self._chunk)
 
     def _check_model(self) -> None:
@@ -336,7 +336,7 @@ class RingHFCache(Cache):
         )
 
     def _ensure(self, check: Check, note: str = "{}") -> None:
-        """Raise on all ranks what a check raises here, as it is `note`; else nothing is sent."""
+        """Raise a check's error, put into `note`; nothing is sent, as all ranks check alike."""
         if (error := error_of(check)) is not None:
             self._fail(note.format(error))
 
@@ -346,20 +346,20 @@ class RingHFCache(Cache):
 
 
 class CachedLength(int):
-    """How many keys there are, and in which cache: so a mask comes to know it."""
+    """A number of keys with a reference to its cache, which the mask function needs."""
 
     cache: RingHFCache
 
     @classmethod
     def of(cls, n: int, cache: RingHFCache) -> Self:
-        """Make the number n of keys of a cache."""
+        """Make the number `n` of a cache's keys."""
         found = cls(n)
         found.cache = cache
         return found
 
 
 class CachedMask(NamedTuple):
-    """What attention gets as its mask: what is visible, in which cache, behind which padding."""
+    """The mask passed to attention: its cache, the visible tokens, each sequence's start."""
 
     cache: RingHFCache
     visible: Visible
@@ -377,7 +377,7 @@ class CachedMask(NamedTuple):
         """Return attention of new tokens to the cache, `[b, n, h, d]`.
 
         Args:
-            given: what else the layer asks of attention.
+            given: the other options of the layer's call.
         """
         if torch.is_grad_enabled() and any(t.requires_grad for t in qkv):
             self.cache._fail("there are no gradients with a cache: use torch.no_grad()")
@@ -391,7 +391,7 @@ class CachedMask(NamedTuple):
 
 
 class _Layer(CacheLayerMixin):
-    """A layer, as transformers asks for it; the cache has all of them together."""
+    """One layer, by transformers' interface; one `RingCache` has the keys of all layers."""
 
     is_croppable, is_compileable, supports_early_init = True, False, False
 
@@ -400,7 +400,7 @@ class _Layer(CacheLayerMixin):
         self.whole, self.index = whole, index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the first attention makes the cache."""
+        """Do nothing: the first call of attention allocates the cache."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -420,7 +420,7 @@ class _Layer(CacheLayerMixin):
 
 
 def _other_keys(layer: int, given: Tensor | None) -> str:
-    """Say why a layer's attention gets other keys than the layer gave to its cache."""
+    """Return the error text for attention to other keys than the layer gave to the cache."""
     why = "it has given it none, as layers that share the keys of others"
     if given is not None:
         why = (

@@ -1,4 +1,4 @@
-"""TRL's GRPO over sequences that are spread: generation, then log-probabilities of all of it.
+"""TRL's GRPO on spread sequences: each rank generates whole ones, log-probabilities are spread.
 
     RingGRPOTrainer(model, rewards, args=GRPOConfig(..., parallelism_config=...), ...).train()
 
@@ -19,13 +19,13 @@ from ring_attention_pytorch.ranks.ring import as_ring
 
 
 class RingGRPOTrainer(RingTrainerMixin, GRPOTrainer):
-    """TRL's `GRPOTrainer` whose log-probabilities and entropies are those of spread sequences.
+    """TRL's `GRPOTrainer`, computing log-probabilities and entropies on spread sequences.
 
-    The ranks of a ring have the same prompts, and the completions and rewards of the first of them.
-    `per_device_train_batch_size` is that of a ring; one process with it takes the same steps.
+    All ranks of a ring have the same prompts, and use completions and rewards of its first rank.
+    `per_device_train_batch_size` counts a ring's samples; one process with it takes the same steps.
 
     Attributes:
-        ring_generates: the attention by which models generate, each rank for itself.
+        ring_generates: the `attn_implementation` for generation, of whole sequences on each rank.
     """
 
     args: Any
@@ -72,12 +72,12 @@ class RingGRPOTrainer(RingTrainerMixin, GRPOTrainer):
             found = super()._generate_single_turn(*given, **more)
         finally:
             model.set_attn_implementation(before)
-        ring = as_ring(self._ring)  # others may have drawn other tokens
+        ring = as_ring(self._ring)  # ranks can sample different tokens; all use the first one's
         told = pickle.dumps(found) if ring.rank == 0 else b""
         return pickle.loads(ring.gather_notes("RingGRPOTrainer", told)[0])
 
     def _calculate_rewards(self, *given: Any, **more: Any) -> Tensor:
-        """Return rewards of all ranks, those of a ring's first rank for the whole ring."""
+        """Return the rewards of all ranks, with its first rank's for each rank of a ring."""
         rewards = super()._calculate_rewards(*given, **more)
         ranks = rewards.unflatten(0, (self.accelerator.num_processes, -1))
         of_rings = ranks[:: self._alike]
@@ -85,7 +85,7 @@ class RingGRPOTrainer(RingTrainerMixin, GRPOTrainer):
         return of_rings.repeat_interleave(self._alike, 0).flatten(0, 1)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        """Generate, and count in what is logged each ring's samples once."""
+        """Generate and score; logged metrics count each ring's samples once."""
         before = self.state.num_input_tokens_seen
         found = super()._generate_and_score_completions(inputs)
         metrics = self._metrics["train" if self.model.training else "eval"]

@@ -1,9 +1,9 @@
-"""Heads of transformers' models: how logits are made of hidden states, for losses by chunks.
+"""Read a transformers model's output head, so that a loss can compute logits by chunks.
 
     logits = softcap * tanh((hidden @ weight.T + bias) * scale / softcap)
 
-Names of settings tell which softcap and scale there may be. Whether that is all is found out: the
-model's own forward gets random hidden states in place of those of its layers, once.
+The config lists possible softcaps and scales. Which ones apply is measured once per model: its own
+forward runs on random hidden states in place of its layers' output.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 class _Score(NamedTuple):
-    """What becomes of the products of hidden states and weight, beside a bias."""
+    """Softcap and scale that a head applies to its linear layer's output."""
 
     softcap: float | None
     scale: float | None
@@ -37,20 +37,20 @@ _scores: "WeakKeyDictionary[nn.Module, tuple[Any, _Score]]" = WeakKeyDictionary(
 
 @checked
 def head_of(model: nn.Module) -> dict[str, Any]:
-    """Return what makes logits of a model's hidden states, for `ring_cross_entropy`.
+    """Return a model's output head, as keyword arguments of `ring_cross_entropy`.
 
         loss = ring_cross_entropy(hidden, batch.labels, **head_of(model))
 
-    The model's head is tried with random hidden states when it is first asked for.
+    The first call for a model measures its head with random hidden states.
 
     Args:
-        model: one of transformers with a language model's head; as it is, in DDP, with adapters.
+        model: a transformers model with a language model's head, also in DDP or with adapters.
 
     Returns:
-        head `[classes, d]`, and if the model has them softcap, scale and bias `[classes]`.
+        head `[classes, d]`, and softcap, scale and bias `[classes]` if the model has them.
 
     Raises:
-        ValueError: the model has no such head, or makes logits in another way.
+        ValueError: the model has no such head, or computes logits in another way.
 
     >>> from transformers import CohereConfig, CohereForCausalLM
     >>> sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=9)
@@ -71,7 +71,7 @@ def head_of(model: nn.Module) -> dict[str, Any]:
 
 
 def _unwrapped(model: nn.Module) -> PreTrainedModel:
-    """Return the model of transformers in a model."""
+    """Return the transformers model inside a module, such as DDP."""
     found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if found is None or not _bodies(found):
         name = type(model if found is None else found).__name__
@@ -80,12 +80,12 @@ def _unwrapped(model: nn.Module) -> PreTrainedModel:
 
 
 def _bodies(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the models in a model, which give hidden states to its head."""
+    """List the transformers models inside a model, which compute its head's hidden states."""
     return [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
 
 
 def _linear(model: PreTrainedModel) -> Any:
-    """Return the layer that makes logits; raise ValueError if there is more than one of them."""
+    """Return the linear layer that computes logits; raise ValueError if there are several."""
     head: Any = model.get_output_embeddings()
     name, weight = type(model).__name__, getattr(head, "weight", None)
     if isinstance(weight, DTensor):
@@ -108,7 +108,7 @@ def _linear(model: PreTrainedModel) -> Any:
 
 
 def _named(config: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the softcaps and the scales that a config names."""
+    """Return the softcaps and the scales in a config."""
     config = config.get_text_config()
 
     def values(names: tuple[str, ...]) -> Iterator[float]:
@@ -126,7 +126,7 @@ def _named(config: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
 def _measured(
     model: PreTrainedModel, head: Any, named: tuple[tuple[float, ...], tuple[float, ...]]
 ) -> _Score:
-    """Return which of the settings make the logits that the model makes."""
+    """Return the softcap and scale that reproduce the model's own logits."""
     softcaps, scales = named
     several = (1.0, *scales, *(1 / scale for scale in scales))
     draw = torch.Generator().manual_seed(0)
@@ -134,7 +134,7 @@ def _measured(
     hidden = hidden.to(head.weight.device, head.weight.dtype)
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         size = F.linear(hidden, head.weight).double().std() * min(several)
-        hidden = hidden * (3 * max(softcaps, default=1.0) / size)  # so large that a softcap shows
+        hidden = hidden * (3 * max(softcaps, default=1.0) / size)  # so that a softcap shows
         plain = F.linear(hidden, head.weight, head.bias).double()
         got = _logits(model, hidden)
         tried = [
@@ -162,19 +162,19 @@ def _error(got: Tensor | None, want: Tensor) -> float:
 
 
 def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor | None:
-    """Return what the model's own forward makes of hidden states; None if it can't."""
+    """Return the logits of the model's own forward for hidden states; None if it fails."""
     words = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
     with ExitStack() as giving:
         for body in _bodies(model):
             giving.enter_context(_giving(body, hidden))
         try:
             return model.forward(input_ids=words).logits
-        except Exception:  # whatever a forward wants of its layers beside hidden states
+        except Exception:  # a forward can need more of its layers than hidden states
             return None
 
 
 class _Output(BaseModelOutputWithPast):
-    """Hidden states, and nothing else that a head may ask for."""
+    """Hidden states as a model's output; every other attribute is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -183,7 +183,7 @@ class _Output(BaseModelOutputWithPast):
 
 @contextmanager
 def _giving(layers: nn.Module, hidden: Tensor) -> Iterator[None]:
-    """Inside it layers give these hidden states."""
+    """Make layers return these hidden states inside the block."""
 
     def forward(*_: Any, **__: Any) -> Mapping[str, Any]:
         return _Output(last_hidden_state=hidden)

@@ -1,12 +1,12 @@
-"""Trainers whose losses can be spread, by a list: of each, what its loss is of.
+"""A list of trainers whose losses can be spread, with the input of each loss.
 
-    TOKENS            a sum over tokens: each rank computes that of its own
-    PROBABILITIES     whole sequences' log-probabilities, which TRL's fused head makes
-    SCORES            whole sequences' scores, which a reward model makes
-    AFTER_GENERATION  as PROBABILITIES, of sequences that the trainer generates
+    TOKENS            a sum over tokens: each rank sums its own
+    PROBABILITIES     log-probabilities of whole sequences, from TRL's fused head
+    SCORES            scores of whole sequences, from a reward model
+    AFTER_GENERATION  as PROBABILITIES, for sequences that the trainer generates
 
-A class that comes after the mixin and computes a loss of its own is on the list, or it is refused:
-nobody knows what it would do with this rank's tokens. One before the mixin knows of it.
+A base class after the mixin with a loss of its own must be on the list. Others are refused: they
+could take this rank's tokens for whole sequences. Classes before the mixin are written for it.
 """
 
 TOKENS, PROBABILITIES, SCORES = "tokens", "probabilities", "scores"
@@ -23,7 +23,7 @@ _COMPUTE = ("compute_loss", "_compute_loss", "training_step", "prediction_step")
 
 
 def loss_of(trainer: type, mixin: type) -> str:
-    """Return what the loss of a trainer is of, whose class has the mixin.
+    """Return the input of a trainer's loss, such as TOKENS; its class derives from the mixin.
 
     Raises:
         ValueError: a class after the mixin computes a loss, and is not on the list.

@@ -1,4 +1,4 @@
-"""Layers of transformers' models that see more of a sequence than attention does."""
+"""Checks of transformers' models: layers, heads and positions that can't be spread."""
 
 import sys
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 _SLIDING = "sliding_attention"
 _SPREAD = {_SLIDING, "full_attention", "attention", "mlp", "moe", "dense", "sparse"}
 _SEARCHING = ("SplinterForQuestionAnswering", "SplinterForPreTraining")
-_OF_LENGTH = ("dynamic", "longrope")  # rotary frequencies depend on how long a sequence is
+_OF_LENGTH = ("dynamic", "longrope")  # rotary frequencies depend on a sequence's length
 
 
 def check_layers(config: Any, length: int) -> None:
-    """Raise ValueError if something in a model's config can't be spread.
+    """Raise ValueError if a model's config has something that can't be spread.
 
     Args:
         config: the model's, or its text model's.
-        length: tokens of the whole sequence, of which ranks have parts; 0 if all have all.
+        length: tokens of the whole sequence if it is spread; 0 if each rank has it whole.
     """
     kinds: set[str] = set()
     for name in ("layer_types", "layers_block_type"):
@@ -38,7 +38,7 @@ def _check_sequences(config: Any) -> None:
 
 
 def check_reading(model: Any) -> None:
-    """Raise ValueError if a model, or its head, reads what no rank has alone.
+    """Raise ValueError if a model or its head must read a whole sequence.
 
     Args:
         model: a model of transformers.
@@ -52,7 +52,7 @@ def check_reading(model: Any) -> None:
 
 
 def check_own_attention(model: Any, name: str) -> None:
-    """Raise ValueError if a model of text does not ask transformers for attention of this name.
+    """Raise ValueError if a text model computes attention itself, not by transformers' interface.
 
     Args:
         model: a model of transformers.
@@ -68,7 +68,7 @@ def check_own_attention(model: Any, name: str) -> None:
 
 
 def is_tower_by_name(model: Any) -> bool:
-    """Tell whether a model, not of text, picks its attention out of a table that lacks ours.
+    """Return whether a vision model picks its attention from a table of its own, without ours.
 
     Args:
         model: a model of transformers.
@@ -78,17 +78,17 @@ def is_tower_by_name(model: Any) -> bool:
 
 
 def _own_tables(model: Any) -> list[str]:
-    """List the tables of attention by name in the module of a model's class."""
+    """List the names of attention tables in the Python module of a model's class."""
     return [n for n in vars(sys.modules[type(model).__module__]) if "ATTENTION_CLASSES" in n]
 
 
 def _is_whole(config: Any) -> bool:
-    """Tell whether a config has no text model's within it."""
+    """Return whether a config has no text model's config inside."""
     return config.get_text_config() is config
 
 
 def windows_of(config: Any) -> list[int | None]:
-    """Return how many tokens before its own each layer sees; None is all.
+    """Return each layer's window: the visible tokens before a token; None is all.
 
     >>> from types import SimpleNamespace
     >>> layers = ["full_attention", "sliding_attention"]
@@ -99,12 +99,12 @@ def windows_of(config: Any) -> list[int | None]:
     if window is None:
         return [None] * config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or [_SLIDING] * config.num_hidden_layers
-    return [window - 1 if kind == _SLIDING else None for kind in kinds]  # it counts the token
+    return [window - 1 if kind == _SLIDING else None for kind in kinds]  # without itself
 
 
 def _check_counting(config: Any) -> None:
-    """Raise ValueError if where a token is decides more than attention, by a rank's own count."""
-    ropes = getattr(config, "no_rope_layers", None) or ()  # 1 where there is one
+    """Raise ValueError if a layer counts tokens from 0 on each rank, or reads their neighbours."""
+    ropes = getattr(config, "no_rope_layers", None) or ()  # 1 for a layer with rotary embeddings
     if getattr(config, "attn_temperature_tuning", False) and not all(ropes):
         raise ValueError(
             "layers without rotary embeddings scale queries by a token's number, which the model "

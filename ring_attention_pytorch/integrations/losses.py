@@ -1,10 +1,10 @@
-"""Losses of transformers' models, in a block: which labels they take, and that they are ours.
+"""Replace the losses of transformers' models in a block, and check the labels they get.
 
-    ForCausalLM             what a token predicts: labels that were moved ahead
-    ForMaskedLM             what a token is: labels in place
-    nn.CrossEntropyLoss     called by a model itself: labels in place, or nobody's
+    ForCausalLM             shifted labels: each token's next one
+    ForMaskedLM             labels in place: each token's own
+    nn.CrossEntropyLoss     called by a model itself: labels in place, others are an error
 
-transformers keeps losses in a table. Older models call PyTorch's own loss.
+transformers has a table of losses. Older models call PyTorch's loss instead.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ _original = nn.CrossEntropyLoss.forward
 
 
 def labels_in_place(model: Any) -> bool:
-    """Tell whether a model's labels are of the tokens themselves: `shard_batch` need not move them.
+    """Return whether a model's labels are of the tokens themselves, and need no shift.
 
     >>> from transformers import ModernBertConfig, ModernBertForMaskedLM
     >>> sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=9)
@@ -45,10 +45,10 @@ def own_losses(
     inline: Callable[..., Tensor | None],
     of_wholes: Callable[[], bool],
 ) -> Iterator[None]:
-    """Let models call `loss` for theirs, and `inline` for PyTorch's cross entropy.
+    """Replace models' losses by `loss`, and PyTorch's cross entropy by `inline`, in the block.
 
-    `inline` returns None for what is none of a model's losses. `of_wholes` tells whether other
-    losses are now of whole sequences: then they stay as they are.
+    `inline` returns None for a call that is not a model's loss. Other losses raise, unless
+    `of_wholes()` returns True: their inputs are whole sequences, and they run unchanged.
     """
     losses: dict[str, Any] = LOSS_MAPPING
     entropies: Any = nn.CrossEntropyLoss
@@ -74,12 +74,12 @@ def own_losses(
 def check_labels(
     batch: ShardedBatch, labels: Tensor | None, moved: Tensor | None, in_place: bool, counted: bool
 ) -> None:
-    """Raise ValueError if what a model computes its loss of are not the batch's labels.
+    """Raise ValueError if a model computes its loss from other labels than the batch's.
 
     Args:
-        labels, moved: what the model was given as labels and as shift_labels.
+        labels, moved: the model's arguments `labels` and `shift_labels`.
         in_place: whether labels are of the tokens themselves in this model.
-        counted: whether somebody has counted the labels that the loss is divided by.
+        counted: whether the caller has counted the labels, to divide the loss by.
     """
     ahead, here = batch.get("shift_labels"), batch.in_place
     mine = ahead if here is None or not in_place else here
@@ -102,7 +102,7 @@ def check_labels(
 def check_entropy(
     model: str, function: nn.CrossEntropyLoss, labels: Tensor, mine: Tensor | None
 ) -> None:
-    """Raise ValueError if a model does with PyTorch's cross entropy what can't be spread."""
+    """Raise ValueError if a model's own call of PyTorch's cross entropy can't be spread."""
     plain = function.weight is None and function.label_smoothing == 0
     if plain and function.reduction == "mean" and are_equal(labels, mine):
         return
@@ -122,9 +122,9 @@ def loss_of(
     num_items: Tensor | None,
     ignore_index: int,
 ) -> Tensor:
-    """Compute the loss of a batch's logits `[b, n, classes]`: the mean of all ranks.
+    """Compute the loss of a batch's logits `[b, n, classes]`: the mean over all ranks' tokens.
 
-    With `num_items` it is the sum of this rank's, divided by that.
+    With `num_items` it is the sum over this rank's tokens, divided by `num_items`.
     """
     here = in_place and batch.in_place is not None
     labels: Any = batch.in_place if here else batch.labels
@@ -140,7 +140,7 @@ def loss_of(
 
 
 def are_equal(a: Tensor | None, b: Tensor | None) -> bool:
-    """Tell whether these have the same values, in whatever shape, dtype, and place."""
+    """Return whether two tensors have the same values, in any shape, dtype and device."""
     if a is None or b is None or a.numel() != b.numel():
         return False
     return a is b or torch.equal(a.to(b.device, b.dtype).reshape(b.shape), b)

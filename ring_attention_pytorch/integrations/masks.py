@@ -1,8 +1,8 @@
-"""Masks of Hugging Face's transformers, read: what a mask function lets a token see.
+"""Read the visible tokens from a mask function of Hugging Face's transformers.
 
-transformers makes masks of functions: `and_masks(sliding_window_overlay(8), causal_mask_function)`.
-A spread sequence has no matrix to evaluate them on. So they are recognised by their code, part by
-part. What is unknown is an error, not a guess.
+Masks are composed of functions: `and_masks(sliding_window_overlay(8), causal_mask_function)`. A
+spread sequence has no matrix to evaluate them on, so each part is recognised by its code. An
+unknown part is an error, not a guess.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from transformers import masking_utils as hf
 
 
 class Visible(NamedTuple):
-    """What a token sees: with `causal` no later one; within `window` tokens, None is no bound."""
+    """The tokens that one sees: none later if `causal`, at most `window` away; None is no bound."""
 
     causal: bool
     window: int | None
@@ -27,17 +27,17 @@ _ALL = Visible(False, None)
 
 
 class NoTensor(ValueError, AttributeError):
-    """What is asked of a mask that is no tensor; `hasattr` takes it as a no."""
+    """A mask that is no tensor was used as one. As an AttributeError it makes `hasattr` False."""
 
 
 class RingMask:
-    """What attention gets as its mask: what is visible, in whose block, or why there is none."""
+    """The mask passed to attention: its block, and the visible tokens or the error to raise."""
 
     def __init__(self, forward: Any, visible: Visible | None, error: ValueError | None):
         self.forward: Any = forward
         self.visible: Visible = visible or _ALL
         self.error: ValueError | None = error
-        self.compared = False  # ranks have compared it
+        self.compared = False  # True once ranks have compared it
 
     def __getattr__(self, name: str) -> Any:
         raise _looked_into(name)
@@ -67,12 +67,12 @@ def _looked_into(name: str) -> NoTensor:
 
 
 def visible_by(mask_function: Callable[..., Any]) -> Visible:
-    """Return what a mask function of transformers lets a token see.
+    """Return the tokens that are visible by a mask function of transformers.
 
-    Documents that transformers has found in position ids don't count: they are the batch's.
+    Documents that transformers found in position ids are ignored: the batch has them.
 
     Raises:
-        ValueError: it is none of those that ring attention can have.
+        ValueError: ring attention does not support the mask.
 
     >>> visible_by(hf.sliding_window_causal_mask_function(8))
     Visible(causal=True, window=7)
@@ -106,13 +106,13 @@ def _both(values: dict[str, Any]) -> Visible:
 
 
 def _values(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return what a function was made of: the names that it closes over, and their values."""
+    """Return the variables that a function closes over: their values by name."""
     cells = function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells)}
 
 
 def _is_one_sided(function: Callable[..., Any]) -> bool:
-    """Tell whether a part of the mask function looks back only."""
+    """Return whether a part of the mask function has a window of earlier tokens only."""
     if function.__code__ is _BEFORE:
         return True
     values = _values(function)
@@ -120,11 +120,11 @@ def _is_one_sided(function: Callable[..., Any]) -> bool:
     return any(_is_one_sided(part) for part in parts if part is not None)
 
 
-_ANY = torch.empty(0)  # only the code of what is made of it counts
+_ANY = torch.empty(0)  # a placeholder: only the code of functions made with it is used
 _BEFORE = hf.sliding_window_overlay(1).__code__
 _KINDS: dict[Any, Callable[[dict[str, Any]], Visible]] = {
     hf.and_masks().__code__: _both,
-    # the token itself counts in transformers, and does not here
+    # transformers' window includes the token itself, ours does not
     _BEFORE: lambda values: Visible(False, values["sliding_window"] - 1),
     hf.sliding_window_bidirectional_overlay(1).__code__: lambda values: Visible(
         False, values["sliding_window"]

@@ -1,12 +1,12 @@
-"""Models of Hugging Face's transformers, over sequences that are spread over processes.
+"""Run models of Hugging Face's transformers on sequences that are spread over processes.
 
     register()                                  attn_implementation="ring"
     with ring_forward(shard_batch(batch)) as inputs:
         model(**inputs).loss.backward()         the mean loss of all ranks
 
-transformers asks two functions for a model's attention: one for masks, one for attention itself.
-Ours say what a mask is instead of making it, and attention takes the rest from the batch. The loss
-of a model in this block is that of whole sequences. What does not fit the batch is an error on all
+transformers calls two registered functions: one makes masks, one computes attention. Our mask
+function returns a description, not a tensor; attention takes the rest from the batch. A model's
+loss in this block is the loss of whole sequences. A mismatch with the batch is an error on all
 ranks: other positions, other labels, a mask or a layer that can't be spread.
 
 Tested with transformers 5.17.0 and 5.24.0.
@@ -58,7 +58,7 @@ _NO_POSITIONS = (
 
 @checked
 def register(name: str = "ring") -> None:
-    """Make ring attention known to transformers, as `attn_implementation=name`.
+    """Register ring attention with transformers, as `attn_implementation=name`.
 
     Raises:
         ValueError: the name is one of transformers' own, or would be taken for one.
@@ -82,7 +82,7 @@ def register(name: str = "ring") -> None:
 
 
 def _refuse_own_attention() -> None:
-    """Let models that compute attention by themselves say so, where they are made."""
+    """Make models that compute attention by themselves raise when they are created."""
     theirs = PreTrainedModel.get_correct_attn_implementation
     if hasattr(theirs, "of_ring"):
         return
@@ -92,11 +92,11 @@ def _refuse_own_attention() -> None:
         if requested_attention in names:
             check_own_attention(model, requested_attention)
             if is_tower_by_name(model):
-                requested_attention = None  # it sees images whole, by transformers' default
+                requested_attention = None  # images are whole: transformers' default attention
         return theirs(model, requested_attention, *args, **given)
 
     asked.of_ring = True  # type: ignore[attr-defined]
-    models: Any = PreTrainedModel  # which has no type for it
+    models: Any = PreTrainedModel  # typed so that a method can be assigned
     models.get_correct_attn_implementation = asked
 
 
@@ -116,28 +116,28 @@ def ring_forward(  # noqa: PLR0913 - a public entry point
     check: CheckOption | None = None,
     dropout_seed: int | None = None,
 ) -> "RingForward":
-    """Return the block in which a model computes on this rank's part of a batch.
+    """Return the block in which a model computes this rank's part of a batch.
 
-    All ranks of the ring enter it together. It gives the model's inputs: what the batch has,
-    positions and mask, and if there are labels those that the loss needs. `model(**inputs).loss` is
-    then the mean over all real tokens of all ranks. Its gradients, averaged over ranks as DDP and
-    FSDP do, are those of one process.
+    All ranks of the ring enter it together. It yields the model's inputs: the batch's tensors with
+    positions, mask, and labels if there are some. `model(**inputs).loss` is the mean over all real
+    tokens of all ranks. Its gradients, averaged over ranks as DDP and FSDP do, equal the gradients
+    of one process.
 
     Args:
-        batch: what `shard_batch` made.
+        batch: from `shard_batch`.
         group: the ring, if the batch was made without a group.
         loss_group: all ranks over which gradients are averaged; None is the default group.
-        labels: give the model the batch's labels, for its loss. False is for losses of one's own,
+        labels: pass the batch's labels to the model, for its loss. False is for a loss of your own,
             and for models without a head.
-        check_positions: raise if the model uses other positions than the batch's, or nobody can
-            tell which. False is for models that have no positions at all.
-        The rest: of `ring_attn`, how attention is computed. What it is comes from model and batch.
+        check_positions: raise if the model uses other positions than the batch's, or hides which it
+            uses. False is for models without positions.
+        The rest: how attention is computed, as for `ring_attn`. Mask and scale are the model's.
 
     Raises:
         ValueError: on all ranks, now or when the model runs: an option is invalid; the model has
-            masks, layers or positions that can't be spread, or labels or a mask that are not
-            the batch's; it has computed a loss by itself, or returns what is not of this rank's
-            tokens; or at the block's end, if no attention in it was ring attention.
+            masks, layers or positions that can't be spread, or other labels or another mask than
+            the batch's; it computes a loss by itself, or returns a tensor that is not of this
+            rank's tokens; or, at the block's end, nothing in it used ring attention.
 
     >>> from ring_attention_pytorch import shard_batch
     >>> batch = shard_batch({"input_ids": torch.tensor([[4, 5, 6]])})
@@ -156,9 +156,9 @@ class RingForward:
     """The block of `ring_forward`.
 
     Attributes:
-        inputs: what to call the model with.
-        num_items: tokens whose loss is one mean, if that is of several batches: then a rank's loss
-            is the sum of its own, divided by it, as transformers has it. None is this batch.
+        inputs: the model's keyword arguments.
+        num_items: the tokens of the mean, if it is over several batches: a rank's loss is then the
+            sum over its tokens divided by this, as in transformers. None: the mean of this batch.
     """
 
     def __init__(
@@ -203,21 +203,21 @@ class RingForward:
                 'give the model attn_implementation="ring"'
             )
 
-    # ---- what a model asks for
+    # ---- called while a model runs
 
     def _items_for_others(self, items: Tensor) -> Tensor:
-        """Return by what losses that are not ours divide a rank's sum: real tokens per rank."""
+        """Return the real tokens per rank, by which losses not of ours divide a rank's sum."""
         ring = as_ring(self.loss_group)
         if ring.size > 1:
-            ring.total(items)  # each ring counts its batch on all its ranks
+            ring.total(items)  # counts a ring's batch once on each of its ranks
         return items / self.batch.ring_size / ring.size
 
     def agree_in_block(self, check: Check | None, **same: Any) -> None:
-        """Raise ValueError on all ranks of the ring if a check of any raises it, or they differ."""
+        """Raise ValueError on all ranks of the ring if any rank's check does, or `same` differs."""
         agree(self.ring, _CALLER, same, check=check)
 
     def ensure(self, check: Check) -> None:
-        """Raise on all ranks of the ring what a check raises here; else nothing is sent."""
+        """Raise a check's error on all ranks of the ring; without an error send nothing."""
         if (error := error_of(check)) is not None:
             self.agree_in_block(error)
 
@@ -229,7 +229,7 @@ class RingForward:
         sinks: Tensor | None,
         scores: Mapping[str, Any],
     ) -> Tensor:
-        """Return attention of this rank's tokens `[b, n, h, d]`, by the plan of such layers."""
+        """Compute attention of this rank's tokens `[b, n, h, d]`, by a plan cached per shape."""
         self._attended = self.call.attended = True
         q, k, v = [t.to(autocast_dtype(t)) for t in qkv]
         kind = (q.shape, k.shape, v.shape, q.dtype, q.device, mask, sinks is None, *scores.values())
@@ -253,7 +253,7 @@ class RingForward:
         """Raise ValueError on all ranks if a layer's call, mask or positions are wrong.
 
         Args:
-            given: what else the layer asks of attention.
+            given: the other options of the layer's call.
         """
         error = mask.error or error_of(partial(check_call, mask.visible, given))
         if error is None and self.check_positions and not self.call.are_placed(layer, positions):
@@ -265,7 +265,7 @@ class RingForward:
     def check_whole(
         self, given: Tensor | None, q_length: int, kv_length: int, offsets: tuple[Any, Any]
     ) -> None:
-        """Raise ValueError if a mask is not of the batch's tokens, or of others beside them."""
+        """Raise ValueError if a mask is not the batch's, or also covers earlier keys."""
         mine = self.inputs["attention_mask"]
         if given is not None and not (given.shape == mine.shape and are_equal(given, mine)):
             raise ValueError(
@@ -292,7 +292,7 @@ def _inputs(batch: ShardedBatch, labels: bool) -> dict[str, Any]:
 
 
 def _check(batch: ShardedBatch, options: Mapping[str, Any]) -> None:
-    """Raise ValueError if a batch can't be computed, or options can't be."""
+    """Raise ValueError if a rank has no token, or an option is invalid."""
     if min(held := batch.counts) == 0:
         raise ValueError(
             f"each rank must have a token, for models can't do with none; {batch.length} tokens "
@@ -303,7 +303,7 @@ def _check(batch: ShardedBatch, options: Mapping[str, Any]) -> None:
 
 @lru_cache(typed=True)
 def _check_options(ulysses: int, bucket_size: int, dropout_seed: int | None, **way: Any) -> None:
-    """Raise ValueError if options can't be; they are all given. What was right stays so."""
+    """Raise ValueError if an option is invalid. Valid combinations are cached."""
     check_least(1, ulysses=ulysses, bucket_size=bucket_size)
     check_seed(dropout_seed)
     check_way(**way)
@@ -321,10 +321,10 @@ def _mask(
     kv_offset: Any = 0,
     **_: Any,
 ) -> RingMask | CachedMask:
-    """Return what a model's mask lets tokens see, where transformers asks for the mask.
+    """Return a description of a model's mask, when transformers wants to make the mask.
 
-    Models may make masks in an order that differs between ranks. Layers come in one, and so they
-    are told what is wrong with a mask.
+    Models can make masks in an order that differs between ranks, while layers run in one order. An
+    error is therefore stored in the mask, and raised by a layer.
     """
     if isinstance(kv_length, CachedLength):
         return kv_length.cache.mask(mask_function, attention_mask, kv_length)
@@ -348,7 +348,7 @@ def _attention(
     attention_mask: Any,
     **given: Any,
 ) -> tuple[Tensor, None]:
-    """Return attention of q, k, v `[b, h, n, d]` as transformers wants it: `[b, n, h, d]`."""
+    """Compute attention of q, k, v `[b, h, n, d]` in transformers' output format `[b, n, h, d]`."""
     scores = {name: given.pop(theirs, default) for name, (theirs, default) in SCORES.items()}
     positions, sinks = given.pop("position_ids", None), given.pop("s_aux", None)
     if isinstance(attention_mask, CachedMask):

@@ -1,4 +1,4 @@
-"""Models of images and text: what goes into the text model is merged while a sequence is whole.
+"""Models of images and text: images are merged into embeddings while a sequence is whole.
 
     whole = merged(model, {"input_ids": ..., "pixel_values": ..., "image_grid_thw": ..., ...})
     batch = shard_batch(whole)                     embeddings, and positions of three rows
@@ -6,7 +6,7 @@
         hidden = text_states(model, inputs)
         loss = ring_cross_entropy(hidden, batch.labels, **head_of(model))
 
-A rank has some of an image's tokens only, and the model would look for all of them.
+A rank has only some of an image's tokens, and the model would look for all of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,23 +27,23 @@ _TAKEN = {"inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks",
 
 @checked
 def merged(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a model's text model gets of a whole batch, for `shard_batch`.
+    """Return the inputs of a model's text model for a whole batch, to pass to `shard_batch`.
 
-    The model itself embeds words, computes images and puts them among the words; its text model
-    does not run. Every rank does so alike, with the whole batch.
+    The model embeds words, encodes images and puts them among the words; its text model does not
+    run. Every rank does this for the whole batch.
 
     Args:
-        model: one of transformers with a text model in it: Qwen2-VL, Qwen3-VL, Llava and so on.
-        batch: what a processor gives. Labels, documents and weights are for `shard_batch`, and stay
-            as they are.
+        model: a transformers model with a text model in it: Qwen2-VL, Qwen3-VL, Llava and so on.
+        batch: a processor's output. Labels, documents and weights are passed on unchanged, for
+            `shard_batch`.
 
     Returns:
-        "inputs_embeds" `[b, n, d]`, "position_ids" `[3, b, n]` if the model makes such, and what
-        layers of the text model add for images.
+        "inputs_embeds" `[b, n, d]`, "position_ids" `[3, b, n]` if the model makes them, and the
+        image features that layers of the text model add.
 
     Raises:
-        ValueError: the model has no text model, or gives it what can't be spread: a mask in which
-            tokens of an image see one another both ways, states for cross attention.
+        ValueError: the model has no text model, or gives it inputs that can't be spread: a mask in
+            which an image's tokens see one another both ways, states for cross attention.
 
     >>> import transformers
     >>> text = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, vocab_size=9)
@@ -89,11 +89,11 @@ def text_states(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     """Return the last hidden states `[b, n, d]` of a model's text model, of this rank's tokens.
 
     Args:
-        inputs: those of `ring_forward`, for a batch that `merged` made.
+        inputs: from `ring_forward`, for a batch that `merged` made.
     """
     given = dict(inputs)
     if (deep := given.pop(_DEEP, None)) is not None:
-        given[_DEEP] = list(deep.flatten(0, 1).unbind(1))  # nothing is added where no image is
+        given[_DEEP] = list(deep.flatten(0, 1).unbind(1))  # 0 at tokens without an image
         given["visual_pos_masks"] = deep.new_ones(deep.shape[:2], dtype=torch.bool)
     return _text_in(_model_in(model))(**given).last_hidden_state
 
@@ -122,7 +122,7 @@ class _Reached(Exception):
 
 
 def _given_to_text(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a model gives to its text model."""
+    """Return the arguments with which a model calls its text model."""
     text, found = _text_in(model), {}
 
     def forward(*args: Any, **given: Any) -> None:
@@ -146,7 +146,7 @@ def _given_to_text(model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str
 
 @contextmanager
 def _own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside it a model computes images by PyTorch's attention: they are whole on all ranks."""
+    """Make a model encode images by PyTorch's attention in the block: each rank has them whole."""
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     before = [(config, config._attn_implementation) for config in configs.values()]
     try:
@@ -159,7 +159,7 @@ def _own_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _of_all_tokens(embeds: list[Tensor], mask: Tensor) -> Tensor:
-    """Return what layers add to an image's tokens as `[b, n, layers, d]`, 0 at other tokens."""
+    """Return layers' image features for all tokens, `[b, n, layers, d]`, 0 without an image."""
     made = []
     for each in embeds:
         whole = each.new_zeros(*mask.shape, each.shape[-1])

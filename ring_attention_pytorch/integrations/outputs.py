@@ -1,7 +1,7 @@
-"""The rule on the way out of a model: what comes out is of this rank's tokens, its loss is ours.
+"""Check a model's output: its tensors must be of this rank's tokens, its losses computed by us.
 
-A model that pools, or computes a loss by itself, does so with what one rank has. Nothing in its
-output tells. So the outermost module that runs in a block is watched (`watched.Outermost`).
+A model that pools, or computes a loss by itself, uses one rank's tokens only, and its output does
+not show it. The outermost module that runs in a block is therefore watched (`watched.Outermost`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,17 +18,17 @@ _widths: "WeakKeyDictionary[nn.Module, frozenset[int]]" = WeakKeyDictionary()
 
 
 def name_of(module: nn.Module) -> str:
-    """Return the class of the model of transformers in a module; else that of the module."""
+    """Return the class name of the transformers model in a module, or of the module itself."""
     models = (m for m in module.modules() if isinstance(m, PreTrainedModel))
     return type(next(models, module)).__name__
 
 
 def check_output(module: nn.Module, given: Any, batch: ShardedBatch, losses: int) -> None:
-    """Raise ValueError if something of a module's output is not of this rank's tokens.
+    """Raise ValueError if a tensor of a module's output is not of this rank's tokens.
 
     Args:
-        given: what it returned: tensors, also in mappings, sequences, dataclasses.
-        losses: how many were computed over all ranks meanwhile.
+        given: the output: tensors, also in mappings, sequences, dataclasses.
+        losses: the number of losses that the call computed over all ranks.
     """
     found = list(_tensors("", given))
     scalars = [name for name, t in found if t.ndim == 0 or name.rpartition(".")[2] == "loss"]
@@ -80,7 +80,7 @@ def _tensors(name: str, given: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _widths_of(module: nn.Module) -> frozenset[int]:
-    """Return all sizes of a module's parameters: what is pooled has one of them."""
+    """Return all sizes of a module's parameters; the width of a pooled output is one of them."""
     found = _widths.get(module)
     if found is None:
         found = frozenset(n for p in module.parameters() for n in p.shape)

@@ -1,8 +1,8 @@
-"""Models of whole sequences that take the last real token: its score is fetched over the ring.
+"""Models that score a sequence by its last real token: its scores are fetched over the ring.
 
-`LlamaForSequenceClassification` and others like it give all tokens scores, and take those of the
-last token that is not padding. A rank has only a part of the tokens. So each token gets the scores
-of the whole sequence's last one, and the model may take any.
+`LlamaForSequenceClassification` and others like it score all tokens, and pick the last token that
+is not padding. A rank has only a part of the tokens, so each token gets the scores of the whole
+sequence's last one, whichever token the model picks.
 """
 
 import inspect
@@ -16,18 +16,18 @@ from ring_attention_pytorch.training.batches import ShardedBatch
 
 
 def last_token_head(model: PreTrainedModel | None) -> tuple[nn.Module, Any] | None:
-    """Return the head whose last token a model takes, and the model's config; None if none."""
+    """Return the head of a model that picks the last token, and its text config, or None."""
     if model is None:
         return None
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    if "last_non_pad_token" not in getattr(code, "co_varnames", ()):  # of such a model's forward
+    if "last_non_pad_token" not in getattr(code, "co_varnames", ()):  # in such models' forward
         return None
     head = getattr(model, "score", None)
     return (head, model.config.get_text_config()) if isinstance(head, nn.Module) else None
 
 
 def of_last_token(scores: Tensor, batch: ShardedBatch, config: Any) -> Tensor:
-    """Return scores `[b, n, k]` with those of the whole sequences' last real tokens everywhere.
+    """Replace each token's scores `[b, n, k]` by the scores of its sequence's last real token.
 
     All ranks of the ring call this. Backward sums all ranks' gradients on the token's owner.
     """

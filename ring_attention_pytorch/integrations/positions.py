@@ -1,12 +1,12 @@
-"""Positions that a model really uses: what goes into its rotary embeddings and tables of positions.
+"""Find the positions that a model really uses, in its rotary embeddings and position tables.
 
-    rotary_emb(hidden_states, position_ids)     as they are
-    wpe(position_ids)                           as they are
+    rotary_emb(hidden_states, position_ids)     the batch's positions
+    wpe(position_ids)                           the batch's positions
     embed_positions(attention_mask, ...)        OPT counts real tokens
-    position_embeddings(position_ids)           RoBERTa counts what is not padding, from behind its
-                                                index, if the table has one
+    position_embeddings(position_ids)           RoBERTa counts real tokens, from padding_idx + 1 on,
+                                                if the table has a padding_idx
 
-Attention that is merely handed positions says nothing about those that were used.
+Positions that a model passes to attention don't show which positions it used.
 """
 
 import inspect
@@ -26,12 +26,12 @@ _TABLES = {
 
 
 def places_of(modules: Mapping[str, nn.Module]) -> dict[nn.Module, int | None]:
-    """Return those of a model's modules that positions of tokens go into, and by which parameter.
+    """Return a model's modules that take token positions, each with the number of that parameter.
 
-    It is the parameter's number; None if the module makes its own.
+    The number is None if the module computes its own positions.
 
     Args:
-        modules: by name, as `named_modules` has them.
+        modules: by name, from `named_modules`.
     """
     found: dict[nn.Module, int | None] = {}
     for name, module in modules.items():
@@ -55,7 +55,7 @@ def _parameter(module: nn.Module) -> int | None:
 
 
 def given_at(at: int | None, args: tuple[Any, ...], given: dict[str, Any]) -> Tensor | None:
-    """Return the positions that a call was given as that parameter; None if there is none."""
+    """Return the positions in a call's arguments, at parameter `at`; None without any."""
     if at is None:
         return None
     return args[at] if at < len(args) else given.get("position_ids", given.get("input"))
@@ -68,8 +68,8 @@ def with_positions(
     given: dict[str, Any],
     positions: Tensor,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a module's call with other positions."""
-    assert at is not None  # it was given some
+    """Return the arguments of a module's call with the positions replaced."""
+    assert at is not None  # it takes positions
     if at < len(args):
         return (*args[:at], positions, *args[at + 1 :]), given
     name = "input" if type(module) is nn.Embedding else "position_ids"
@@ -77,24 +77,24 @@ def with_positions(
 
 
 def counted_by(module: nn.Module, batch: ShardedBatch) -> Tensor | None:
-    """Return the positions `[b, n]` that a model counts in a way of its own; None if it does not.
+    """Return the positions `[b, n]` of a module that counts in its own way; None for others.
 
     All ranks of the ring call this: real tokens are counted over the whole sequence.
     """
     if not isinstance(module, nn.Embedding) or batch.positions_given:
         return None
-    if type(module).__name__ == "OPTLearnedPositionalEmbedding":  # BioGPT has such a one, too
+    if type(module).__name__ == "OPTLearnedPositionalEmbedding":  # BioGPT has it, too
         return None if batch.key_mask is None else _count(batch, batch.key_mask) - 1
     if module.padding_idx is None:
         return None
     ids = batch.get("input_ids")
-    if ids is None:  # nobody knows which are padding
+    if ids is None:  # padding is unknown
         return batch["position_ids"] + 1 + module.padding_idx
     return _count(batch, ids != module.padding_idx) + module.padding_idx
 
 
 def _count(batch: ShardedBatch, real: Tensor) -> Tensor:
-    """Number this rank's real tokens in their documents, from 1; what is not real has 0."""
+    """Number this rank's real tokens in their documents, from 1; padding gets 0."""
     whole = batch.unshard(real.long())
     counts = whole.cumsum(1)
     if batch.packing is not None:
@@ -117,9 +117,9 @@ def check_positions(model: str, given: Any, mine: Tensor) -> None:
 
 
 def _rows_of(positions: Tensor) -> list[Tensor]:
-    """Return what a model may take of a batch's positions: of four rows also the first, and three.
+    """List the positions a model can use: of four rows, the last three, the first, or all.
 
-    The first row counts tokens; the others say where images are in time, height and width.
+    The first row counts tokens; the others place images in time, height and width.
     """
     if positions.ndim == 3 and len(positions) == 4:
         return [positions[1:], positions[0], positions]

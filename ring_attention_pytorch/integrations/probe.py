@@ -1,7 +1,7 @@
-"""A trainer's first batch, by the model with and without the ring: logits, loss, gradients.
+"""Compare a trainer's first batch with and without the ring: logits, loss, gradients.
 
-trainer.compute_loss, as it will train          over the ring
-its package's, with transformers' attention     each rank for itself, of whole sequences
+trainer.compute_loss, as in training            over the ring
+its package's, with transformers' attention     each rank by itself, on whole sequences
 check_parity                                    compares them, on all ranks
 """
 
@@ -19,10 +19,10 @@ from ring_attention_pytorch.ranks.alone import in_one_process
 
 
 def probe(trainer: Any, model: nn.Module, whole: Mapping[str, Any]) -> ParityReport:
-    """Compare a step of a trainer with that of its own package in one process.
+    """Compare a step of a trainer with the same step of its own package in one process.
 
-    Nothing of the trainer is changed. Models are in evaluation, so that nothing is dropped out.
-    Each rank needs memory for the whole batch, and for all its scores.
+    The trainer's state is restored. Models run in evaluation mode, without dropout. Each rank needs
+    memory for the whole batch, and for all its scores.
 
     Raises:
         ValueError: they differ, on some ring; on all ranks.
@@ -30,7 +30,7 @@ def probe(trainer: Any, model: nn.Module, whole: Mapping[str, Any]) -> ParityRep
     given = {name: value for name, value in whole.items() if value is not None}
     with _as_it_was(trainer, model):
         report = check_parity(_Step(trainer, model), given, group=trainer._ring)
-    report = replace(report, mistakes=())  # those of code that was written by hand
+    report = replace(report, mistakes=())  # they are for training loops written by hand
     same = torch.tensor(int(report.same), device=trainer.args.device)
     if not bool(trainer.accelerator.gather(same).all()):
         raise ValueError(f"{type(trainer).__name__}: the probe of the first batch failed. {report}")
@@ -38,14 +38,14 @@ def probe(trainer: Any, model: nn.Module, whole: Mapping[str, Any]) -> ParityRep
 
 
 class _Step(nn.Module):
-    """A trainer's loss of whole sequences; in a world of one process that of its own package."""
+    """A trainer's loss of whole sequences; within `in_one_process`, its own package's loss."""
 
     trainer: Any
 
     def __init__(self, trainer: Any, model: nn.Module):
         super().__init__()
         self.model = model
-        self.__dict__["trainer"] = trainer  # it is no module
+        self.__dict__["trainer"] = trainer  # not a submodule
 
     def forward(self, **whole: Any) -> dict[str, Tensor]:
         if not in_one_process:
@@ -56,7 +56,7 @@ class _Step(nn.Module):
 
 @contextmanager
 def _theirs(model: Any) -> Iterator[None]:
-    """Let a model of transformers attend by transformers' own attention."""
+    """Make a model use transformers' own attention in the block."""
     base = getattr(model, "module", model)
     base = getattr(base, "get_base_model", lambda: base)()
     if base is None:
@@ -74,7 +74,7 @@ def _theirs(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _as_it_was(trainer: Any, model: nn.Module) -> Iterator[None]:
-    """Put back what a trainer has logged, and whether its model trains."""
+    """Restore a trainer's logs and its model's training mode after the block."""
     kept = {
         name: copy.deepcopy(value) for name, value in vars(trainer).items()
         if name in ("_metrics", "_total_train_tokens", "state")

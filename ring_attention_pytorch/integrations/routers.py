@@ -1,7 +1,7 @@
-"""The loss of routers to experts, over all ranks' tokens: it is not a mean over tokens.
+"""The load-balancing loss of routers to experts, over all ranks' tokens.
 
-transformers' models call `load_balancing_loss_func` of their own module. It multiplies two means
-over tokens, and the means of a shard are others than those of the whole.
+transformers' models call `load_balancing_loss_func` of their own Python module. It multiplies two
+means over tokens, so a mean of shards' losses is not the loss of the whole sequence.
 """
 
 import inspect
@@ -23,7 +23,7 @@ _PARAMETERS: Final = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 @contextmanager
 def own_router_loss(files: Sequence[Any], loss: Callable[..., Any]) -> Iterator[None]:
-    """Let the models of these Python modules call `loss` for that of their routers."""
+    """Replace the routers' loss of the models in these Python modules by `loss`, in the block."""
     before = [(module, getattr(module, _NAME)) for module in files]
     for module, _ in before:
         setattr(module, _NAME, loss)
@@ -35,7 +35,7 @@ def own_router_loss(files: Sequence[Any], loss: Callable[..., Any]) -> Iterator[
 
 
 def with_router_loss(models: Sequence[PreTrainedModel]) -> list[Any]:
-    """List the Python modules of models that have a loss of routers."""
+    """List the models' Python modules that define a routers' loss."""
     files = {type(m).__module__: sys.modules.get(type(m).__module__) for m in models}
     return [file for file in files.values() if _has_loss(file)]
 
@@ -48,13 +48,13 @@ def _has_loss(file: Any) -> bool:
 def balance(
     gate_logits: tuple[Tensor, ...], top_k: int, attention_mask: Tensor | None, ring: Ring
 ) -> Tensor:
-    """Compute how unequally all ranks' tokens are routed, 1 at best; the same on all ranks.
+    """Compute how unevenly all ranks' tokens are routed, 1 at best; the same on all ranks.
 
     Args:
-        gate_logits: of each layer `[b * n, experts]` of this rank's tokens.
-        top_k: experts of each token.
+        gate_logits: of each layer, `[b * n, experts]`, for this rank's tokens.
+        top_k: experts per token.
         attention_mask: `[b, n]`, 0 or False for padding.
-        ring: the ranks. Gradients averaged over them are those of one process.
+        ring: the ranks. Gradients averaged over them equal the gradients of one process.
 
     >>> from ring_attention_pytorch.ranks.ring import as_ring
     >>> round(balance((torch.eye(2),), 1, None, as_ring(None)).item(), 6)

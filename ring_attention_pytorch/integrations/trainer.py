@@ -1,16 +1,16 @@
-"""Trainers of Hugging Face over sequences that are spread: `Trainer`, and TRL's by a list.
+"""Hugging Face's trainers on spread sequences: `Trainer`, and a list of TRL's.
 
-A loss of tokens (Trainer, SFTTrainer):
+A loss over tokens (Trainer, SFTTrainer):
 
-    get_batch_samples                   whole batches -> this rank's parts; real tokens are counted
-    _prepare_context_parallel_inputs    the block of a batch, which the trainer opens for each step
+    get_batch_samples                   shards whole batches, counts their real tokens
+    _prepare_context_parallel_inputs    returns a batch's block, which the trainer opens per step
     compute_loss                        the trainer's own: a rank's sum, over all real tokens
     prediction_step                     the same for evaluation
 
-A loss of whole sequences (reward models, DPO, KTO, GRPO): batches stay whole, the model is spread
+A loss over whole sequences (reward models, DPO, KTO, GRPO): batches stay whole, the model is spread
 (`whole.py`), and each rank computes the same loss.
 
-Loaders must give all ranks of a ring the same batches, as `RingParallelismConfig` makes them.
+Data loaders must give all ranks of a ring the same batches; `RingParallelismConfig` does that.
 """
 
 import os
@@ -43,16 +43,16 @@ from ring_attention_pytorch.training.batches import ShardedBatch, shard_batch
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
-    _Trainer = object  # the trainer comes after the mixin
+    _Trainer = object  # the trainer's class follows the mixin
 
-# what collators add for kernels of documents; position ids say the same
+# collators add these for varlen kernels; position ids have the same information
 _OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 class RingTrainerMixin(_Trainer):
-    """What makes a trainer's batches, losses and evaluation those of spread sequences.
+    """Make a trainer shard its batches, and train and evaluate on spread sequences.
 
-    It stands before the trainer, whose model has `attn_implementation="ring"`:
+    Put it before the trainer's class; the model needs `attn_implementation="ring"`:
 
         class RingTrainer(RingTrainerMixin, Trainer): ...
 
@@ -62,10 +62,10 @@ class RingTrainerMixin(_Trainer):
 
     Attributes:
         ring_layout: as `layout` of `shard_batch`.
-        ring_options: parameters of `ring_forward` that say how attention is computed.
+        ring_options: keyword arguments of `ring_forward`, for how attention is computed.
         ring_probe: compare the first batch with the trainer's own package in one process: loss,
-            gradients, and logits where there are some. If they differ it raises, on all ranks.
-            Each rank needs memory for the whole batch, so take one that is short.
+            gradients, and logits if it has some. A difference raises ValueError on all ranks. Each
+            rank needs memory for the whole batch, so take a short one.
     """
 
     ring_layout: ClassVar[Any] = "auto"
@@ -80,9 +80,9 @@ class RingTrainerMixin(_Trainer):
         self._spread_models()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, whose loaders and metrics are those of rings."""
+        """Create the accelerator, with loaders and metrics for rings."""
         launched = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
-        if launched and self.args.parallelism_config is None:  # sizes are of `accelerate launch`
+        if launched and self.args.parallelism_config is None:  # `accelerate launch` sets sizes
             self.args.parallelism_config = RingParallelismConfig()
         super().create_accelerator_and_postprocess()
         if getattr(self.args, "precompute_ref_log_probs", False):
@@ -96,7 +96,7 @@ class RingTrainerMixin(_Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """Return the next batches, sharded, and how many real tokens they and other rings have."""
+        """Return the next batches, sharded, and the number of real tokens over all rings."""
         self._check_trainer()
         if self._loss_is_of != TOKENS:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -109,7 +109,7 @@ class RingTrainerMixin(_Trainer):
         return batches, self._get_num_items_in_batch(batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor | None:
-        """Count real tokens of batches and of those of other rings, each sequence once."""
+        """Count the real tokens of batches over all rings, each sequence once."""
         if self._loss_is_of != TOKENS:
             return None
         forward = opened()
@@ -123,7 +123,7 @@ class RingTrainerMixin(_Trainer):
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """Return what opens a batch's block, and the inputs in it."""
+        """Return a function that returns the batch's block, and the model's inputs."""
         if self._loss_is_of != TOKENS or opened() is not None:  # evaluation has opened it
             return nullcontext, inputs
         batch = inputs if isinstance(inputs, ShardedBatch) else self._shard(inputs)
@@ -137,7 +137,7 @@ class RingTrainerMixin(_Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Compute the loss as the trainer does: that of this rank's tokens, over all of them."""
+        """Compute the trainer's loss: the sum over this rank's tokens, divided by all tokens."""
         if self._loss_is_of != TOKENS:
             if model.training:
                 self._probe_once({"whole": inputs})
@@ -159,10 +159,10 @@ class RingTrainerMixin(_Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Compute the loss of a batch of the evaluation.
+        """Compute the loss of an evaluation batch.
 
         Raises:
-            ValueError: logits are asked for, too; a rank has its own tokens' only.
+            ValueError: logits are requested, but a rank has only its own tokens' logits.
         """
         self._check_trainer()
         if not prediction_loss_only:
@@ -176,12 +176,12 @@ class RingTrainerMixin(_Trainer):
         block, mine = self._prepare_context_parallel_inputs(model, whole)
         with _as_block(block()):
             loss, *_ = super().prediction_step(model, mine, prediction_loss_only, ignore_keys)
-        if loss is not None:  # of all rings' sequences, the same on all ranks
+        if loss is not None:  # the mean over all rings, the same on all ranks
             loss = self.accelerator.reduce(loss, reduction="mean")
         return loss, None, None
 
     def _without_repeats(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a batch without labels of sequences that fill up the last batches of all rings."""
+        """Mask the labels of repeated sequences, which fill up the last batch of each ring."""
         state, labels = self.accelerator.gradient_state, whole.get("labels")
         if labels is None or not state.end_of_dataloader or state.remainder <= 0:
             return dict(whole)
@@ -190,12 +190,12 @@ class RingTrainerMixin(_Trainer):
         return {**whole, "labels": labels.masked_fill(repeats[:, None], -100)}
 
     def _gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather as accelerate does, of all ranks of a ring what they have for their own tokens.
+        """Gather as accelerate does: in a batch's block, the values of all ranks.
 
-        Outside of a batch's block they have the same: it is that of one of them.
+        Outside of one the ranks of a ring have the same values, and the first rank's are gathered.
         """
         gather, state = self.accelerator.gather, self.accelerator.gradient_state
-        if self._probing:  # of one ring, so that one process can have the same
+        if self._probing:  # one ring only, to compare with one process
             return recursively_apply(torch.atleast_1d, input_data)
         if opened() is not None:
             return gather(input_data)
@@ -213,7 +213,7 @@ class RingTrainerMixin(_Trainer):
         return recursively_apply(of_rings, input_data, error_on_other_type=True)
 
     def _spread_models(self) -> None:
-        """Spread the models that give losses what these are of."""
+        """Spread the models from whose outputs the loss is computed."""
         policy: Any = getattr(self, "model", None)
         if self._loss_is_of == TOKENS:
             if policy is not None:
@@ -228,7 +228,7 @@ class RingTrainerMixin(_Trainer):
                 spread_probabilities(model, self._shard, self.ring_options)
 
     def _probe_once(self, whole: Mapping[str, Any]) -> None:
-        """Compare a first batch, if this is one and it is asked for."""
+        """Probe the batch if it is the first, and `ring_probe` is set."""
         if not self.ring_probe or "_probing" in vars(self):
             return
         self._probing = True
@@ -238,18 +238,18 @@ class RingTrainerMixin(_Trainer):
             self._probing = False
 
     def _loss_for_probe(self, model: nn.Module, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Compute the loss of a batch as in training, but of this ring's sequences alone."""
+        """Compute the loss of a batch as in training, but over this ring's sequences only."""
         if self._loss_is_of != TOKENS:
             return {"loss": self.compute_loss(model, dict(whole["whole"]))}
         batch = self._shard(whole)
-        rings = self.accelerator.num_processes // batch.ring_size  # by which trainers multiply
+        rings = self.accelerator.num_processes // batch.ring_size  # trainers multiply by it
         items = None if batch.num_items is None else batch.num_items * rings
         block, mine = self._prepare_context_parallel_inputs(model, batch)
         with _as_block(block()):
             return _with_logits(self, self.compute_loss, model, mine, num_items_in_batch=items)
 
     def _loss_alone(self, model: nn.Module, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Compute the same as the trainer's package does, in one process."""
+        """Compute the same loss by the trainer's package, in one process."""
         if self._loss_is_of != TOKENS:
             return {"loss": self.compute_loss(model, dict(whole["whole"]))}
         given = {name: t for name, t in whole.items() if name not in _OF_KERNELS}
@@ -348,24 +348,24 @@ def _as_block(block: Any) -> AbstractContextManager[Any]:
 def _with_logits(
     trainer: Any, compute: Any, model: nn.Module, given: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
-    """Compute a loss, and return with it the logits of trainers that have some."""
-    if hasattr(trainer, "_metrics"):  # TRL's, whose heads make none
+    """Compute a loss; return it with the logits, if the trainer has some."""
+    if hasattr(trainer, "_metrics"):  # TRL's heads return none
         return {"loss": compute(model, given, **more)}
     loss, out = compute(model, given, return_outputs=True, **more)
     return {"loss": loss, "logits": out["logits"]}
 
 
 def _base_of(model: Any) -> Any:
-    """Return the model of transformers that PEFT has adapted, or that it is."""
+    """Return the transformers model inside a PEFT model, or the model itself."""
     return getattr(model, "get_base_model", lambda: model)()
 
 
 def _keeps_labels(model: Any) -> bool:
-    """Tell whether a model predicts the tokens that are masked, and not the next ones."""
+    """Return whether a model predicts masked tokens instead of the next ones."""
     return getattr(_base_of(model), "loss_type", None) in ("ForMaskedLM", "ForTokenClassification")
 
 
 def _documents(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return documents that a collator says for kernels only."""
+    """Return the documents' borders that a collator gives for kernels only."""
     borders = whole.get("cu_seq_lens_q")
     return {} if borders is None else {"cu_seqlens": borders.tolist()}

@@ -1,4 +1,4 @@
-"""Hugging Face's transformers over sequences that are spread over processes: all there is to use.
+"""Hugging Face's transformers on sequences spread over processes: all public names.
 
     register()                                           attn_implementation="ring"
     with ring_forward(shard_batch(batch)) as inputs:     in a loop of your own

@@ -1,11 +1,11 @@
-"""One call of a model in a block, watched: where positions go, what losses are of, what comes out.
+"""Watch a model's call in a block: the positions it uses, its losses, its output.
 
-    opened, needed      the block of `ring_forward` in which this is
-    Outermost           finds a call of the outermost module in it
-    Watched             that call
+    opened, needed      return the current block of `ring_forward`
+    Outermost           finds the calls of an outermost module in it
+    Watched             one such call
 
-Losses and hooks of modules, which models call, end here. They are functions of this file, for
-torch.compile remembers which they are.
+The losses and module hooks that models call are defined here. They are module-level functions,
+since torch.compile guards on their identity.
 """
 
 import inspect
@@ -54,23 +54,23 @@ _ROUTERS_OF_SEVERAL = (
 
 
 class Block(Protocol):
-    """What a call needs of its block."""
+    """The part of a block that its calls use."""
 
     batch: ShardedBatch
     ring: Ring
     inputs: dict[str, Any]
-    call: "Watched"  # the call of a model in which this is
+    call: "Watched"  # the model's call that runs now
     loss_group: Group
     num_items: Tensor | None
     check_positions: bool
-    wholes: list[str]  # what was made of whole sequences
-    same: list[Tensor | None]  # positions found to be right
+    wholes: list[str]  # names of results over whole sequences
+    same: list[Tensor | None]  # positions found equal to the batch's
 
     def agree_in_block(self, check: Check | None, **same: Any) -> None:
-        """Raise ValueError on all ranks of the ring if a check of any raises it, or they differ."""
+        """Raise ValueError on all ranks of the ring if any rank's check does, or `same` differs."""
 
     def ensure(self, check: Check) -> None:
-        """Raise on all ranks of the ring what a check raises here; else nothing is sent."""
+        """Raise a check's error on all ranks of the ring; without an error send nothing."""
 
 
 # the block of each placement that `ring_forward` has opened
@@ -78,7 +78,7 @@ _blocks: "WeakKeyDictionary[Placement, Any]" = WeakKeyDictionary()
 
 
 def begun(block: Any) -> Placement:
-    """Note that the block of the current placement is this one; return the placement."""
+    """Record this block as the current placement's; return the placement."""
     placement = current()
     assert placement is not None  # this thread has just opened it
     _blocks[placement] = block
@@ -86,16 +86,16 @@ def begun(block: Any) -> Placement:
 
 
 def opened() -> Any:
-    """Return the block of `ring_forward` in which this is; None if it is in none."""
+    """Return the current block of `ring_forward`; None outside of one."""
     placement = current()
     return None if placement is None else _blocks.get(placement)
 
 
 def needed() -> Any:
-    """Return the block in which this is.
+    """Return the current block of `ring_forward`.
 
     Raises:
-        ValueError: it is in none.
+        ValueError: there is none.
     """
     if (block := opened()) is None:
         raise ValueError(
@@ -106,13 +106,13 @@ def needed() -> Any:
 
 
 class Parts(NamedTuple):
-    """The parts of a module that have to do with where tokens are.
+    """The parts of a module that depend on where its tokens are in the whole sequence.
 
     Attributes:
-        models: the models of transformers in it, the outermost first.
-        places: modules that positions go into, and the number of the parameter that takes them.
-        head: the head whose last token the first model takes, and that model's config.
-        routed: Python modules of models that have a loss of routers.
+        models: the transformers models in it, the outermost first.
+        places: modules that take positions, each with the number of that parameter.
+        head: the head whose last token the first model picks, and that model's config.
+        routed: Python modules of models with a routers' loss.
     """
 
     models: Sequence[PreTrainedModel] = ()
@@ -122,7 +122,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(module: nn.Module) -> Parts:
-    """Return the parts of a module, as they are now: they may be replaced between calls."""
+    """Find the parts of a module; once per call, since they can be replaced between calls."""
     named = dict(module.named_modules())
     models = [m for m in named.values() if isinstance(m, PreTrainedModel)]
     head = last_token_head(next(iter(models), None))
@@ -130,13 +130,13 @@ def parts_of(module: nn.Module) -> Parts:
 
 
 class Watched:
-    """A call of an outermost module, and what has happened in it.
+    """A call of an outermost module, with a record of its events.
 
     Attributes:
         model: the module; None outside of calls.
-        attended: ring attention was asked for.
-        losses: how many were computed of all ranks' tokens.
-        hooks: on the modules, until it is closed.
+        attended: whether ring attention was called.
+        losses: the number of losses computed over all ranks' tokens.
+        hooks: the hooks on its modules, removed by `close()`.
     """
 
     def __init__(self, block: Block, model: nn.Module | None = None):
@@ -144,8 +144,8 @@ class Watched:
         self.model: nn.Module | None = model
         self.attended: bool = False
         self.losses: int = 0
-        self.placed: bool = False  # the batch's positions went into an embedding that is known
-        self.pooled: bool = False  # a head has the last tokens of whole sequences
+        self.placed: bool = False  # a known embedding got the batch's positions
+        self.pooled: bool = False  # a head has scores of whole sequences' last tokens
         self._before, self.hooks = len(block.wholes), ExitStack()
         self.parts = Parts() if model is None else parts_of(model)
         for place in self.parts.places:
@@ -157,18 +157,18 @@ class Watched:
             self.hooks.enter_context(own_router_loss(self.parts.routed, _router_loss))
 
     def check_output(self, given: Any) -> None:
-        """Raise ValueError if something of the module's output is not of this rank's tokens."""
+        """Raise ValueError if a tensor of the module's output is not of this rank's tokens."""
         if self.model is not None and self.attended and not self.knows:
             check_output(self.model, given, self.block.batch, self.losses)
 
     @property
     def knows(self) -> bool:
-        """Whether the module has something of whole sequences, and so knows of ranks."""
+        """Whether the module computed results over whole sequences, and so handles ranks itself."""
         return self.pooled or len(self.block.wholes) > self._before
 
     @contextmanager
     def _unnoticed(self) -> Iterator[None]:
-        """Inside it what is made of whole sequences is not of the module's making."""
+        """Don't record this block's results over whole sequences: the module did not make them."""
         before = len(self.block.wholes)
         yield
         del self.block.wholes[before:]
@@ -178,10 +178,10 @@ class Watched:
     def place(
         self, module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a module that positions go into, with those of the batch.
+        """Check the positions given to a module; return its arguments with the right ones.
 
         Raises:
-            ValueError: it was given others; on all ranks.
+            ValueError: they are not the batch's; on all ranks.
         """
         block, at = self.block, self.parts.places.get(module)
         positions = given_at(at, args, given)
@@ -195,12 +195,12 @@ class Watched:
         )
 
     def are_placed(self, layer: nn.Module, positions: Tensor | None) -> bool:
-        """Tell whether something that is known was given positions, the batch's.
+        """Return whether the batch's positions went into a known module or this layer.
 
         Raises:
-            ValueError: a layer was given others; on all ranks.
+            ValueError: the layer was given others; on all ranks.
         """
-        placed = self.placed or in_backward()  # what is recomputed has been seen
+        placed = self.placed or in_backward()  # recomputation was checked in forward
         if positions is None:
             return placed
         if not self._is_same(positions):
@@ -215,10 +215,10 @@ class Watched:
         self.block.agree_in_block(partial(check_positions, name, positions, mine))
         self.block.same.append(positions)
 
-    # ---- what is of whole sequences
+    # ---- results over whole sequences
 
     def pool(self, scores: Tensor) -> Tensor:
-        """Return scores `[b, n, k]`, each those of its whole sequence's last real token."""
+        """Replace scores `[b, n, k]` by the scores of each whole sequence's last real token."""
         if self.parts.head is None:
             return scores
         with self._unnoticed():
@@ -229,7 +229,7 @@ class Watched:
     def loss(
         self, logits: Tensor, labels: Any, moved: Any, ignore_index: int, in_place: bool
     ) -> Tensor:
-        """Return the loss of a model's logits `[b, n, classes]`."""
+        """Compute the loss of a model's logits `[b, n, classes]`."""
         block = self.block
         given = None if "labels" not in block.inputs else labels
         counted = block.num_items is not None
@@ -243,17 +243,17 @@ class Watched:
         return found
 
     def entropy(self, function: nn.CrossEntropyLoss, x: Tensor, labels: Tensor) -> Tensor | None:
-        """Return the loss that a model computes by PyTorch's; None if it is of something else."""
+        """Compute the loss for a model's own call of PyTorch's; None if that is not its loss."""
         if self.model is None or self.knows or function.reduction == "none":
             return None
         mine = self.block.inputs.get("labels")
         self.block.ensure(partial(check_entropy, name_of(self.model), function, labels, mine))
-        assert mine is not None  # labels are those
+        assert mine is not None  # check_entropy compared labels with it
         x = x.reshape(*mine.shape, x.shape[-1])
         return self.loss(x, mine, None, function.ignore_index, in_place=True)
 
     def router_loss(self, gate_logits: Any, top_k: int, mask: Tensor | None) -> Any:
-        """Return the loss of routers, of all tokens of the ring."""
+        """Compute the routers' loss over all tokens of the ring."""
         if not isinstance(gate_logits, tuple):
             return 0
         if self.block.num_items is not None:
@@ -263,7 +263,7 @@ class Watched:
 
 
 class Outermost:
-    """A block within which each call of an outermost module is watched, as the block's `call`."""
+    """A context manager that watches each call of an outermost module, as the block's `call`."""
 
     block: Block
 
@@ -280,7 +280,7 @@ class Outermost:
     def _begins(self, module: nn.Module, args: Any) -> None:
         if is_compiling():
             run_apart(self._begins, module, args)
-        elif opened() is self.block and not in_backward():  # what is recomputed has been seen
+        elif opened() is self.block and not in_backward():  # recomputation was checked in forward
             self._handle.remove()  # inner modules are not slowed down
             self._handle = module.register_forward_hook(self._ends, always_call=True)
             self.block.call = call = Watched(self.block, module)
@@ -288,7 +288,7 @@ class Outermost:
                 self.block.ensure(partial(check_reading, first))
 
     def _ends(self, module: nn.Module, args: Any, given: Any) -> None:
-        """End a call that returned `given`; None, if it raised."""
+        """End a call with its output `given`; None if it raised."""
         if is_compiling():
             run_apart(self._ends, module, args, given)
             return
@@ -308,7 +308,7 @@ def _loss(
     shift_labels: Tensor | None = None,
     **__: Any,
 ) -> Tensor:
-    """Compute the loss of tokens, where transformers would compute that of a shard."""
+    """Compute the loss over all ranks, in place of transformers' loss of a shard."""
     call: Watched = needed().call
     return call.loss(logits, labels, shift_labels, ignore_index, in_place)
 
@@ -348,5 +348,5 @@ def _scored(_: nn.Module, __: Any, scores: Tensor) -> Tensor:
     return run_apart(block.call.pool, scores) if is_compiling() else block.call.pool(scores)
 
 
-# makes the block in which models' losses are those of the calls that are watched
+# a context manager in which models' losses go to the watched call
 spread_losses = partial(own_losses, _loss, _entropy, _is_of_wholes)

@@ -1,13 +1,13 @@
-"""Models whose callers see whole sequences, while each rank computes those of its tokens.
+"""Models that take and return whole sequences, while each rank computes only its own tokens.
 
     whole ids, mask, labels         the same on all ranks of a ring
         │ hook before               shard_batch, the block of ring_forward
-    the model, of this rank's tokens
-        │ hook after                what it has for each token is gathered
+    the model, on this rank's tokens
+        │ hook after                gathers its results for each token
     log-probabilities, scores       whole, the same on all ranks, with gradients
 
-Every rank computes the same loss of them. Gradients averaged over ranks, as DDP and FSDP do, are
-those of one process.
+Every rank computes the same loss from them. Gradients averaged over ranks, as DDP and FSDP do,
+equal the gradients of one process.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,18 +24,18 @@ from ring_attention_pytorch.training.batches import ShardedBatch
 
 Shard = Callable[[Mapping[str, Any]], ShardedBatch]
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "labels")
-_IDLE = ("use_cache", "fused_lm_head", "return_dict")  # they ask for nothing of other tokens
+_IDLE = ("use_cache", "fused_lm_head", "return_dict")  # they don't depend on other tokens
 
 
 class _Spread:
-    """What the hooks of one model share: how to shard, and the blocks that are open."""
+    """The state that one model's hooks share: how to shard, and the open blocks."""
 
     def __init__(self, model: nn.Module, shard: Shard, options: Mapping[str, Any]):
         self.name, self.shard, self.options = type(model).__name__, shard, dict(options)
         self.opened: list[RingForward] = []
 
     def enter(self, given: Mapping[str, Any]) -> RingForward:
-        """Open the block of whole sequences that a model is given."""
+        """Shard a model's whole inputs, and open their block."""
         more = [
             name for name, value in given.items()
             if name not in (*_TAKEN, *_IDLE) and value is not None and value is not False
@@ -56,15 +56,15 @@ class _Spread:
 
 
 def spread_probabilities(model: nn.Module, shard: Shard, options: Mapping[str, Any]) -> None:
-    """Spread a model with TRL's fused head, wherever it is called with `fused_lm_head=True`.
+    """Spread a model with TRL's fused head, in calls with `fused_lm_head=True`.
 
-    What it returns for each token is then `[b, length - 1]`, of whole sequences, as in one process.
+    Its outputs per token are then `[b, length - 1]`, of whole sequences, as in one process.
     """
     spread = _Spread(model, shard, options)
 
     def before(_: nn.Module, args: Any, given: dict[str, Any]) -> Any:
         if not given.get("fused_lm_head") or in_one_process:
-            return None  # it generates, or sequences are whole
+            return None  # generation, or sequences stay whole
         if args:
             raise ValueError(f"{spread.name}: whole sequences are given by name")
         forward = spread.enter(given)
@@ -84,7 +84,7 @@ def spread_probabilities(model: nn.Module, shard: Shard, options: Mapping[str, A
 
 
 def _of_whole_sequences(out: Any, batch: ShardedBatch) -> Any:
-    """Gather what a fused head has for each token; one message there, and one in backward."""
+    """Gather a fused head's outputs per token, in one message forward and one backward."""
     mine = {name: t for name, t in out.items() if isinstance(t, Tensor) and t.ndim == 2}
     wide = out.log_probs.dtype
     rows = torch.stack([t.to(wide) for t in mine.values()], dim=2)
@@ -94,13 +94,13 @@ def _of_whole_sequences(out: Any, batch: ShardedBatch) -> Any:
 
 
 def spread_scores(model: nn.Module, shard: Shard, options: Mapping[str, Any]) -> None:
-    """Spread a model of transformers that scores whole sequences by their last token.
+    """Spread a transformers model that scores a sequence by its last token.
 
-    Its layers see this rank's tokens. The scores of all tokens are gathered, and the model takes
-    those of the last ones, as in one process.
+    Its layers see this rank's tokens. The scores of all tokens are gathered, and the model picks
+    the last token's, as in one process.
 
     Raises:
-        ValueError: the model is of another kind.
+        ValueError: the model pools in another way.
     """
     if not isinstance(model, GenericForSequenceClassification):
         raise ValueError(
@@ -133,9 +133,9 @@ def spread_scores(model: nn.Module, shard: Shard, options: Mapping[str, Any]) ->
 
 
 def without_loss(model: nn.Module) -> None:
-    """Take away what TRL's fused head calls a loss: the mean of this rank's tokens alone.
+    """Remove the loss from the output of TRL's fused head: a mean over this rank's tokens only.
 
-    Trainers compute theirs of the log-probabilities, which they gather: these may be of any shape.
+    Trainers gather the log-probabilities, of whatever shape, and compute their own loss from them.
     """
 
     def before(_: nn.Module, args: Any, given: dict[str, Any]) -> None:
