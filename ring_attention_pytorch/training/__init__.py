@@ -1,1 +1,1 @@
-"""What lies between a training loop and attention: batches, labels, losses, data."""
+"""Training on spread sequences: batches, labels, losses, data."""

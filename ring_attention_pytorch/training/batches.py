@@ -1,4 +1,4 @@
-"""Batches of whole sequences, sharded: all that must be decided while a sequence is still whole.
+"""Shard batches of whole sequences, and decide all that needs the sequence whole.
 
 the batch, the same on all ranks of a ring      input_ids, labels, cu_seqlens ...
     │ shard_batch
@@ -48,10 +48,10 @@ _READ = (*_MASKS, "documents", "cu_seqlens", "position_ids", "labels", "loss_wei
 def report_to_ring_of_batch(
     caller: str, name: str = "batch"
 ) -> Callable[[dict[str, Any], ValueError], None]:
-    """Make the `report` of `typed`, for functions whose argument of this name is a batch.
+    """Return the `report` for `typed`, for functions whose argument `name` is a batch.
 
-    It tells the ring of the batch, under the name `caller`; without a batch, that of the block. A
-    rank that has neither tells the default group: if that is another one, these ranks wait.
+    It reports an error to the batch's ring, as `caller`; without a batch, to the block's ring.
+    With neither, to the default group: if the ring is another group, its other ranks wait.
     """
 
     def report(given: dict[str, Any], error: ValueError) -> None:
@@ -66,28 +66,28 @@ def report_to_ring_of_batch(
 
 @dataclass(frozen=True, eq=False)
 class ShardedBatch(MutableMapping[str, Any]):
-    """A rank's part of a batch, by name, and where its tokens are.
+    """A rank's part of a batch: its tensors by name, and where its tokens are.
 
-    A mapping of what the batch had, each cut to this rank's tokens: `batch["input_ids"]`. Tensors
-    may be replaced. To it belong "position_ids", int64 `[b, n]` or of rows `[3, b, n]`, and if
-    there were labels "shift_labels", `[b, n]`: those that the tokens predict. Names are those that
-    Hugging Face's losses take.
+    A mapping of the batch's tensors, each cut to this rank's tokens: `batch["input_ids"]`. Tensors
+    can be replaced. It always has "position_ids", int64 `[b, n]` or with rows `[3, b, n]`. With
+    labels it has "shift_labels" `[b, n]`, the label that each token predicts. The names are the
+    ones that Hugging Face's losses take.
 
     Inside `with batch:` attention takes layout, documents and mask from it. Call backward() inside,
     too, if anything is checkpointed.
 
     Attributes:
-        layout, length: how the ranks hold the tokens, and how many there are.
-        rank, ring_size: this rank's place among those that share the batch.
+        layout, length: which rank has which tokens, and the number of tokens.
+        rank, ring_size: this rank's place in the ring, and the ring's number of ranks.
         packing: the documents of each sample; None if each is one.
-        key_mask: bool `[b, n]`, True where a token may be seen; None if all may.
-        num_items: real labels of the whole batch, a tensor of no dimension; None without labels.
-        in_place: the labels of the tokens themselves, `[b, n]`; None if the batch was given labels
-            that need not be moved, or none.
-        positions_given: whether the batch came with positions; else they were counted.
+        key_mask: bool `[b, n]`, True for tokens that can be seen; None if all can.
+        num_items: the number of real labels in the whole batch, a 0-d tensor; None without labels.
+        in_place: the labels of the tokens themselves, `[b, n]`; None without labels, or with
+            labels that were already shifted.
+        positions_given: whether the batch had positions; otherwise they were counted.
         group: the ring; None is the default group.
-        state: where its `SequenceShardedDataset` goes on after this batch, for
-            `load_state_dict`; None of other batches.
+        state: where its `SequenceShardedDataset` continues after this batch, for
+            `load_state_dict`; None for other batches.
     """
 
     tensors: MutableMapping[str, Any]
@@ -102,15 +102,15 @@ class ShardedBatch(MutableMapping[str, Any]):
     positions_given: bool = False
     group: Group = None
     uncompared: int | None = None  # a digest that ranks have not compared yet
-    digest: int | None = None  # which they have, or will
-    whole_mask: int | None = None  # a digest of all ranks' masks
+    digest: int | None = None  # the same, also after they have
+    whole_mask: int | None = None  # a digest of the whole sequences' mask
     state: Mapping[str, int | None] | None = None
     _blocks: list[Placement] = field(default_factory=list, init=False, repr=False)
 
     def __getitem__(self, name: str) -> Any:
         return self.tensors[name]
 
-    # a DataLoader that stacks nothing makes of a mapping that can't be changed a mere dict
+    # without stacking, a DataLoader turns an immutable mapping into a plain dict
     def __setitem__(self, name: str, value: Any) -> None:
         self.tensors[name] = value
 
@@ -130,17 +130,17 @@ class ShardedBatch(MutableMapping[str, Any]):
 
     @property
     def counts(self) -> list[int]:
-        """How many tokens each rank of the ring has."""
+        """The number of tokens on each rank of the ring."""
         return [count(each) for each in all_segments(self.layout, self.ring_size, self.length)]
 
     @property
     def ring(self) -> Ring:
-        """The ring of the batch; alone, where there is no process group."""
+        """The ring of the batch; this process alone without a process group."""
         return as_ring(self.group, self.ring_size)
 
     @checked
     def over(self, group: Group) -> "ShardedBatch":
-        """Return this batch for the ring `group`: a collator knows ranks, but no groups."""
+        """Return this batch with the ring `group`, for a collator's batches, which have none."""
         return replace(self, group=group)
 
     @checked
@@ -163,10 +163,10 @@ class ShardedBatch(MutableMapping[str, Any]):
         return replace(self, tensors=tensors, **more)
 
     def __enter__(self) -> "ShardedBatch":
-        """Begin the block in which attention is of this batch; the ring's ranks do it together.
+        """Open the block in which attention uses this batch; all ranks of the ring do so together.
 
         Raises:
-            ValueError: the group is not the ring that the batch was sharded for, or its ranks hold
+            ValueError: the group is not the ring that the batch was sharded for, or its ranks have
                 different batches; on all ranks.
         """
         ring = self.ring
@@ -183,7 +183,7 @@ class ShardedBatch(MutableMapping[str, Any]):
         return self
 
     def _check_ring(self, ring: Ring) -> None:
-        """Raise ValueError where this is not the ring that the batch was sharded for."""
+        """Raise ValueError if this is not the ring that the batch was sharded for."""
         if (ring.rank, ring.size) != (self.rank, self.ring_size):
             raise ValueError(
                 f"the batch was sharded for rank {self.rank} of {self.ring_size}, this is rank "
@@ -195,21 +195,21 @@ class ShardedBatch(MutableMapping[str, Any]):
 
     @typed(report_to_ring_of_batch("unshard_sequence", "self"))
     def unshard(self, x: Tensor, *, dim: int = 1) -> Tensor:
-        """Gather the whole of what ranks have for their tokens, as `unshard_sequence`."""
+        """Gather a tensor of each rank's tokens into whole sequences, as `unshard_sequence`."""
         how: dict[str, Any] = dict(length=self.length, layout=self.layout, group=self.ring)
         return unshard_sequence(x, dim=dim, **how)
 
     @typed(report_to_ring_of_batch("rolling a batch", "self"))
     def roll(self, x: Tensor, ahead: int, nothing: int) -> Tensor:
-        """Fetch for each token what the token `ahead` of it in its document has.
+        """Fetch each token's value from the token `ahead` places later in its document.
 
-        All ranks of the ring call this. It makes labels of further tokens:
-        `batch.roll(batch.labels, 1, -100)` are those of the next but one.
+        All ranks of the ring call this. It makes labels of later tokens: for example,
+        `batch.roll(batch.labels, 1, -100)` has the label of the next token but one.
 
         Args:
             x: `[b, n]`, of this rank's tokens.
             ahead: at least 0.
-            nothing: what tokens get whose document ends before.
+            nothing: the value of tokens whose document ends before.
 
         Raises:
             ValueError: x is of another shape, or ahead is negative; on all ranks.
@@ -249,27 +249,27 @@ def shard_batch(
 
     Args:
         batch: tensors by name. The tokens are "input_ids" `[b, n]` or "inputs_embeds" `[b, n, d]`.
-            Known are also "labels" `[b, n]`, of the tokens themselves; "loss_weights" `[b, n]`, of
+            Optional are "labels" `[b, n]`, of the tokens themselves; "loss_weights" `[b, n]`, of
             labels; "attention_mask" or "key_mask" `[b, n]`, 0 or False for padding; documents, as
-            "documents" `[b, n]`, as "cu_seqlens" or as "position_ids" `[b, n]` that begin anew with
-            each. Positions may have three rows `[3, b, n]`, of time, height and width, or four, of
-            which the first one begins anew. Any further tensor `[b, n, ...]` is cut, too; anything
-            else stays as it is.
-        layout: as for `ring_attn`. "auto" is zigzag, or balanced where there are documents.
+            "documents" `[b, n]`, "cu_seqlens", or "position_ids" `[b, n]` that restart at each one.
+            Positions can have three rows `[3, b, n]`, for time, height and width, or four, where
+            the first one restarts. Any other tensor `[b, n, ...]` is cut, too; other values are
+            passed on unchanged.
+        layout: as for `ring_attn`. "auto" is zigzag, or balanced if there are documents.
         group: the ring; None is the default group, or this process alone.
-        rank, ring_size: the place in the ring, where there is no group, as in workers that load
-            data. With a group, ring_size may be less than its ranks.
+        rank, ring_size: the place in the ring if there is no group, as in workers that load data.
+            With a group, ring_size can be less than its ranks.
         shift_labels: move each label to the token that predicts it: the one before, in its
-            document. False if labels are moved already.
+            document. False if labels are shifted already.
         ignore_index: the label of tokens that predict nothing, such as the last of a document.
-        check_same: let the ranks compare a digest of the batch: here, or where there is no group
-            when `with batch:` begins.
+        check_same: compare a digest of the batch between the ranks: here, or without a group when
+            `with batch:` begins.
 
     Returns:
         A `ShardedBatch`. Nothing but the digest is sent.
 
     Raises:
-        ValueError: tensors contradict one another or the layout, or ranks hold different batches;
+        ValueError: tensors contradict one another or the layout, or ranks have different batches;
             on all ranks.
 
     >>> batch = shard_batch({"input_ids": torch.tensor([[4, 5, 6, 7]])}, rank=1, ring_size=2)
@@ -317,7 +317,7 @@ def shard_batch(
 
 @dataclass(frozen=True)
 class _Whole:
-    """A batch of whole sequences that has been read: `[b, length, ...]` each, by name."""
+    """A batch of whole sequences, parsed and checked: tensors `[b, length, ...]` by name."""
 
     length: int
     cut: Mapping[str, Tensor]
@@ -330,7 +330,7 @@ class _Whole:
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], shift: bool, ignore_index: int) -> "_Whole":
-        """Read a batch; raise ValueError where its parts contradict one another."""
+        """Parse a batch; raise ValueError if its tensors contradict one another."""
         tokens = _tokens(batch)
         b, n = tokens.shape[:2]
         for name in (*_MASKS, "position_ids", "labels", "loss_weights"):
@@ -361,7 +361,7 @@ class _Whole:
         return cls(n, cut, kept, packing, real, num_items, in_place, given)
 
     def shard(self, layout: Layout, rank: int, ring_size: int) -> ShardedBatch:
-        """Return a rank's part of it."""
+        """Return a rank's part of the batch."""
         segments = all_segments(layout, ring_size, self.length)[rank]
 
         def mine(t: Tensor, dim: int = 1) -> Tensor:
@@ -409,8 +409,8 @@ def _packing(
     documents, borders = batch.get("documents"), batch.get("cu_seqlens")
     check_documents(documents, borders, tokens.shape, tokens.shape[1])
     if documents is None and borders is None:
-        # Three rows of positions say where images and videos are, and not where documents begin. Of
-        # four rows the first one does, as transformers has it.
+        # Three rows of positions place images and videos, and don't show where documents begin.
+        # With four rows, the first one does, as in transformers.
         counted = batch.get("position_ids")
         if counted is not None and counted.ndim > 2:
             counted = counted[0] if len(counted) == 4 else None
@@ -435,7 +435,7 @@ def _positions(batch: Mapping[str, Any], tokens: Tensor, packing: BatchDocuments
 
 
 def _is_cut(name: str, value: Any, b: int, n: int) -> bool:
-    """Tell whether a further tensor has the sequence as its second dimension."""
+    """Return whether an optional tensor has the sequence as its second dimension."""
     if not isinstance(value, Tensor):
         return False
     if tuple(value.shape[:2]) == (b, n):
@@ -451,13 +451,13 @@ def _is_cut(name: str, value: Any, b: int, n: int) -> bool:
 
 
 def _ends(documents: Any, length: int) -> Tensor:
-    """Return for each position of a sequence where the run of its document ends."""
+    """Return the end of each position's run of its document, `[length]`."""
     stops = torch.tensor([run.stop for run in documents.runs])
     return stops.repeat_interleave(stops.diff(prepend=stops.new_zeros(1)), output_size=length)
 
 
 def _digest(batch: Mapping[str, Any], *options: object) -> int:
-    """Return a number that tells batches, and options for them, apart."""
+    """Return a checksum of a batch and its options."""
     parts: list[object] = [of_borders(batch.get("cu_seqlens")), *map(str, options)]
     parts += [(name, digest(t)) for name, t in sorted(batch.items()) if isinstance(t, Tensor)]
     return crc32(repr(parts).encode())

@@ -1,4 +1,4 @@
-"""A collator for a DataLoader, which shards what another one makes."""
+"""A collator for a DataLoader that shards another collator's batches."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,14 +9,14 @@ from ring_attention_pytorch.training.batches import AUTO, ShardedBatch, shard_ba
 
 
 class RingCollator:
-    """A collator for DataLoader that shards what another one makes. It needs no process group.
+    """A collator for DataLoader that shards another one's batches. It needs no process group.
 
     Args:
-        inner: from samples to a batch of whole sequences, as for `shard_batch`.
-        rank, ring_size: this rank's place in its ring. All ranks of a ring must load the same.
+        inner: the collator that makes batches of whole sequences, as for `shard_batch`.
+        rank, ring_size: this rank's place in its ring. Its ranks must load the same samples.
         layout, shift_labels, ignore_index, check_same: as for `shard_batch`.
 
-    In the training loop say the ring if it is not the default group: `batch.over(mesh["cp"])`.
+    In the training loop set the ring if it is not the default group: `batch.over(mesh["cp"])`.
 
     >>> def stack(ids):
     ...     return {"input_ids": torch.stack(ids)}

@@ -1,11 +1,11 @@
-"""Sequences of a corpus, one after another: each rank of a ring gets its part of each.
+"""A stream of a corpus's sequences; each rank of a ring gets its part of each sequence.
 
     documents, shuffled by seed     aaaaa bb cccccccc ddd ...
     packed to a length              aaaaabbcccc | ccccddd... |
-    this rank's part                a.a..b.c..c   what `shard_batch` says, labels included
+    this rank's part                a.a..b.c..c   by `shard_batch`, labels included
 
-The order of sequences depends on seed and epoch alone. So a run can go on with rings of another
-size, or more of them.
+The order of sequences depends only on seed and epoch, so a run can continue with rings of another
+size, or with more of them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,22 +25,22 @@ from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.training.batches import AUTO, ShardedBatch, shard_batch
 
 _IGNORE = -100
-_SAMPLE = 1024  # tokens of a sequence that all ranks read, to find out whether they read one file
+_SAMPLE = 1024  # tokens of a sequence that all ranks read, to check that they have the same file
 _AHEAD = (
     "the worker of a DataLoader makes this dataset's batches, ahead of who takes them; the last "
     "batch that was taken has the state: load_state_dict(batch.state) to go on, or that of the "
     "beginning to begin again"
 )
 Document = Tensor | Sequence[int]
-Sample = tuple[Tensor, list[int]]  # length + 1 ids, and where among them documents begin
+Sample = tuple[Tensor, list[int]]  # length + 1 ids, and the starts of documents among them
 
 
 class TokenFile:
-    """A file of nothing but tokens, mapped into memory: a rank reads what it holds, and a sample.
+    """A file of raw tokens, mapped into memory: a rank reads its own tokens, and a small sample.
 
     Args:
         path: the file.
-        dtype: of a token in it.
+        dtype: of each token in it.
 
     Raises:
         ValueError: the file is not a whole number of tokens.
@@ -58,10 +58,10 @@ class TokenFile:
         return len(self.tokens)
 
     def sample(self, numbers: Sequence[int], length: int) -> list[int]:
-        """Return what tells files apart of which ranks read different tokens.
+        """Return numbers by which ranks compare their files, though they read different tokens.
 
-        It is the file's length, and a digest of some consecutive tokens in each of these sequences
-        of that length: of a page or two of memory, at another place in each.
+        They are the file's length, and for each of these sequences of `length` tokens a digest of
+        some consecutive ones: a page or two of memory, at a different place in each sequence.
         """
         found = [len(self)]
         for number in numbers:
@@ -72,23 +72,22 @@ class TokenFile:
 
 
 class SequenceShardedDataset(IterableDataset[ShardedBatch]):
-    """Batches of sequences of one length, of which this rank gets its part; without end.
+    """An endless stream of batches of sequences of one length; this rank gets its part of each.
 
-    Iterate it directly, or through a DataLoader with `batch_size=None` and at most one worker. It
-    is one stream: a new iterator goes on where the last one stopped, and `batch.state` says where
-    that is after each batch. A worker is ahead of who takes its batches. So with one,
-    `state_dict()` and another iterator raise, until `load_state_dict(batch.state)` says where to
-    go on.
+    Iterate it directly, or through a DataLoader with `batch_size=None` and at most one worker. A
+    new iterator continues where the last one stopped; `batch.state` is that place after each batch.
+    A worker reads ahead of the training loop. With one, `state_dict()` and a new iterator raise
+    until `load_state_dict(batch.state)` sets the place to continue from.
 
     Args:
         source: a `TokenFile`, cut into sequences; or documents, each a list or tensor of ids, which
-            are packed one after another. Documents that have a length and can be indexed are
-            shuffled; others, such as an iterator's, come as they are, once.
-        length: tokens of a sequence.
-        batch_size: sequences of a batch.
+            are packed one after another. Documents with a length and an index can be shuffled, and
+            repeat without end; others, such as an iterator's, are read in order, once.
+        length: tokens per sequence.
+        batch_size: sequences per batch.
         rank, ring_size: this rank's place in its ring.
-        replica, replicas: which of several rings it is; each takes batches of its own.
-        seed: shuffles sequences of a file, or documents, anew in each epoch. None does not.
+        replica, replicas: the number of this ring among several; each gets its own batches.
+        seed: shuffles a file's sequences, or documents, anew in each epoch. None keeps their order.
         layout: as for `shard_batch`.
 
     Raises:
@@ -139,19 +138,19 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
         self.replicas: int = replicas
         self.seed: int | None = seed
         self.layout: Layout = layout
-        self._done = 0  # batches of all replicas, in this process
+        self._done = 0  # batches that all replicas have taken, in this process
         self._batches: Iterator[Any] | None = None  # of all replicas, from number `_at` on
         self._at = 0
-        # batches where a new iterator begins, and whether a worker has begun one there
-        with torch.inference_mode(False):  # else nobody could write them outside of that
+        # the batch at which a new iterator begins, and whether a worker has begun one there
+        with torch.inference_mode(False):  # otherwise only inference mode could write it
             self._shared = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()
 
     @checked
     def state_dict(self) -> dict[str, int | None]:
-        """Return where the next batch begins, for any number of ranks and rings.
+        """Return the place of the next batch, valid for any number of ranks and rings.
 
         Raises:
-            ValueError: the worker of a DataLoader makes the batches, and this process asks.
+            ValueError: a DataLoader's worker makes the batches, and this is another process.
         """
         if get_worker_info() is None and self._shared[1]:
             raise ValueError(f"state_dict(): {_AHEAD}")
@@ -162,10 +161,10 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
 
     @checked
     def load_state_dict(self, state: Mapping[str, int | None]) -> None:
-        """Go on where a state was taken: that of `state_dict()`, or `batch.state`.
+        """Continue from a state: from `state_dict()`, or `batch.state`.
 
         Raises:
-            ValueError: it is of another seed, length or size of batches.
+            ValueError: the state has another seed, length or batch size.
         """
         sequences, mine = state["sequences"] or 0, self._state()
         same = {name: mine[name] for name in ("seed", "length")}
@@ -180,9 +179,9 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
         """Yield this replica's batches, from where the last iterator stopped.
 
         Raises:
-            ValueError: there are several workers, or one has been ahead and nothing tells how far
-                its batches were taken; or an iterator's documents, of which some are gone, are
-                to be begun anew. The first batch raises, since a worker can't tell it before.
+            ValueError: there are several workers; or one has read ahead, and how many of its
+                batches were used is unknown; or an iterator's documents, partly read, would have to
+                start anew. The first batch raises it: a worker can't report it before.
         """
         worker = get_worker_info()
         if worker is not None and worker.num_workers > 1:
@@ -190,24 +189,24 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
         if self._shared[1]:
             raise ValueError(f"a new iterator: {_AHEAD}")
         if worker is not None:
-            self._done = int(self._shared[0])  # a worker that lives on has read ahead
+            self._done = int(self._shared[0])  # a persistent worker has read ahead
             self._shared[1] = 1
         while (batch := self._take()) is not None:
             yield batch
 
     def _take(self) -> ShardedBatch | None:
-        """Return this replica's next batch, and go beyond its round; None at the end."""
+        """Return this replica's next batch, and skip the other replicas'; None at the end."""
         make = self._batch(self._done + self.replica)
         if make is None:
             return None
         batch = make()
-        self._done += self.replicas  # others' batches of this round, too
+        self._done += self.replicas  # includes the other replicas' batches
         if get_worker_info() is None:
             self._shared[0] = self._done
         return replace(batch, state=self._state())
 
     def _batch(self, number: int) -> Any:
-        """Return what makes batch `number` of all replicas; None if there are not so many."""
+        """Return a function that makes batch `number` of all replicas; None past the last one."""
         once = isinstance(self.source, Iterator)
         if once and self._batches is not None and number < self._at:
             raise ValueError(
@@ -230,7 +229,7 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
         """Leave out the stream, which a copy in another process opens anew.
 
         Raises:
-            ValueError: it is an iterator's that has begun, and would go on in two places.
+            ValueError: the stream has begun an iterator, which would continue in two places.
         """
         if self._batches is not None and isinstance(self.source, Iterator):
             raise ValueError("a dataset of an iterator that has begun can't be copied")
@@ -238,11 +237,11 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if not self._shared.is_shared():  # a worker's is that of the process that started it
+        if not self._shared.is_shared():  # a worker shares its parent process's tensor
             self._shared = self._shared.clone().share_memory_()
 
     def _of_file(self, first: int) -> Iterator[Any]:
-        """Yield batches of sequences of the file, from one on."""
+        """Yield functions that make the file's batches, from batch `first` on."""
         sequences = (len(self.source) - 1) // self.length
         layout = "zigzag" if self.layout == AUTO else self.layout
         held = positions(layout, **self.place, length=self.length)
@@ -266,13 +265,13 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
             yield lambda numbers=numbers: batch(numbers)
 
     def _of_documents(self) -> Iterator[Any]:
-        """Yield batches of packed documents."""
+        """Yield functions that make batches of packed documents."""
 
         def batch(samples: list[Sample]) -> ShardedBatch:
             ids = torch.stack([sample for sample, _ in samples])
             labels, borders = ids[:, 1:].clone(), []
             for row, (_, starts) in zip(labels, samples):
-                row[[start - 1 for start in starts[1:]]] = _IGNORE  # none predicts the next one
+                row[[start - 1 for start in starts[1:]]] = _IGNORE  # not predicted across a border
                 borders.append(sorted({*starts, self.length}))
             whole = {"input_ids": ids[:, :-1], "labels": labels, "cu_seqlens": borders}
             return shard_batch(whole, layout=self.layout, shift_labels=False, **self.place)
@@ -282,7 +281,7 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
             yield lambda found=found: batch(found)
 
     def _packed(self) -> Iterator[Sample]:
-        """Yield sequences of length + 1 tokens; the last one is the next one's first."""
+        """Yield sequences of `length + 1` tokens; the last token is the next sequence's first."""
         held, starts = torch.empty(0, dtype=torch.long), [0]
         for document in self._documents():
             if len(held) and len(document):

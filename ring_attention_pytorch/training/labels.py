@@ -1,7 +1,7 @@
-"""Whole sequences before they are sharded: where documents are, and what each token predicts.
+"""Find documents and shift labels, while sequences are whole.
 
-A rank that had its shard only could not know the token after its last one. So labels are moved to
-the tokens that predict them while all of a sequence is there.
+A rank with only its shard does not know the token after its last one, so labels are moved to the
+tokens that predict them before sharding.
 """
 
 import torch
@@ -11,16 +11,16 @@ from ring_attention_pytorch.geometry.documents import BatchDocuments, last_of_do
 
 
 def documents_of_positions(positions: Tensor, real: Tensor | None) -> Tensor | None:
-    """Return the document of each token, by positions `[b, n]` that begin at 0 with each.
+    """Number each token's document, from positions `[b, n]` that restart at 0 in each.
 
     Args:
-        real: bool `[b, n]`, False for padding, whose positions mean nothing.
+        real: bool `[b, n]`, False for padding, whose positions are ignored.
 
     Returns:
         int64 `[b, n]`; None if each sample is one document.
 
     Raises:
-        ValueError: positions go back to another number than 0.
+        ValueError: positions restart at a number other than 0.
 
     >>> documents_of_positions(torch.tensor([[0, 1, 2, 0, 1]]), None).tolist()
     [[0, 0, 0, 1, 1]]
@@ -37,7 +37,7 @@ def documents_of_positions(positions: Tensor, real: Tensor | None) -> Tensor | N
 
 
 def next_of_whole(x: Tensor, packing: BatchDocuments | None, nothing: int | float) -> Tensor:
-    """Move whole sequences `[b, n]` one token ahead: each gets what its successor has.
+    """Shift whole sequences `[b, n]` by one: each token gets its successor's value.
 
     The last token of a document gets `nothing`.
 

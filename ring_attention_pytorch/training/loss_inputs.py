@@ -1,11 +1,11 @@
-"""What losses are given: a head's terms, and labels and weights whose values may be wrong.
+"""Inputs of losses: a head's terms, and checks of the values of labels and weights.
 
-To read a value of a GPU's tensor the host must wait for the GPU. So a wrong one, a label that is no
-class say, is an error at once on CPU only. Elsewhere the GPU finds it:
+The host must wait for a GPU to read a value. A wrong value, such as a label that is no class, is
+therefore an error at once only on CPU. On a GPU the device finds it:
 
     on CPU      the ranks agree: ValueError on all of them, before anything is sent
     on a GPU    the loss is NaN on all ranks, and so are its gradients;
-                the next loss, when its ranks agree, is a ValueError on all of them
+                the next loss, when its ranks agree, raises ValueError on all of them
 """
 
 import math
@@ -24,7 +24,7 @@ from ring_attention_pytorch.tensor_kinds import check_plain
 
 
 class Head(NamedTuple):
-    """What makes logits of hidden states x; without a weight x are logits.
+    """The terms that turn hidden states x into logits; without a weight x are logits.
 
     Logits are `softcap * tanh((x @ weight.T + bias) * scale / softcap)`, widened before the scale.
 
@@ -38,22 +38,22 @@ class Head(NamedTuple):
     softcap: float | None = None
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits `[n, classes]` of tokens x `[n, d]`, in the dtype of sums."""
+        """Compute the logits `[n, classes]` of tokens x `[n, d]`, in the accumulation dtype."""
         if self.weight is None:
             return x.to(accumulation_dtype(x.dtype))
         logits = F.linear(x, self.weight, self.bias)
         logits = logits.to(accumulation_dtype(logits.dtype))
         factor = (1.0 if self.scale is None else self.scale) / (self.softcap or 1.0)
         if factor != 1:
-            logits = logits.mul_(factor)  # nobody else has them, and a chunk of them is large
+            logits = logits.mul_(factor)  # in place: a chunk of logits is large
         return logits if self.softcap is None else logits.tanh_() * self.softcap
 
     def classes(self, x: Tensor) -> int:
-        """Count the classes, of hidden states or logits x."""
+        """Return the number of classes, for hidden states or logits x."""
         return x.shape[-1] if self.weight is None else len(self.weight)
 
     def check(self, x: Tensor) -> None:
-        """Raise ValueError where it makes no logits of hidden states x `[b, n, d]`."""
+        """Raise ValueError if the terms don't fit hidden states x `[b, n, d]`."""
         if self.weight is None:
             if any(term is not None for term in self):
                 raise ValueError(
@@ -72,7 +72,7 @@ class Head(NamedTuple):
 
 
 def _check_alike(name: str, t: Tensor, shape: list[int | None], x: Tensor) -> None:
-    """Raise ValueError where a tensor has another shape, dtype or device than it must."""
+    """Raise ValueError if a tensor has another shape than `shape`, or dtype or device than x."""
     check_plain(name, t)
     fits = t.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, t.shape))
     if not fits or t.device != x.device or autocast_dtype(t) != autocast_dtype(x):
@@ -84,13 +84,13 @@ def _check_alike(name: str, t: Tensor, shape: list[int | None], x: Tensor) -> No
 
 
 class Targets(NamedTuple):
-    """What tokens must predict, without what is wrong.
+    """Labels and weights, with wrong labels replaced.
 
     Attributes:
         labels: int64 `[b, n]`: a class each, or the label that is ignored.
-        real: bool `[b, n]`, where there is a class.
-        weights: `[b, n]`, 0 where there is none; None if all count alike.
-        wrong: bool `[b, n]`, where label or weight was wrong; None where that was an error.
+        real: bool `[b, n]`, True for labels that are not ignored.
+        weights: `[b, n]`, 0 where the label is ignored; None if all count alike.
+        wrong: bool `[b, n]`, True for a wrong label or weight; None on CPU, where it is an error.
     """
 
     labels: Tensor
@@ -102,10 +102,10 @@ class Targets(NamedTuple):
 def targets(
     labels: Tensor, weights: Tensor | None, ignore_index: int, classes: int, dtype: torch.dtype
 ) -> Targets:
-    """Return what tokens must predict, weights in `dtype`; nobody waits for values."""
+    """Return labels, and weights in `dtype`, without waiting for their values on a GPU."""
     real = labels != ignore_index
     if weights is not None:
-        weights = torch.where(real, weights.to(dtype), 0.0)  # else NaN would pass, times 0
+        weights = torch.where(real, weights.to(dtype), 0.0)  # times 0, a NaN would stay
     if reads_at_once(labels):
         return Targets(labels, real, weights, None)
     known = labels.clamp(0, max(0, classes - 1))
@@ -116,10 +116,7 @@ def targets(
 
 
 def check_values(labels: Tensor, weights: Tensor | None, ignore_index: int, classes: int) -> None:
-    """Raise ValueError for a wrong value; where that must not be waited for, for an earlier call's.
-
-    That is told once.
-    """
+    """Raise ValueError for a wrong value; on GPUs for one of an earlier call, once."""
     if not reads_at_once(labels):
         _flags_of(labels.device).check()
         return
@@ -138,9 +135,9 @@ def check_values(labels: Tensor, weights: Tensor | None, ignore_index: int, clas
 
 
 def check_labels(x: Tensor, labels: Tensor, weights: Tensor | None) -> None:
-    """Raise ValueError for what are no logits or hidden states x, or no labels for them.
+    """Raise ValueError if x, labels or weights have a wrong shape, dtype or device.
 
-    Values are looked at by `check_values`.
+    `check_values` checks their values.
     """
     for name, t in {"x": x, "labels": labels, "weights": weights}.items():
         if t is not None:
@@ -166,7 +163,7 @@ def check_labels(x: Tensor, labels: Tensor, weights: Tensor | None) -> None:
 
 
 def reads_at_once(t: Tensor) -> bool:
-    """Tell whether reading a tensor's values keeps nobody waiting."""
+    """Return whether the host can read a tensor's values without waiting."""
     return t.device.type == "cpu"
 
 
@@ -175,9 +172,9 @@ def _is_weight(weights: Tensor) -> Tensor:
 
 
 class _Flags:
-    """Words that a device writes when it finds a wrong value, and the host reads without waiting.
+    """Flags that a device sets when it finds a wrong value, and the host reads without waiting.
 
-    A call's words are there when the device has done it.
+    The host sees a call's flags once the device has finished it.
     """
 
     _TEXTS: Mapping[int, str] = {
@@ -187,21 +184,21 @@ class _Flags:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        with torch.inference_mode(False):  # else nobody could write them outside of that
+        with torch.inference_mode(False):  # otherwise only inference mode could write them
             self._found = outside_graph_pool(
                 lambda: torch.zeros(2, dtype=torch.bool, device=device), device
             )
             self._flags = torch.zeros(2, dtype=torch.bool, pin_memory=device.type == "cuda")
 
     def raise_if(self, wrong_labels: Tensor, wrong: Tensor) -> None:
-        """Raise a flag, on the device, if any label is wrong, or else any weight."""
+        """Set a flag on the device if any label is wrong, or, if none is, any weight."""
         labels = wrong_labels.any()
         self._found |= torch.stack((labels, wrong.any() & ~labels))
-        if self._device.type != "cuda" or not capturing(self._device):  # else a later call tells
+        if self._device.type != "cuda" or not capturing(self._device):  # a later call copies
             self._flags.copy_(self._found, non_blocking=True)
 
     def check(self) -> None:
-        """Raise ValueError if flags are up, so far, and lower them."""
+        """Raise ValueError if flags are set, and clear them."""
         up = [at for at, flag in enumerate(self._flags.tolist()) if flag]
         if not up:
             return

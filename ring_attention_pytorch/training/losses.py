@@ -1,8 +1,8 @@
 """Losses over tokens that are spread over processes, by chunks of tokens.
 
-A group's loss is one mean over the real tokens of all its ranks, however unequally they hold them.
-At long contexts logits need more memory than attention does. So a head's logits are made, used and
-forgotten a chunk of tokens at a time, and made again in backward.
+A group's loss is one mean over the real tokens of all its ranks, however unevenly they are spread.
+At long contexts logits need more memory than attention does, so a head's logits are computed, used
+and freed a chunk of tokens at a time, and computed again in backward.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ from ring_attention_pytorch.training.loss_inputs import (
     targets,
 )
 
-_CHUNK = 2048  # tokens whose logits a head makes at once, where nobody says it
+_CHUNK = 2048  # tokens whose logits a head computes at once, by default
 
 
 @typed(report_to_group("ring_cross_entropy"), apart=True)
@@ -49,21 +49,21 @@ def ring_cross_entropy(  # noqa: PLR0913 - a public entry point
 ) -> Tensor:
     """Compute the mean cross entropy over all real tokens of a group, the same on all its ranks.
 
-    Gradients averaged over the group, as DDP and FSDP do, are those of one process with all tokens.
+    Gradients averaged over the group, as DDP and FSDP do, equal one process's with all tokens.
 
     Args:
         x: logits `[b, n, classes]` of this rank's tokens; with a head hidden states `[b, n, d]`.
-        labels: int64 `[b, n]`, what each token predicts, as `ShardedBatch.labels`.
-        head: `[classes, d]`, the weight that makes logits of hidden states, in their dtype. All
-            logits are never in memory at once.
-        weights: `[b, n]`, of the labels: the mean is weighted by them. Finite and at least 0 where
-            there is a label; elsewhere they count for nothing, whatever they are. Differentiable.
+        labels: int64 `[b, n]`, the class that each token predicts, as `ShardedBatch.labels`.
+        head: `[classes, d]`, the weight from hidden states to logits, in their dtype. Only a
+            chunk's logits are in memory at once.
+        weights: `[b, n]`, the labels' weights in the mean. Finite and at least 0 where there is a
+            label; elsewhere they are ignored, whatever they are. Differentiable.
         group: all ranks over which gradients are averaged: data parallel ones and the ring's. None
             is the default group, or this process alone.
         ignore_index: the label of tokens that predict nothing.
-        chunk: tokens whose logits are widened at once. None is 2048 with a head, else all.
+        chunk: tokens whose logits are widened at once. None is 2048 with a head, without one all.
         softcap: c replaces a head's logit s by c * tanh(s / c), as in Gemma 2.
-        scale: what a head's logits are multiplied by, before the cap, as in Cohere and Granite.
+        scale: a factor of a head's logits, before the softcap, as in Cohere and Granite.
         bias: `[classes]`, added to a head's logits before the scale.
 
     Returns:
@@ -71,10 +71,10 @@ def ring_cross_entropy(  # noqa: PLR0913 - a public entry point
 
     Raises:
         ValueError: shapes, dtypes or devices don't fit, a label is no class, a weight is negative
-            or not finite, ranks differ in what they pass, or the group has not all ranks of the
-            ring in whose batch's block this is; on all ranks of the group. On GPUs no host waits
-            for labels and weights: for a wrong one the loss is NaN on all ranks, with its
-            gradients, and the next loss raises.
+            or not finite, ranks pass different options, or the group lacks ranks of the ring of
+            the current batch's block; on all ranks of the group. On GPUs the host does not wait
+            for labels and weights: a wrong one makes the loss and its gradients NaN on all ranks,
+            and the next loss raises.
 
     >>> logits, labels = torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]])
     >>> ring_cross_entropy(logits, labels).exp().item()  # one of 4 classes
@@ -101,9 +101,9 @@ def ring_cross_entropy(  # noqa: PLR0913 - a public entry point
 
 
 def _same(x: Tensor, head: Head, error: ValueError | None, ignore_index: int) -> dict[str, Any]:
-    """Return what must be the same on every rank for any loss, by name."""
+    """Return by name the values that must be the same on every rank, for any loss."""
     same: dict[str, Any] = {}
-    if error is None:  # else there may be no such dimension
+    if error is None:  # with one, the dimension can be missing
         same["classes"] = head.classes(x)
     return same | {
         "dtype": x.dtype,
@@ -117,12 +117,12 @@ def _same(x: Tensor, head: Head, error: ValueError | None, ignore_index: int) ->
 
 
 def _agree_in_block(ring: Ring, same: dict[str, Any], error: ValueError | None) -> None:
-    """Agree on a mean over all ranks, which the block that this is in is told.
+    """Agree on a mean over all ranks, and record it in the current block.
 
     Raises:
-        ValueError: ranks that share a batch are in blocks of several ones, or as for `agree`.
+        ValueError: ranks of one ring are in blocks of different batches, or as for `agree`.
     """
-    block, own = current(), {"ring": -1, "batch": -1}  # of no block
+    block, own = current(), {"ring": -1, "batch": -1}  # outside of a block
     if block is not None and block.digest is not None:
         own = {"ring": block.ring.ranks[0], "batch": block.digest}
     told = agree(ring, "ring_cross_entropy", same, own, check=error)
@@ -154,22 +154,22 @@ def ring_token_logprobs(
 ) -> Tensor:
     """Compute the log-probability of each label of a whole sequence, on every rank of its ring.
 
-    It is for losses that look at whole sequences, such as those of reinforcement learning after
-    generation. All ranks must compute the same loss of it. Its gradients averaged over ranks, as
-    DDP and FSDP do, are those of one process: no rank sends any in backward.
+    It is for losses over whole sequences, such as in reinforcement learning after generation. All
+    ranks must compute the same loss from it. Gradients averaged over ranks, as DDP and FSDP do,
+    then equal the gradients of one process; backward sends nothing.
 
     Args:
         x: logits `[b, n, classes]` of this rank's tokens; with a head hidden states `[b, n, d]`.
-        batch: what `shard_batch` made, with labels.
+        batch: from `shard_batch`, with labels.
         head, ignore_index, chunk, softcap, scale, bias: as for `ring_cross_entropy`.
 
     Returns:
-        `[b, length]`, float32 (float64 for float64): at each token that of the label it predicts,
-        0 where it predicts nothing.
+        `[b, length]`, float32 (float64 for float64): for each token the log-probability of the
+        label it predicts, 0 if it predicts nothing.
 
     Raises:
         ValueError: shapes don't fit, a label is no class, or an argument is of another type; on all
-            ranks of the ring. On GPUs a label that is no class has NaN, and the next call raises.
+            ranks of the ring. On GPUs a label that is no class gets NaN, and the next call raises.
 
     >>> from ring_attention_pytorch import shard_batch
     >>> ids = torch.tensor([[1, 2]])
@@ -191,10 +191,10 @@ def ring_token_logprobs(
 
 
 class _Whole(Function):
-    """(x, batch) -> the whole of all ranks' x; backward takes this rank's part of the gradient.
+    """(x, batch) -> x of whole sequences; backward takes this rank's part of the gradient.
 
-    Every rank has the same gradient of the whole. So its own part, times the ranks, is what a mean
-    over ranks makes right.
+    Every rank has the same gradient of the whole. Its own part is multiplied by the number of
+    ranks, which the mean over ranks divides out.
     """
 
     @staticmethod
@@ -211,16 +211,16 @@ class _Whole(Function):
 def _by_chunks(
     head: Head, chunk: int | None, reduction: str, ignore_index: int, *given: Tensor | None
 ) -> Iterator[Tensor]:
-    """Yield the entropies of x, labels, weights `[b, n, ...]`, of some of their tokens at a time.
+    """Yield the cross entropies of x, labels, weights `[b, n, ...]`, a chunk of tokens at a time.
 
-    Logits of chunks are made again in backward, and not kept.
+    Logits of chunks are not stored; backward computes them again.
     """
     entropies = partial(_entropies, head=head, reduction=reduction, ignore_index=ignore_index)
     if chunk is None and head.weight is not None:
         chunk = _CHUNK
     flat: list[Any] = [None if t is None else t.flatten(0, 1) for t in given]
     n = len(flat[0])
-    for start in range(0, max(1, n), chunk or max(1, n)):  # of no tokens one, for its graph
+    for start in range(0, max(1, n), chunk or max(1, n)):  # at least one, for the graph
         stop = start + (chunk or n)
         part: list[Any] = [None if t is None else t[start:stop] for t in flat]
         if chunk is None or not torch.is_grad_enabled():
@@ -248,7 +248,7 @@ def _check(
     chunk: int | None,
     ring: Ring,
 ) -> None:
-    """Raise ValueError for what is wrong with this rank's arguments."""
+    """Raise ValueError if this rank's arguments are wrong."""
     if labels is None:
         raise ValueError("the batch must have labels, got none")
     check_labels(x, labels, weights)
