@@ -554,3 +554,21 @@ def test_a_plan_of_other_ranks_than_the_batch_is_an_error():
             ring_attn(q, q, q, plan=plan)
 
     threads.run(2, main)
+
+
+def test_ranks_compare_a_batch_only_when_it_is_first_entered():
+    def main(ring):
+        batch = shard_batch({"input_ids": torch.arange(8)[None]}, rank=ring.rank, ring_size=2)
+        notes = []
+        for _ in range(2):
+            with batch.over(ring):
+                notes.append(ring.steps.notes)
+        batch = batch.over(ring)
+        for _ in range(2):
+            with batch:
+                notes.append(ring.steps.notes)
+        return notes
+
+    for first, second, third, fourth in threads.run(2, main)[0]:
+        assert second == first + 1  # another object
+        assert fourth == third == second + 1
