@@ -24,7 +24,7 @@ from tests.support.ranks import gpu_ranks
 
 CHECKED = {"RING_ATTENTION_CHECK": "always"}
 TRANSPORTS = "tests.gpu.test_transports_gpu"
-FILES = ("inference", "visits", "rings", "features", "memory")
+FILES = ("inference", "fused_copies", "rings", "features", "memory")
 
 
 def jobs(ranks: int, workers: int) -> list[Job]:
