@@ -57,9 +57,9 @@ def run_direction(block: Block, direction: str, config: Config | None) -> Callab
             if direction == "forward":
                 triton.forward(block.q, keys, found, terms, result)
             elif direction == "queries":
-                triton._backward_of_queries(*given, *dq.room())
+                triton._backward_of_queries(*given, *dq.update_memory())
             else:
-                triton._backward_of_keys(*given, *dk.room(), *dv.room())
+                triton._backward_of_keys(*given, *dk.update_memory(), *dv.update_memory())
 
     return run
 

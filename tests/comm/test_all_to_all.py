@@ -11,7 +11,7 @@ RANKS = range(len(TOKENS))
 def test_all_messages_together_bring_each_rank_its_head():
     plan = one_head_each()
     for rank in RANKS:
-        rooms = [plan.room(whole, rank).fill_(torch.nan) for whole in wholes()]
+        rooms = [plan.alloc(whole, rank).fill_(torch.nan) for whole in wholes()]
         for sender in RANKS:
             theirs = [parts(whole)[sender] for whole in wholes()]
             places = taken(rooms, [plan, plan], sender, rank)
@@ -37,11 +37,11 @@ def test_a_message_has_the_form_of_what_is_given():
 def test_sizes_are_those_of_the_plan_with_all_other_dimensions():
     plan = one_head_each()
     t = wholes()[0]
-    assert plan.room(t, 1).shape == (2, sum(TOKENS), 1, 4)
+    assert plan.alloc(t, 1).shape == (2, sum(TOKENS), 1, 4)
     assert [plan.part(t, rank).shape for rank in RANKS] == [(2, n, 3, 4) for n in TOKENS]
 
 
 def test_equal_numbers_are_of_one_kind():
-    assert one_head_each().kind == one_head_each().kind
+    assert one_head_each().key == one_head_each().kind
     assert one_head_each() != one_head_each()
-    assert one_head_each().kind != one_head_each((4, 0, 4)).kind
+    assert one_head_each().key != one_head_each((4, 0, 4)).kind

@@ -118,8 +118,8 @@ def test_masks_are_told_apart_by_the_whole_or_by_values():
     assert not here.has_mask(OwnMask(~mask, None))
     assert not here.has_mask(OwnMask(None, None))
     with here:
-        assert own_mask(mask, mask) == OwnMask(mask, 5)
-        assert own_mask(None, None) == OwnMask(None, None)
+        assert own_mask(mask) == OwnMask(mask, 5)
+        assert own_mask(None) == OwnMask(None, None)
 
 
 def test_queries_of_other_lengths_are_of_no_block():

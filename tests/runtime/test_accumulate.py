@@ -374,11 +374,11 @@ def test_some_samples_are_merged_in_the_memory_of_all():
 
 def test_gradients_of_some_samples_are_in_the_sum_of_all():
     parts = torch.randn(2, 3, N, 2, 4).double()
-    total = GradAccumulator(parts[0], later=Deferred())
+    total = GradAccumulator(parts[0], deferred=Deferred())
     assert total.samples(slice(None)) is total
     total.add(WHOLE, parts[0].clone())
     some = total.samples(slice(1, 3))
-    assert some.later is total.later
+    assert some.deferred is total.deferred
     some.add(slice(2, N), parts[1, 1:, 2:].clone())
     some.begin_update()
     parts[1, 0] = parts[1, :, :2] = 0.0

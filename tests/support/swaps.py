@@ -45,7 +45,7 @@ def swapped(fabric_of: Callable[[threads.ThreadRing], Fabric]) -> list[list[Tens
 
     def main(ring: threads.ThreadRing) -> list[Tensor]:
         mine = [parts(whole)[ring.rank] for whole in wholes()]
-        rooms = [plan.room(t, ring.rank).fill_(torch.nan) for t in mine]
+        rooms = [plan.alloc(t, ring.rank).fill_(torch.nan) for t in mine]
         fabric_of(ring).swap(mine, [plan, plan], rooms)
         return rooms
 
