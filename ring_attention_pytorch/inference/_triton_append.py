@@ -1,5 +1,5 @@
 # ruff: noqa: PLR0913, RET505 - a kernel takes every size by itself
-"""Append tokens to a cache, at lengths that only the device knows: for CUDA graphs, too."""
+"""Append tokens to a cache at lengths read on the device, as CUDA graphs need."""
 
 import torch
 import triton
@@ -20,13 +20,13 @@ def power_of_two(power):
 
 @triton.jit
 def exponent(x):
-    """Return the exponent of a number in float32; 128, if it is not finite."""
+    """Return the exponent of a float32 number; 128 if it is not finite."""
     return ((x.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
 
 
 @triton.jit
 def power_of_rows(rows):
-    """Return for each row the power of two by which its numbers are to be divided for 8 bits."""
+    """Return the exponent of each row's scale: the row divided by it fits into 8 bits."""
     bits = rows.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     top = tl.max(bits, 1)  # NaN are the largest
     return (top >> 23) - 127 - 8 + ((top & 0x7FFFFF) > 0x600000).to(tl.int32)
@@ -34,7 +34,7 @@ def power_of_rows(rows):
 
 @triton.jit
 def in_8_bits(rows):
-    """Return rows `[tokens, d]` in float8_e4m3fn and their scales: what `scaled.stored` returns."""
+    """Return rows `[tokens, d]` in float8_e4m3fn and their scales, as `scaled.stored` does."""
     power = power_of_rows(rows)
     within = tl.minimum(tl.maximum(power, -63), 63)
     x = rows.to(tl.float32) * power_of_two(-within)[:, None]
@@ -46,7 +46,7 @@ def in_8_bits(rows):
 
 @triton.jit
 def kept(rows, SCALED: tl.constexpr):
-    """Return rows `[tokens, d]` as a cache keeps them, and their scales."""
+    """Return rows `[tokens, d]` in the form of the cache, and their scales."""
     if SCALED:
         return in_8_bits(rows)
     else:
@@ -58,7 +58,7 @@ def store_rows(
     pool, scales, table, rows, scale, token, held, kv, PAGE, RANKS, KV, D, WIDTH: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Write rows `[tokens, WIDTH]` of one key head and scales where the cache has these tokens."""
+    """Write rows `[tokens, WIDTH]` of one key head, and their scales, to the tokens' pages."""
     turn, slot = token // (PAGE * RANKS), token % PAGE
     page = tl.load(table + turn, mask=held, other=0).to(tl.int64)
     col = tl.arange(0, WIDTH)
@@ -93,7 +93,7 @@ def append_kernel(
     WIDTH_V: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Write this rank's share of k `[b, n, KV, D]` and v behind the last tokens."""
+    """Write this rank's share of k `[b, n, KV, D]` and v after the last tokens."""
     blocks = tl.cdiv(n, ROWS)
     block, kv = tl.program_id(0) % blocks, tl.program_id(0) // blocks % KV
     sample = (tl.program_id(0) // (blocks * KV)).to(tl.int64)
@@ -130,7 +130,7 @@ def append_kernel(
 def advance_kernel(
     lengths, capacities, overflown, n: tl.int32, count: tl.int32, LANES: tl.constexpr
 ):
-    """Count the tokens of sequences that have room for them; mark those that have not."""
+    """Add n to the lengths of sequences with enough pages; flag the others as overflown."""
     at = tl.program_id(0) * LANES + tl.arange(0, LANES)
     held = at < count
     length = tl.load(lengths + at, mask=held, other=0) + n

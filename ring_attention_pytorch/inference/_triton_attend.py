@@ -1,12 +1,12 @@
 # ruff: noqa: C901, PLR0913, PLR0915, RET505, SIM102 - a kernel takes every size by itself, forks early
-"""Attention of few queries to one rank's cached keys, split over keys: at the memory's speed.
+"""Attention of few queries to one rank's cached keys, split over keys: bound by memory bandwidth.
 
-A program takes some keys of one key head, and all queries that use them, so that each key is read
-once. The query heads of a group are rows of one matrix. What it finds is a partial result, out and
-lse in float32; `_triton_merge` merges those of all splits, and of all ranks.
+A program reads some keys of one key head, for all queries that use them, and thus each key is read
+once. The query heads of a group are rows of one matrix. The result is partial: out and lse in
+float32. `_triton_merge` merges the results of all splits and ranks.
 
-New tokens come beside the cache: the last split is they. It attends to those that this rank owns,
-and writes them. Nobody reads there before the next call, for all others know the old length.
+The last split is the new tokens: it attends to those that this rank owns, and writes them to the
+cache. No other program reads them before the next call, because all use the old length.
 """
 
 import triton
@@ -27,7 +27,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _held(length, PAGE: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr):
-    """Return how many of `length` tokens this rank holds: `Pages.held`."""
+    """Return how many of the first `length` tokens this rank holds: `Pages.held`."""
     rest = length % (PAGE * RANKS) - RANK * PAGE
     return length // (PAGE * RANKS) * PAGE + tl.minimum(tl.maximum(rest, 0), PAGE)
 
@@ -42,7 +42,7 @@ def _tanh(x):
 
 @triton.jit
 def _scores(q, k, factor, clamp, slope, distance, PRECISION: tl.constexpr, CLAMP, ALIBI):
-    """Return scores in base 2. `factor` is scale, times log2(e) where nothing comes after it."""
+    """Return scores in base 2. `factor` is the scale, times log2(e) unless CLAMP follows."""
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * factor
     if CLAMP:
         scores = clamp * _tanh(scores)
@@ -53,10 +53,10 @@ def _scores(q, k, factor, clamp, slope, distance, PRECISION: tl.constexpr, CLAMP
 
 @triton.jit
 def _add(running, scores, v, v_scale, PRECISION: tl.constexpr, SCALED: tl.constexpr):
-    """Add keys of these scores, -inf where hidden, to (acc, top, total).
+    """Add keys with these scores, -inf if hidden, to (acc, top, total).
 
-    `total` is for each row and column of scores: warps share rows, so it is summed at the end only.
-    A value's scale is part of its weight. Weights up to 2 ** 15 use all of float16.
+    `total` has a number for each row and column of scores, summed once at the end: warps share
+    rows. A value's scale is part of its weight. Weights up to 2 ** 15 use float16's full range.
     """
     acc, top, total = running
     spare = 0.0
@@ -76,10 +76,10 @@ def _add(running, scores, v, v_scale, PRECISION: tl.constexpr, SCALED: tl.conste
 
 @triton.jit
 def _for_8_bits(q):
-    """Return queries as they meet keys of 8 bits, and their scales.
+    """Return queries in the dtype to multiply by keys of 8 bits, and their scales.
 
-    Those of bfloat16 are scaled into float16, without loss: 8 bits become that in a third of the
-    instructions, which are what takes time: 438 us for 463 at 512k keys.
+    bfloat16 is scaled into float16, without loss: 8 bits convert to it in a third of the
+    instructions, and those are the bottleneck: 438 us instead of 463 at 512k keys.
     """
     if q.dtype == tl.bfloat16:
         power = tl.maximum(power_of_rows(q), -126)
@@ -91,7 +91,7 @@ def _for_8_bits(q):
 
 @triton.jit
 def _pages(table, j, end, PAGE: tl.constexpr, COLS: tl.constexpr):
-    """Return the page of each key from j to `end`; one for all, where they are of one."""
+    """Return the page of each key from j to `end`; a scalar if they share one page."""
     index = j if PAGE % COLS == 0 else j + tl.arange(0, COLS)
     return tl.load(table + index // PAGE, mask=index < end, other=0).to(tl.int64)
 
@@ -159,20 +159,20 @@ def attend_kernel(
 ):
     """Attend to one split of the cached keys, of one key head and sequence.
 
-    Without CAUSAL, sequences are one page each, of `given` keys. With MASKED, `key_mask`
-    `[b, given]` says which of these are seen.
-    Pages, heads and tokens are `page_rows`, `head_rows` and STEP rows of keys or values apart.
+    Without CAUSAL each sequence is one page of `given` keys. With MASKED, queries see the keys
+    for which `key_mask` `[b, given]` is not 0.
+    Strides in rows of keys or values: `page_rows`, `head_rows`, and STEP between tokens.
     """
-    if PDL:  # launched before what comes before has ended, as `merge_kernel` after this
+    if PDL:  # launched before the previous kernel ends, as `merge_kernel` is before this one ends
         gdc_launch_dependents()
         gdc_wait()
-    # that of new tokens comes last: it is short, and the others fill all multiprocessors alike
+    # the split of new tokens is last: it is short, and the others fill all multiprocessors evenly
     others = tl.num_programs(0) // SPLITS
     split, of = tl.program_id(0) // others, tl.program_id(0) % others
     block, of = of % BLOCKS, of // BLOCKS
     kv, sample = of % KV, of // KV
     length = tl.load(lengths + sample) if CAUSAL else given.to(tl.int32)
-    # without new tokens a sequence has those of the queries, or none
+    # without new tokens a sequence must have at least the queries' tokens, or none
     fits = length + N <= tl.load(capacities + sample) if NEW else (length >= N) | (length == 0)
     if not CAUSAL:
         fits = length >= 0
@@ -205,7 +205,7 @@ def attend_kernel(
         unseen = tl.maximum(start, first_query + block * ROWS // GROUP - window)
     count = _held(length, PAGE, RANKS, RANK)
     first = tl.minimum(_held(unseen, PAGE, RANKS, RANK), count) // COLS * COLS
-    # in whole blocks of keys, of which no split has two more than another
+    # in whole blocks of keys; numbers of blocks differ by at most one between splits
     in_all = tl.cdiv(count - first, COLS)
     begin = first + in_all * split // (SPLITS - NEW) * COLS
     end = first + in_all * (split + 1) // (SPLITS - NEW) * COLS
@@ -215,7 +215,7 @@ def attend_kernel(
     totals = tl.zeros([ROWS, COLS], tl.float32)
     table = tables + sample.to(tl.int64) * width
 
-    # read one step ahead: loads that depend on loads of the same step halve what is under way
+    # read one step ahead: a load that depends on another of the same step halves those in flight
     page = _pages(table, begin, end, PAGE, COLS)
     for j in range(begin, end, COLS):
         index = j + tl.arange(0, COLS)
@@ -225,7 +225,7 @@ def attend_kernel(
             at = page * page_rows + kv * head_rows + (j % PAGE + tl.arange(0, COLS)) * STEP
         page = _pages(table, j + COLS, end, PAGE, COLS)
         key_token = (index // PAGE * RANKS + RANK) * PAGE + index % PAGE
-        shown = there  # what no query sees may be NaN, which times 0 would be NaN, too
+        shown = there  # hidden values can be NaN, and NaN * 0 is NaN
         if MASKED:
             shown = tl.load(key_mask + sample * given + index, mask=there, other=0) != 0
         if STARTS or WINDOW:

@@ -1,24 +1,24 @@
 # ruff: noqa: C901, PLR0913, PLR0915 - a kernel takes every size by itself, forks early
 """Merge partial results: of splits, and of ranks that share memory, in one kernel.
 
-The formula is that of `rowwise.merge`. It is written again here because the kernel also exchanges
-rows, counts tokens and checks who has come: one launch.
+The formula is `rowwise.merge`, repeated here because the same launch also exchanges rows, counts
+tokens and checks which ranks have arrived.
 
-Each rank pushes its rows to all ranks and waits for theirs. A word of 64 bits is a number under the
-number of the call, so whoever sees that this call has come has the number, too, and nobody need
-signal:
+Each rank writes its rows to all ranks' memory and waits for theirs. A word of 64 bits has the
+call's number and a value, so that the value needs no separate signal: a reader that sees the call's
+number has the value, too.
 
     | 63 .. 32: the call | 31 .. 0: a number in float32 |
 
-A program has some columns of a row, a unit: their words lie together, with one more for lse. It is
-one warp, whose threads see memory that changes alike; several could disagree, and wait for ever.
+A program merges a unit: some columns of a row, in consecutive words, and one more word for lse. It
+is one warp, whose threads all see the same values; several warps could disagree, and wait forever.
 
-A rank's memory is for all calls of a group, in words:
+A rank's memory serves all calls of a group; in words:
 
-    | units of rank 0, 1, ... | those of the next call | what each came for, twice | who failed |
+    | units of rank 0, 1, ... | units of the next call | purposes of ranks, twice | failed ranks |
 
-Calls write the two halves of the memory in turn. A rank that writes a half again has had all rows
-of the call between from everyone. So all have read what was there before.
+It is a double buffer: calls use its two slots in turn. A rank that writes a slot again has received
+all rows of the call in between from all ranks, hence all ranks have read the slot.
 """
 
 import triton
@@ -27,14 +27,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 
 from ring_attention_pytorch.ranks._triton_guard import BOARDS, FAILED, MET, WRONG, report_first
 
-# a state, in words, is that of a guard: but for the number of the call, and the addresses of all
-# ranks' memory
+# the state is a guard's, in words; two fields have another use: the number of the call, and the
+# addresses of all ranks' memory
 CALL, MEMORY = MET, BOARDS
 
 
 @triton.jit
 def _merged(acc_of, lse_of, row, col, held, strides, parts, PARTS: tl.constexpr):
-    """Merge columns of a row of so many parts; return them and the row's lse `[1]`."""
+    """Merge columns of a row over all parts; return them and the row's lse `[1]`."""
     acc_split, acc_row, lse_split, lse_row = strides
     acc = tl.zeros([col.shape[0]], tl.float32)
     top = tl.full([1], -float("inf"), tl.float32)
@@ -57,14 +57,14 @@ def _merged(acc_of, lse_of, row, col, held, strides, parts, PARTS: tl.constexpr)
 
 @triton.jit
 def _normalised(acc, top, total):
-    """Return out and lse of a sum of exponentials; 0 and -inf of none."""
+    """Return out and lse of a sum of exponentials; 0 and -inf if it is empty."""
     some = tl.where(total == 0.0, 1.0, total)
     return acc / some, tl.where(total == 0.0, -float("inf"), top + tl.log(some))
 
 
 @triton.jit
 def _finish(out, out_lse, sinks, acc, lse, row, col, held, bad, HEADS, D, SINKS: tl.constexpr):
-    """Write columns of a row, with its head's sink; NaN if it is `bad`."""
+    """Add the head's sink to columns of a row and write them; NaN if the row is `bad`."""
     if SINKS:
         sink = tl.load(sinks + row % HEADS).to(tl.float32)
         top = tl.maximum(lse, sink)
@@ -83,7 +83,7 @@ def _memory(state, rank):
 
 @triton.jit
 def _of_cache(purpose, lineage, lengths, sequences, SEQUENCES: tl.constexpr):
-    """Return a purpose that is also of a cache's lengths, order and padding: `Lineage.mark`."""
+    """Add a cache's lengths, order and padding to a purpose: `Lineage.mark`."""
     which = tl.arange(0, SEQUENCES)
     weights = tl.load(lineage + 1 + which, mask=which < sequences, other=0).to(tl.int64)
     counts = tl.load(lengths + which, mask=which < sequences, other=0) * weights
@@ -92,7 +92,7 @@ def _of_cache(purpose, lineage, lengths, sequences, SEQUENCES: tl.constexpr):
 
 @triton.jit
 def _word(x, mark):
-    """Return float32 numbers under a mark."""
+    """Pack float32 numbers and a mark into words."""
     return (mark << 32) | (x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
 
 
@@ -149,11 +149,11 @@ def merge_kernel(
     SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merge all rows `[parts, rows, D]` to out `[rows, D]`; with other ranks' if RANKS are several.
+    """Merge rows `[parts, rows, D]` to out `[rows, D]`; with several RANKS also the other ranks'.
 
-    A row's sequence is the one of ROWS_EACH rows. Where that has overflown, the row is NaN.
+    Each sequence has ROWS_EACH consecutive rows. If it has overflown, they become NaN.
     """
-    if PDL:  # launched early; what comes next is not, before all multiprocessors are free for it
+    if PDL:  # launched early; the next kernel waits until all of this one's programs run
         gdc_wait()
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -179,7 +179,7 @@ def merge_kernel(
             _finish(out, out_lse, sinks, acc, lse, row, col, held, bad, HEADS, D, SINKS)
     else:
         call = tl.load(state + CALL)
-        mark = call << 32 >> 32  # as words are compared, with its sign
+        mark = call << 32 >> 32  # sign-extended, as in the comparison of words
         half = call % 2 * (RANKS * slot)
         own = _memory(state, RANK)
         failed = own + RANKS * (2 * slot + 2)

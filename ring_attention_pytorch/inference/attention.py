@@ -1,13 +1,13 @@
 """`ring_attn_with_cache`: attention of new tokens to a `RingCache`, and to themselves.
 
-Queries are the same on every rank. Each rank attends to the keys that it holds, and partial results
-are merged by their lse:
+Queries are the same on every rank. Each rank attends to its own cached keys, and an LSE merge
+combines the partial results:
 
     rank 0    q to its pages ─┐
     rank 1    q to its pages ─┼─ merged, on every rank
     rank 2    q to its pages ─┘
 
-So what travels depends on the queries alone, however many keys there are.
+The bytes sent depend on the queries alone, not on the number of cached keys.
 """
 
 import os
@@ -39,7 +39,7 @@ _UNSEEN = (
     "back what it appended, then capture"
 )
 _STATE = "what the cache holds"
-_CHUNK = "chunk"  # under which a cache has the last chunk's kind and plan
+_CHUNK = "chunk"  # cache key of the last chunk's kind and plan
 
 
 class Given(NamedTuple):
@@ -63,7 +63,7 @@ class StepOptions(NamedTuple):
     check: str | None
 
     def scores(self, q: Tensor) -> Scores:
-        """Return what a score of these queries is."""
+        """Return the score terms for these queries: by default scaled by d ** -0.5."""
         default = max((1, *q.shape[-1:])) ** -0.5
         return Scores(
             default if self.scale is None else float(self.scale), self.softclamp, self.window
@@ -96,8 +96,8 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Append tokens to a cache, and compute causal attention of their queries to all of it.
 
-    One token for each sequence is decoding; several are drafts to verify, or a chunk of a prompt.
-    There are no gradients. Ranks agree once for each shape and set of options, not for each token.
+    One token per sequence is decoding; several are drafts to verify, or a chunk of a prompt.
+    There are no gradients. Ranks agree once per shape and set of options, not for each token.
 
     Args:
         q: `[b, n, h, d]`, queries of the last n tokens of all sequences: the same on every rank,
@@ -105,18 +105,18 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
         k, v: `[b, n, h_kv, d]` and `[b, n, h_kv, d_v]`, appended to the cache. None if they were
             appended before: then each sequence has n tokens or more, or none at all.
         cache: holds the sequences; all ranks of its ring call this together.
-        layer: the layer that q, k and v are of.
-        layout: None if ranks have all the same tokens. For a chunk of a prompt that is spread over
-            them, the layout of its shards, as for `ring_attn`; results are spread likewise.
+        layer: the layer of q, k and v.
+        layout: None if all ranks pass the same tokens. For a sharded chunk of a prompt the layout
+            of its shards, as for `ring_attn`; results are sharded in the same way.
         window: a query sees its own token and at most this many before it.
         scale: the factor of q.k in a score; None is d ** -0.5.
         softclamp: c replaces a scaled score s by c * tanh(s / c).
-        sinks: `[h]`: for each head the score of an additional key without value.
+        sinks: `[h]`: each head's score of an additional key without value.
         alibi_slopes: `[h]`: each score is reduced by its head's slope times the distance.
-        kernel: "eager" (PyTorch's operators) or "triton" (ours, for GPUs, which CUDA graphs can
-            hold). None is ours on CUDA, for all dtypes but float64.
-        check: "always" compares q, k and v of all ranks, and lengths: for debugging. None takes
-            the environment's RING_ATTENTION_CHECK.
+        kernel: "eager" (PyTorch's operators) or "triton" (for GPUs; CUDA graphs can capture it).
+            None is "triton" on CUDA, for all dtypes but float64.
+        check: "always" compares q, k, v and lengths of all ranks, for debugging. None reads the
+            environment variable RING_ATTENTION_CHECK.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -126,7 +126,7 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
 
     Raises:
         ValueError: an argument is invalid, does not fit the cache, or differs between ranks.
-        RingError: a rank is gone or out of step.
+        RingError: a rank has failed or is out of step.
 
     >>> cache = RingCache(1, key_heads=2, head_dim=4)
     >>> for _ in range(3):
@@ -152,7 +152,7 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
 def _decode_step(
     given: Given, cache: RingCache, options: StepOptions, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend from tokens that all ranks have: new ones, which are appended, or the last ones."""
+    """Attend from tokens that all ranks have: new ones to append, or the last cached ones."""
     (q, k, v, sinks, slopes), layer = given, options.layer
     plan = _plan_for(given, cache, options)
     if plan.checks:
@@ -166,12 +166,12 @@ def _decode_step(
     try:
         if k is not None:
             cache.prepare(n, layer)
-        elif n > 1 or eager or not plan.capturable:  # the host must know lengths
+        elif n > 1 or eager or not plan.capturable:  # the host needs the lengths
             cache.check_last(n, layer)
-    except ValueError as error:  # which all have alike, or the others wait
+    except ValueError as error:  # on all ranks; if it is on one only, the others must not wait
         cache.ring.report_failure(f"raised ValueError: {error}")
         raise
-    number = layer if plan.capturable else cache.lineage.mark(layer) + layer  # of messages
+    number = layer if plan.capturable else cache.lineage.mark(layer) + layer  # stamp of messages
     terms = sinks, slopes
     found = plan.run(q, k, v, layer, terms, return_lse=return_lse, number=number)
     if k is not None:
@@ -182,10 +182,10 @@ def _decode_step(
 def _captured_step(
     given: Given, cache: RingCache, options: StepOptions, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Do as `_decode_step` in a CUDA graph that is being captured: the device counts tokens.
+    """Run `_decode_step` while a CUDA graph is captured: the device counts the tokens.
 
     Raises:
-        ValueError: a graph can't hold what this call does.
+        ValueError: this call can't be captured.
     """
     (q, k, v, sinks, slopes), layer = given, options.layer
     plan = _plan_for(given, cache, options)
@@ -203,10 +203,10 @@ def _captured_step(
 def _in_pieces(
     given: Given, cache: RingCache, options: StepOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with more new tokens than a layer with a window takes at once: some after others.
+    """Attend in several steps, with more new tokens than a layer with a window takes at once.
 
     Raises:
-        ValueError: this call can't be; nor can any such while a CUDA graph is captured.
+        ValueError: an argument is invalid, or a CUDA graph is being captured.
     """
     (q, k, v, *terms), layer = given, options.layer
     same = {"tokens": q.shape[1], "layer": layer, _STATE: cache.state_note(layer)}
@@ -227,7 +227,7 @@ def _in_pieces(
 def _sharded_chunk(
     given: Given, cache: RingCache, layout: LayoutOption, options: StepOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with a chunk of which each rank has a shard."""
+    """Attend with a chunk that is sharded over the ranks."""
     (q, k, v, sinks, slopes), layer, scores = given, options.layer, options.scores(given.q)
     chunk, plan = _agreed_chunk(given, cache, layout, options)
     assert k is not None
@@ -249,7 +249,7 @@ def _sharded_chunk(
 
 
 def _plan_for(given: Given, cache: RingCache, options: StepOptions) -> DecodePlan:
-    """Return the plan of a call; the first one of a kind, all that decides on it, is checked."""
+    """Return the plan of a call; only the first call of each kind is checked."""
     kinds = [None if t is None else (type(t), t.shape, t.dtype, t.device) for t in given]
     kind = *kinds, options, cache.has_starts
     return cache.plans.get(kind) or _checked(kind, given, cache, options)
@@ -258,10 +258,10 @@ def _plan_for(given: Given, cache: RingCache, options: StepOptions) -> DecodePla
 def _checked(
     kind: tuple[object, ...], given: Given, cache: RingCache, options: StepOptions
 ) -> DecodePlan:
-    """Return the plan for calls of a kind that was not seen before; all ranks agree on a new one.
+    """Check the first call of a kind, and return its plan; all ranks agree on a new plan.
 
     Raises:
-        ValueError: this call can't be.
+        ValueError: an argument is invalid or does not fit the cache.
     """
     q, layer = given.q, options.layer
     terms = tuple(None if t is None else t.dtype for t in (given.sinks, given.alibi_slopes))
@@ -285,7 +285,7 @@ def _checked(
 
 
 def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) -> DecodePlan:
-    """Make a plan, once all ranks agree on what it depends on."""
+    """Make a plan, once all ranks agree on everything that it depends on."""
     (q, k, _, sinks, slopes), layer, kernel = given, options.layer, options.kernel
     pools = cache.memory(layer)
 
@@ -326,7 +326,7 @@ def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) 
 def _agreed_chunk(
     given: Given, cache: RingCache, layout: LayoutOption, options: StepOptions
 ) -> tuple[Chunk, RingPlan | None]:
-    """Return the chunk that all ranks agreed on, and the last one's plan if all can take it."""
+    """Agree on a chunk; return it, and the last chunk's plan if every rank can reuse that."""
     q, layer, scores = given.q, options.layer, options.scores(given.q)
     same = {
         "layout": str(layout),
@@ -351,7 +351,7 @@ def _agreed_chunk(
 
 
 def _kind_of_chunk(given: Given, layout: LayoutOption, scores: Scores) -> tuple[object, ...]:
-    """Return all that the plan of a chunk depends on, but for other ranks' tokens."""
+    """Return the cache key of a chunk's plan, except for the other ranks' token counts."""
     tensors = [None if t is None else (t.shape, t.dtype, t.device) for t in given]
     return (*tensors, layout, scores, settings(given.q.device.type))
 
@@ -366,7 +366,7 @@ def _check_shard(given: Given, cache: RingCache, layer: int, scores: Scores) -> 
 
 
 def _check_layout(layout: Layout, counts: tuple[int, ...]) -> None:
-    """Raise ValueError, which all ranks do alike, if they can't have so many tokens each."""
+    """Raise ValueError, on all ranks, if the layout does not give them these token counts."""
     with checks_of(_CALLER):
         check_layout(layout, len(counts), sum(counts))
     wanted = [count(each) for each in all_segments(layout, len(counts), sum(counts))]
@@ -381,14 +381,14 @@ def _check_layout(layout: Layout, counts: tuple[int, ...]) -> None:
 def plan_decoding(
     q: Tensor, cache: RingCache, scores: Scores, tuning: Tuning | None = None
 ) -> DecodePlan:
-    """Make a plan for queries like q whose keys are appended; for benchmarks, with `tuning`."""
+    """Make a plan for queries like q whose keys are appended. Benchmarks pass `tuning`."""
     kernel = "triton" if cache.device.type == "cuda" else "eager"
     asked = Asked(tuple(q.shape), True, cache.has_starts, scores, False, False, kernel)
     return DecodePlan(cache.pools, asked, tuning)
 
 
 def digest(*tensors: Tensor | None) -> str:
-    """Return a digest of values, which waits for the device."""
+    """Return a digest of values; this waits for the device."""
     found = sha256()
     for t in tensors:
         if t is not None:

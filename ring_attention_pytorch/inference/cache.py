@@ -1,7 +1,7 @@
 """A cache of keys and values that stays spread over the ranks of a ring.
 
-Every rank holds its share of every sequence, in pages (`page_table`), and knows all lengths. Tokens
-are appended, forgotten, and shared between sequences without a message.
+Every rank holds its share of every sequence, in pages (`page_table`), and knows all lengths.
+Appending and dropping tokens, and sharing them between sequences, takes no messages.
 """
 
 from collections.abc import Sequence
@@ -29,35 +29,35 @@ _LARGEST_PAGE = 256
 
 
 class RingCache(PagedStorage):
-    """Keys and values of some sequences and layers, of which each rank of a ring holds its share.
+    """Keys and values of some sequences and layers; each rank of a ring holds its share of them.
 
     Lengths, positions and owners count tokens of the whole sequence. All ranks make the same calls
-    in the same order; none of them sends anything.
+    in the same order; none of the methods sends anything.
 
     Args:
-        sequences: how many there are; they have lengths of their own.
-        key_heads, head_dim: of keys; values have `value_dim`, or head_dim too.
-        layers: how many layers' keys are kept. They share pages.
+        sequences: the number of sequences; each has its own length.
+        key_heads, head_dim: of keys; values have `value_dim`, by default head_dim too.
+        layers: the number of layers to cache. They share pages.
         capacity: the most tokens of a sequence. All memory is allocated at once, and CUDA graphs
-            may append. None lets memory grow by pages.
-        page: tokens that lie on one rank before the next has its turn, 1 to 256.
+            can append. None: memory grows by pages.
+        page: consecutive tokens on one rank before the next rank's turn, 1 to 256.
         dtype, device: of keys and values. `torch.float8_e4m3fn` takes half the memory of 16 bits:
             each key and value of a head is scaled by a power of two and rounded when it is
-            appended, and all attention is to what is kept. Queries and what is appended are then of
-            any other dtype.
-        windows: for each layer how many tokens before its own a query sees at most, None for all.
-            Of a layer with a window every rank holds the last `window + 2 * spare` tokens, all of
-            them, and no others.
-        spare: how many tokens can be rolled back in layers with a window, and are taken at once.
+            appended, and attention uses the rounded values. Queries and new keys and values can
+            then have any other dtype.
+        windows: for each layer the most tokens before its own that a query sees, None for all.
+            Every rank holds all of the last `window + 2 * spare` tokens of a layer with a window,
+            and no others.
+        spare: the most tokens that layers with a window can roll back, or append in one step.
         group: the ring; None is the default group, or this process alone.
 
     Attributes:
-        lengths_of: int32 `[layers, sequences]` on the device; what CUDA graphs read and advance.
+        lengths_of: int32 `[layers, sequences]` on the device; CUDA graphs read and advance them.
         starts: int32 `[sequences]`: tokens before this one are never seen (left padding).
-        tables: int32 `[sequences, pages]`: where in `keys` and `values` each page is.
+        tables: int32 `[sequences, pages]`: the place of each page in `keys` and `values`.
         keys, values: a pool for each layer, `[pages, key_heads, page, head_dim]`.
-        key_scales, value_scales: what these are times, `[pages, key_heads, page, 1]` in float32;
-            `[pages, key_heads, page, 0]`, unless they are kept in 8 bits.
+        key_scales, value_scales: their factors, `[pages, key_heads, page, 1]` in float32;
+            `[pages, key_heads, page, 0]` unless the dtype has 8 bits.
 
     Raises:
         ValueError: an argument is invalid or differs between ranks; on every rank.
@@ -109,12 +109,12 @@ class RingCache(PagedStorage):
 
     @property
     def lengths(self) -> list[int]:
-        """The tokens of each sequence, on all ranks together."""
+        """The number of tokens of each sequence, over all ranks."""
         return list(self.lengths_in(0))
 
     @property
     def local_lengths(self) -> list[int]:
-        """The tokens of each sequence that this rank holds."""
+        """The number of tokens of each sequence that this rank holds."""
         return [self.pages.held(self.ring.rank, length) for length in self.lengths]
 
     @property
@@ -124,11 +124,11 @@ class RingCache(PagedStorage):
 
     @property
     def takes(self) -> str:
-        """What queries and what is appended must be, in words."""
+        """The dtypes and the device of queries and new keys, as text for errors."""
         return f"{' or '.join(map(str, self.dtypes))} on {self.device}"
 
     def taken_as(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which queries, keys and values of this one can be given."""
+        """Return the dtype to pass tensors of `dtype` in: `dtype` itself, or the cache's."""
         return dtype if dtype in self.dtypes else self.dtype
 
     @checked
@@ -143,11 +143,11 @@ class RingCache(PagedStorage):
 
     @checked
     def append(self, k: Tensor, v: Tensor, layer: int = 0) -> None:
-        """Append tokens, the same on all ranks, to all sequences: each rank keeps its share.
+        """Append tokens to all sequences. All ranks pass the same ones, and each stores its share.
 
         Args:
             k, v: `[sequences, n, h_kv, d]` and `[sequences, n, h_kv, d_v]`.
-            layer: the layer that they are of.
+            layer: the layer of k and v.
 
         Raises:
             ValueError: they don't fit the cache, or a sequence has no room for them.
@@ -161,7 +161,7 @@ class RingCache(PagedStorage):
             self._append(some_k, some_v, layer)
 
     def _append(self, k: Tensor, v: Tensor, layer: int) -> None:
-        """Append tokens for which there is room, and none of which overwrites another."""
+        """Append tokens that fit, few enough not to overwrite one another."""
         pools = self.memory(layer)
         if self.device.type == "cuda" and has_triton() and k.dtype != torch.float64:
             from ring_attention_pytorch.inference._triton_append import append
@@ -175,12 +175,12 @@ class RingCache(PagedStorage):
 
     @checked
     def rounded(self, t: Tensor) -> Tensor:
-        """Return keys or values `[..., d]` as this cache keeps them, in their dtype."""
+        """Round keys or values `[..., d]` as this cache does, and return them in their dtype."""
         return restored(*stored(t, self.dtype)).to(t.dtype)
 
     @checked
     def rollback(self, n: int | Sequence[int]) -> None:
-        """Forget the last `n` tokens of all sequences, or so many of each, in all layers.
+        """Drop the last `n` tokens of all sequences, or `n[i]` of each, in all layers.
 
         Raises:
             ValueError: a sequence has fewer.
@@ -210,7 +210,7 @@ class RingCache(PagedStorage):
 
     @checked
     def reorder(self, beams: Sequence[int]) -> None:
-        """Let sequence i go on from sequence `beams[i]`. Full pages are shared, not copied."""
+        """Make sequence i continue sequence `beams[i]`. Full pages are shared, not copied."""
         beams, lengths, starts = list(beams), self.even_lengths(), self.starts.tolist()
         if len(beams) != self.sequences or any(not 0 <= i < self.sequences for i in beams):
             raise ValueError(
@@ -229,7 +229,7 @@ class RingCache(PagedStorage):
 
     @checked
     def fork(self, source: int, *targets: int) -> None:
-        """Let `targets` go on from a sequence; what they were is forgotten."""
+        """Make `targets` continue sequence `source`; their own tokens are dropped."""
         beams = list(range(self.sequences))
         for i in (source, *targets):
             if not 0 <= i < self.sequences:
@@ -240,9 +240,9 @@ class RingCache(PagedStorage):
 
     @checked
     def free(self, sequence: int) -> None:
-        """Forget a sequence, in all layers. Its memory serves others, or what comes in its place.
+        """Drop a sequence's tokens in all layers. Other sequences can reuse its pages.
 
-        With a capacity it keeps as many pages as before, so that graphs may append to it.
+        With a capacity the sequence keeps as many pages as before, so that graphs can append.
         """
         if not 0 <= sequence < self.sequences:
             raise ValueError(f"RingCache: there are {self.sequences} sequences, and no {sequence}")
@@ -255,7 +255,7 @@ class RingCache(PagedStorage):
 
     @checked
     def hide_before(self, starts: Sequence[int]) -> None:
-        """Hide the tokens of each sequence before this one: left padding is never seen."""
+        """Hide the tokens of sequence i before token `starts[i]`, its left padding."""
         if len(starts) != self.sequences or min(starts) < 0:
             raise ValueError(
                 f"RingCache: starts must be {self.sequences} numbers from 0, got {list(starts)}"
@@ -265,7 +265,7 @@ class RingCache(PagedStorage):
 
     @checked
     def reserve(self, tokens: int) -> None:
-        """Make room for sequences of so many tokens, so that graphs may append up to there.
+        """Allocate pages for `tokens` tokens of each sequence, so that graphs can append them.
 
         Raises:
             ValueError: it is negative, or beyond the capacity.
@@ -274,7 +274,7 @@ class RingCache(PagedStorage):
         self._reserve([tokens] * self.sequences)
 
     def _check_capacity(self, what: str, tokens: int, least: int = 0) -> None:
-        """Raise ValueError if no sequence can have so many tokens."""
+        """Raise ValueError if no sequence can have `tokens` tokens."""
         most = self.capacity
         if tokens < least or (most is not None and tokens > most):
             to = "" if most is None else f" to {most - least}"
@@ -282,10 +282,10 @@ class RingCache(PagedStorage):
 
     @checked
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank holds: of each layer and sequence keys, values and tokens.
+        """Return this rank's keys, values, tokens and scales, for each layer and sequence.
 
-        The scales of keys and values come behind them. Of layers with a window it is all that can
-        be rolled back to, with how long each sequence was.
+        Layers with a window include all tokens that a rollback can reach, and each sequence's
+        longest length.
         """
         lengths = self.even_lengths()
         for circle in self.circles:
@@ -304,21 +304,21 @@ class RingCache(PagedStorage):
         return {"lengths": lengths, "starts": starts, "held": held, "longest": longest}
 
     def _longest(self, layer: int) -> list[int]:
-        """Return how long each sequence was, in a layer with a window."""
+        """Return each sequence's longest length so far; its length in a layer without a window."""
         circle = self._rolling.get(layer)
         return [*(self.lengths_in(layer) if circle is None else circle.longest)]
 
     @checked
     def load_state_dict(self, *states: dict[str, Any]) -> None:
-        """Take this rank's share of what all ranks of another cache held, of any number.
+        """Load this rank's share of another cache, which can have had any number of ranks.
 
         Args:
             states: the `state_dict` of each rank of that cache, in any order.
 
         Raises:
-            ValueError: they are not all of one cache, or that has other layers, sequences, heads,
-                head sizes, dtype or scales than this one, or more tokens than fit. Then this one
-                is as it was. Its pages, capacity, windows and ranks may be others.
+            ValueError: the states are not all of one cache, or its layers, sequences, heads, head
+                sizes, dtype or scales differ from this one's, or it has more tokens than fit. This
+                cache is unchanged then. Pages, capacity, windows and ranks can differ.
         """
         if (error := error_of(partial(check_states, self, states))) is not None:
             raise ValueError(f"RingCache: {error}")
@@ -333,7 +333,7 @@ class RingCache(PagedStorage):
             circle.take([*map(max, *of_layers, lengths)], [max(each) for each in zip(*dropped)])
 
     def _take(self, states: Sequence[dict[str, Any]], layer: int) -> list[int]:
-        """Write a layer's tokens of all states; return the first of each sequence that is held."""
+        """Write a layer's tokens of all states; return the first stored token of each sequence."""
         circle, pools, oldest = self._rolling.get(layer), self.memory(layer), []
         longest = longest_of(states, layer)
         for sequence, length in enumerate(states[0]["lengths"]):
@@ -350,7 +350,7 @@ class RingCache(PagedStorage):
         return oldest
 
     def check_new(self, k: Tensor, v: Tensor, layer: int) -> None:
-        """Raise ValueError if these can't be appended to a layer."""
+        """Raise ValueError if k and v can't be appended to a layer."""
         shape = (self.sequences, k.shape[1] if k.ndim == 4 else 0, self.key_heads)
         wanted = [(*shape, self.head_dim), (*shape, self.value_dim)]
         if [k.shape, v.shape] != wanted:
@@ -371,7 +371,7 @@ class RingCache(PagedStorage):
             )
 
     def check_layer(self, layer: int) -> None:
-        """Raise ValueError for a layer that there isn't."""
+        """Raise ValueError if there is no such layer."""
         if not 0 <= layer < self.layers:
             raise ValueError(f"layer must be from 0 to {self.layers - 1}, got {layer}")
 
@@ -402,7 +402,7 @@ def _check_sizes(
 def _without_memory(
     sizes: Sizes, capacity: int | None, ranks: int, error: RuntimeError | MemoryError
 ) -> str:
-    """Say what came instead of memory; for lack of it, how much was wanted."""
+    """Return the error's first line; if memory ran out, also the size that was asked for."""
     text = next(iter(str(error).splitlines()), type(error).__name__)
     if not isinstance(error, MemoryError) and "memory" not in text:
         return text

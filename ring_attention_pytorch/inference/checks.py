@@ -1,4 +1,4 @@
-"""What can't be asked of attention to a cache: checks raise ValueError, and say what is wrong."""
+"""Checks of the arguments of attention to a cache: each raises ValueError."""
 
 import os
 from math import inf, isfinite
@@ -13,7 +13,7 @@ from ring_attention_pytorch.tensor_kinds import check_plain
 
 
 def triton_refusal(cache: RingCache, dtype: torch.dtype) -> str | None:
-    """Return the reason why our kernel can't attend to this cache, or None."""
+    """Return why the Triton kernel can't attend to this cache, or None if it can."""
     if not has_triton():
         return "kernel='triton' needs the package triton, which is not installed"
     if cache.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -24,7 +24,7 @@ def triton_refusal(cache: RingCache, dtype: torch.dtype) -> str | None:
 
 
 def check_options(scores: Scores, kernel: str | None, check: str | None) -> None:
-    """Raise ValueError for an option that can't be."""
+    """Raise ValueError if an option is out of range."""
     if scores.window is not None and scores.window < 0:
         raise ValueError(f"window must not be negative, got {scores.window}")
     if not isfinite(scores.scale):
@@ -42,7 +42,7 @@ def check_call(
 ) -> None:
     """Raise ValueError if q, k, v, sinks and slopes don't fit each other and this cache.
 
-    With `some` there must be a token.
+    With `some` there must be at least one token.
     """
     q, k, v, sinks, slopes = given
     assert q is not None

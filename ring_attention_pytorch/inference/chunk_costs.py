@@ -1,12 +1,12 @@
-"""What a chunk of a prompt sends and takes on one rank, in bytes: arithmetic on sizes only."""
+"""Bytes that a sharded chunk of a prompt sends and allocates on one rank; ints only."""
 
 from typing import NamedTuple
 
-_NARROW = 4  # parts of a result that are merged without a running sum in a wide dtype
+_NARROW = 4  # more partial results than this are summed in a wide dtype
 
 
 class ChunkSizes(NamedTuple):
-    """Sizes of a call with a chunk that is spread over ranks.
+    """Sizes of a call with a chunk that is sharded over ranks.
 
     >>> chunk = ChunkSizes(ranks=2, sequences=1, tokens=4096, heads=32, key_heads=8, head_dim=128,
     ...     value_dim=128, itemsize=2, wide=4, copied=2)
@@ -23,7 +23,7 @@ class ChunkSizes(NamedTuple):
     value_dim: int
     itemsize: int  # of queries, keys and values
     wide: int  # of lse, and of running sums
-    copied: int  # of a cached number, while it is copied out of its page
+    copied: int  # bytes of a cached number while it is copied out of its page
 
     @property
     def message(self) -> int:
@@ -39,14 +39,14 @@ class ChunkSizes(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank sends, beside what the chunk's attention to itself does."""
+        """Bytes that this rank sends, without the chunk's attention to itself."""
         return (self.ranks - 1) * (self.message + self.result)
 
     def memory(self, held: int) -> int:
-        """Return how many bytes a call takes at most, beside a cache with `held` tokens here.
+        """Return the most bytes that a call allocates, with `held` cached tokens on this rank.
 
-        Tokens count in whole pages, out of which their keys and values are copied. Messages come
-        from all ranks; for each other rank there is a result, and one comes from it.
+        `held` counts whole pages, whose keys and values are copied. There is a message from each
+        rank; a result is sent to each other rank, and one is received from it.
         """
         copied = held * self.key_heads * (self.head_dim + self.value_dim) * self.copied
         results = 2 * self.ranks * self.result

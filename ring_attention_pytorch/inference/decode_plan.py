@@ -1,4 +1,4 @@
-"""A plan of attention to a cache: everything that is decided once for queries of a shape."""
+"""A plan of attention to a cache: all decisions for queries of one shape, made once."""
 
 from functools import cached_property
 from typing import NamedTuple
@@ -18,8 +18,8 @@ from ring_attention_pytorch.runtime.launches import Launch, can_begin_early
 
 PUSH = True  # whether ranks that share memory merge in one kernel; tests compare both
 _LOG2_E = 1.4426950408889634
-_PURPOSES = 1 << 31  # that memory tells apart
-_MERGERS = 1024  # programs of one warp, that wait for other ranks: all run at once on any GPU
+_PURPOSES = 1 << 31  # distinct numbers of calls
+_MERGERS = 1024  # programs of one warp that wait for other ranks: any GPU runs all at once
 _UNIT = 32  # columns of one program
 
 
@@ -27,7 +27,7 @@ Terms = tuple[Tensor | None, Tensor | None]  # sinks and slopes, `[h]` each
 
 
 class Asked(NamedTuple):
-    """What decides on a plan. `new`: the queries' own keys come beside the cache."""
+    """All that a plan depends on. `new`: the queries' own keys are passed, to be appended."""
 
     shape: tuple[int, ...]  # of q: [b, n, h, d]
     new: bool
@@ -40,9 +40,10 @@ class Asked(NamedTuple):
 
 
 class DecodePlan:
-    """Attention of queries like these to a cache. All ranks make it together.
+    """Attention of queries of one shape to a cache. All ranks make the plan together.
 
-    It has the pools, and not the cache: that keeps its plans, so memory would stay.
+    It refers to the pools, not to the cache: the cache stores its plans, and a reference cycle
+    would keep the memory alive.
     """
 
     def __init__(self, pools: Pools, asked: Asked, tuning: Tuning | None = None) -> None:
@@ -54,15 +55,15 @@ class DecodePlan:
         self.rows, self.width = b * n * h, pools.sizes.value_dim
         self.purpose = crc32(repr((asked, self.width)).encode()) % _PURPOSES
         self.checks = False  # whether ranks compare values in each call
-        self.ran = False  # so that all kernels are compiled, and graphs can hold them
-        # with a key mask, and without; of each step between tokens
+        self.ran = False  # all kernels are compiled then, and graphs can capture them
+        # by (has a key mask, step between tokens)
         self._attends: dict[tuple[bool, int], Launch] = {}
         self.pushed: PushedRows | None = None
         if PUSH and asked.kernel == "triton":
             self.pushed = pushed_rows(self.ring, pools.device)
         if self.pushed is not None and self.units * (_UNIT + 1) > self.pushed.slot:
             self.pushed = None
-        # whether a CUDA graph can hold all that a call does: messages it can't
+        # a CUDA graph can't capture messages
         self.capturable = self.ring.size == 1 or self.pushed is not None
 
     def run(
@@ -79,8 +80,8 @@ class DecodePlan:
     ) -> tuple[Tensor, Tensor | None]:
         """Return out `[b, n, h, d_v]`, and lse `[b, h, n]` if asked for, over all ranks' keys.
 
-        `terms` are sinks and slopes. `key_mask` bool `[b, m]` is of keys that were given. Ranks
-        that pass different numbers are out of step.
+        `terms` are sinks and slopes. `key_mask` bool `[b, m]` masks given keys. `number` must be
+        the same on all ranks: ranks that pass different numbers are out of step.
         """
         purpose = (self.purpose + number) % _PURPOSES
         with self.ring.call("attention to a cache", purpose):
@@ -171,21 +172,21 @@ class DecodePlan:
 
     @property
     def units(self) -> int:
-        """Pieces of rows that are merged by one program each."""
+        """The number of pieces of rows; one program merges each."""
         return self.rows * -(-self.width // _UNIT)
 
     @cached_property
     def cut(self) -> Cut:
-        """How the keys and queries are cut into programs."""
+        """How keys and queries are split over programs."""
         keys = self.pools.sizes.key_heads, self.width, self.pools.dtype.itemsize
         processors = Processors.of(self.pools.device)
         return Cut.of(self.asked.shape, keys, self.asked.new, processors, self.tuning)
 
     @cached_property
     def memory(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Memory for out and lse of splits, and for a result's lse that nobody asked for.
+        """Memory for out and lse of splits, and for the result's lse if it is not returned.
 
-        It stays, because CUDA graphs point to it.
+        It is never freed, because CUDA graphs hold its addresses.
         """
         splits = self.cut.splits
         shapes = (splits, self.rows, self.width), (splits, self.rows), (self.rows,)
@@ -198,7 +199,7 @@ class DecodePlan:
 
     @cached_property
     def factors(self) -> tuple[float, float]:
-        """What q.k is multiplied by, and what its softclamp is then: in base 2."""
+        """The factor of q.k, and the softclamp of the product (0: none), in base 2."""
         scale, clamp, _ = self.asked.scores
         if clamp is None:
             return scale * _LOG2_E, 0.0
@@ -252,7 +253,7 @@ class DecodePlan:
 
     @cached_property
     def merge(self) -> Launch:
-        """From splits to the result, with other ranks' where memory is shared."""
+        """Merge splits to the result; with shared memory also the other ranks' splits."""
         shared = self.pushed is not None
         programs = min(self.units, _MERGERS) if shared else self.units
         ranks = self.ring.size if shared else 1
@@ -260,12 +261,12 @@ class DecodePlan:
 
     @cached_property
     def merge_splits(self) -> Launch:
-        """From splits to this rank's message."""
+        """Merge splits to this rank's message."""
         return self._merger(self.units, self.cut.splits, self._strides, 1, True, sinks=False)
 
     @cached_property
     def merge_ranks(self) -> Launch:
-        """From all ranks' messages to the result."""
+        """Merge all ranks' messages to the result."""
         message = self.rows * (self.width + 1)
         return self._merger(self.units, self.ring.size, (message, message), 1, False)
 
@@ -282,7 +283,7 @@ class DecodePlan:
         advance: bool,
         sinks: bool = True,
     ) -> Launch:
-        """Merge parts, whose out `[rows, width]` and lse `[rows]` are so far apart, each."""
+        """Make a launch that merges parts; `strides` are between outs `[rows, width]` and lses."""
         from ring_attention_pytorch.inference._triton_merge import merge_kernel
 
         b, n, h, _ = self.asked.shape
@@ -302,7 +303,7 @@ class DecodePlan:
 
 
 def _plain(t: Tensor) -> Tensor:
-    """Return t, contiguous and at an address that kernels take."""
+    """Return t, or a contiguous copy at an address that is a multiple of 16 bytes."""
     if t.is_contiguous() and t.data_ptr() % 16 == 0:
         return t
     return t.clone(memory_format=torch.contiguous_format)

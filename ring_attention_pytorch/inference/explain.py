@@ -1,4 +1,4 @@
-"""What attention to a cache sends and reads, in words and bytes: for people."""
+"""A report for users: the bytes that attention to a cache reads and sends."""
 
 import torch
 
@@ -12,22 +12,22 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 def explain_cache(
     cache: RingCache, heads: int, tokens: int = 1, *, dtype: torch.dtype | None = None
 ) -> str:
-    """Say what a cache holds, and what attention of new tokens to it reads and sends on this rank.
+    """Report the size of a cache, and the bytes that attention reads and sends on this rank.
 
     Args:
-        cache: as it is now.
-        heads: those of the queries.
-        tokens: how many of each sequence come at a time: 1 in decoding, more in a chunk of a prompt
-            that is spread over the ranks.
-        dtype: of the queries; None is the cache's, or bfloat16 beside 8 bits.
+        cache: with its present lengths.
+        heads: the number of query heads.
+        tokens: new tokens per sequence and call: 1 in decoding, more in a chunk of a prompt that
+            is sharded over the ranks.
+        dtype: of the queries; None is the cache's, or bfloat16 for a cache of 8 bits.
 
     Returns:
-        A line each for the memory, for the keys that are read, and for what is sent and why; for
-        more tokens than one also for what memory a call takes.
+        Text: a line each for the memory, the keys that are read, and the bytes sent and why. With
+        several tokens also one for the memory that a call allocates.
 
     Raises:
-        ValueError: heads are no multiple of the cache's, tokens less than one, or the dtype is none
-            that its queries can have.
+        ValueError: heads are not a multiple of the cache's, tokens are less than one, or its
+            queries can't have the dtype.
 
     >>> print(explain_cache(RingCache(1, 8, 128, capacity=1024, page=16), heads=32))
     holds 0 of 0 tokens on this rank, in pages of 16: 8.00 MiB of keys and values
@@ -56,7 +56,7 @@ def explain_cache(
 
 
 def _check(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype | None) -> None:
-    """Raise ValueError if no call could attend to the cache like this."""
+    """Raise ValueError if no call could attend to the cache with these sizes."""
     if heads < 1 or heads % cache.key_heads:
         multiple = f"a multiple of the cache's {cache.key_heads}"
         raise ValueError(f"explain_cache: heads must be {multiple}, got {heads}")
@@ -68,7 +68,7 @@ def _check(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype | None)
 
 
 def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: int) -> str:
-    """Say what is sent, beside what it would be if keys came to the queries."""
+    """Report the bytes that are sent, and the bytes of cached keys, which stay."""
     ranks, wide = cache.ring.size, accumulation_dtype(dtype).itemsize
     if ranks == 1:
         return "sends nothing: this rank is alone"
@@ -94,7 +94,7 @@ def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: i
 def chunk_sizes(
     cache: RingCache, heads: int, tokens: int, dtype: torch.dtype | None = None
 ) -> tuple[ChunkSizes, int]:
-    """Return the sizes of a chunk's call, and how many tokens are held here in whole pages."""
+    """Return the sizes of a chunk's call, and the tokens cached on this rank, in whole pages."""
     dtype = dtype or _of_queries(cache)
     ranks, page = cache.ring.size, cache.pages.page
     chunk = ChunkSizes(

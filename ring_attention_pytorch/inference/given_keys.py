@@ -1,4 +1,4 @@
-"""Keys that were given, as our kernel sees a cache: a sequence is one page, which nobody grows."""
+"""Given keys in the form of a cache, for the same kernel: each sequence is one fixed page."""
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ _ENDLESS = 1 << 30  # tokens
 
 
 class GivenKeys:
-    """This rank's keys of some sequences, others at each call: all are seen, whatever their order.
+    """Attention from queries of one shape to keys that each call passes, with no causal mask.
 
-    It attends from queries of one shape to keys of so many heads. Heads come before tokens: k is
-    `[b, h_kv, n, d]`, v `[b, h_kv, n, d_v]`.
+    Heads precede tokens: k is `[b, h_kv, n, d]`, v `[b, h_kv, n, d_v]`, this rank's keys of each
+    sequence.
     """
 
     def __init__(self, ring: Ring, q: Tensor, key_heads: int, value_dim: int) -> None:
@@ -41,12 +41,12 @@ class GivenKeys:
     def attend(
         self, q: Tensor, k: Tensor | None, v: Tensor | None, key_mask: Tensor | None, number: int
     ) -> Tensor:
-        """Return attention of q `[b, n, h, d]` to all ranks' keys; None are no keys.
+        """Return attention of q `[b, n, h, d]` to all ranks' keys; None: this rank has none.
 
         `number` must be the same on all ranks.
 
         Raises:
-            ValueError: a CUDA graph is being captured, and can't hold this call.
+            ValueError: a CUDA graph is being captured, and this call can't be.
         """
         self._take(k, v)
         mask, step = key_mask if self.pools.given else None, self.pools.step
@@ -57,7 +57,7 @@ class GivenKeys:
             refuse_capture(q)
         out, _ = self._plan.run(q, None, None, 0, key_mask=mask, return_lse=False, number=number)
         self._ran.add(kind)
-        self.pools.keys[0] = self.pools.values[0] = self._none  # keep none of them alive
+        self.pools.keys[0] = self.pools.values[0] = self._none  # don't keep the tensors alive
         return out
 
     def _take(self, k: Tensor | None, v: Tensor | None) -> None:
@@ -75,7 +75,7 @@ class GivenKeys:
 
 
 def refuse_capture(q: Tensor) -> None:
-    """Raise ValueError while a CUDA graph is captured, from a call that none can hold."""
+    """Raise ValueError if a CUDA graph is being captured: this call can't be part of one."""
     if q.is_cuda and capturing(q.device):
         raise ValueError(
             "tree_attn_decode: a CUDA graph can't hold what is done when a call is new, nor the "
@@ -85,7 +85,7 @@ def refuse_capture(q: Tensor) -> None:
 
 
 def _rows(t: Tensor) -> tuple[int, int, int] | None:
-    """Return how far sequences, heads and tokens are apart, in rows; None if they aren't.
+    """Return the strides of sequences, heads and tokens in rows; None if the kernel can't use them.
 
     >>> _rows(torch.empty(2, 3, 5, 8)), _rows(torch.empty(2, 5, 3, 8).transpose(1, 2))
     ((15, 5, 1), (15, 1, 3))

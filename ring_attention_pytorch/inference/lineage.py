@@ -1,11 +1,11 @@
-"""A number of what a cache holds, the same on all ranks that are in step: ints only.
+"""A checksum of a cache's contents, the same on all ranks that are in step; ints only.
 
-    lengths    6 6 4    each times a number of its sequence, added up: new tokens cost one addition
-    order      0 2 1    which sequences were these, before they were reordered and forked
-    padding    0 3 0    a checksum of both
+    lengths    6 6 4    weighted sum, a weight per sequence: appending costs one addition
+    order      0 2 1    the sequence that each continues, after reordering and forking
+    padding    0 3 0    one crc32 of order and padding
 
-Ranks put it into the tags of their messages, so it costs none. GPUs that share memory add lengths
-up themselves, since CUDA graphs advance them.
+Ranks put it into the stamps of their messages, so it costs no message of its own. GPUs that share
+memory add up the lengths themselves, since CUDA graphs advance them.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _BITS = 0x7FFFFFFF
 
 
 class Lineage:
-    """What sequences go on from, how they are padded, and how long those of each layer are.
+    """Checksums of sequences: their order, their padding, and their lengths in each layer.
 
     >>> one, other = Lineage(2, layers=1), Lineage(2, layers=1)
     >>> one.advance(0, 3)
@@ -31,14 +31,14 @@ class Lineage:
     def __init__(self, sequences: int, layers: int) -> None:
         self.weights = [_number(sequence) | 1 for sequence in range(sequences)]
         self._all = sum(self.weights)
-        self._ids = [*range(sequences)]  # of what each goes on from
+        self._ids = [*range(sequences)]  # of the sequence that each continues
         self._starts = [0] * sequences
         self._counts = [0] * layers
         self.order = 0  # a checksum of all but lengths
         self._sum()
 
     def mark(self, layer: int) -> int:
-        """Return the number of a layer."""
+        """Return the checksum of a layer."""
         return (self.order + self._counts[layer]) & _BITS
 
     def advance(self, layer: int, n: int) -> None:
@@ -46,11 +46,11 @@ class Lineage:
         self._counts[layer] += n * self._all
 
     def count(self, lengths: Sequence[Sequence[int]]) -> None:
-        """Count the tokens of each sequence in each layer anew."""
+        """Set the lengths of each sequence in each layer."""
         self._counts = [sum(map(mul, self.weights, each)) & _BITS for each in lengths]
 
     def reorder(self, beams: Sequence[int]) -> None:
-        """Let sequence i go on from sequence `beams[i]`; several that go on from one are new."""
+        """Make sequence i continue sequence `beams[i]`; copies of one sequence get new ids."""
         ids = [self._ids[source] for source in beams]
         several = [beams.count(source) > 1 for source in beams]
         self._ids = [
@@ -60,12 +60,12 @@ class Lineage:
         self._sum()
 
     def pad(self, starts: Sequence[int]) -> None:
-        """Note the padding of each sequence."""
+        """Set the padding of each sequence."""
         self._starts = [*starts]
         self._sum()
 
     def begin(self) -> None:
-        """Let sequences go on from none."""
+        """Start all sequences anew: none continues another."""
         self._ids = [*range(len(self._ids))]
         self._sum()
 

@@ -1,7 +1,7 @@
-"""The cache of a model's layers: of some all tokens are kept, of others no more than their window.
+"""A cache for a model's layers: some keep all tokens, others only their window.
 
 window of each layer   None   100      4096
-kept of it             all    window   all       on two ranks, of sequences of 4000 tokens
+cached tokens          all    window   all       on two ranks, sequences of 4000 tokens
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from ring_attention_pytorch.inference.page_table import Pages
 from ring_attention_pytorch.inference.rolling import Windows
 from ring_attention_pytorch.ranks.ring import Group, as_ring
 
-SPARE = 256  # tokens: fewer mean more kernels for a prompt, more mean more memory
-_SHARE = 8  # spare is at most this part of what other layers keep
-_LARGEST_PAGE, _PAGES = 64, 4  # tokens of a page; pages that each rank should have at least
+SPARE = 256  # tokens; less means more kernel calls for a prompt, more means more memory
+_SHARE = 8  # spare is at most 1 / _SHARE of the tokens that other layers keep
+_LARGEST_PAGE, _PAGES = 64, 4  # tokens of a page; the least pages that each rank should have
 
 
 def model_cache(
@@ -29,13 +29,13 @@ def model_cache(
     group: Group = None,
     **others: Any,
 ) -> RingCache:
-    """Make a cache for layers with these windows: of some it keeps no more, where that is less.
+    """Make a cache for layers with these windows; a layer keeps only its window if that is less.
 
     Args:
         windows: of each layer; None sees all tokens.
-        capacity: as of a `RingCache`; None is taken for more than any window.
+        capacity: as for `RingCache`; None counts as more than any window.
         page: None is a size that suits the capacity.
-        spare: of layers with a window; None suits prompts, of which nothing is rolled back.
+        spare: of layers with a window; None suits prompts without rollback.
         others: arguments of `RingCache`, such as dtype and device.
 
     >>> cache = model_cache([None, 100], 1, key_heads=1, head_dim=4, capacity=2000)
@@ -58,7 +58,7 @@ def model_cache(
 
 
 def page_for(capacity: int, ranks: int) -> int:
-    """Return the size of pages: smaller ones for short sequences, so that all ranks have some.
+    """Return the page size: smaller for short sequences, so that every rank gets pages.
 
     >>> [page_for(capacity, ranks=4) for capacity in (10, 100, 1_000_000)]
     [1, 4, 64]

@@ -1,15 +1,15 @@
-"""Where each token of a cached sequence lies, and in which pages of a rank's pool: ints only.
+"""The rank and the page of each token of a cached sequence; ints only.
 
-Pages are dealt to ranks in turn. A page is `page` consecutive tokens. Of two ranks and pages of 2:
+Pages of `page` consecutive tokens are dealt to ranks in turn. With two ranks and pages of 2:
 
     token      0 1 2 3 4 5 6 7 8
     rank       0 0 1 1 0 0 1 1 0
     index      0 1 0 1 2 3 2 3 4     among the tokens that the rank holds
 
-So however long a sequence is, ranks hold equally many tokens of it, but for one page.
+At any length the ranks hold equally many tokens, within one page.
 
-A page may serve several sequences only while it is full. So an append never writes a shared page:
-pages are copied before that, where sequences are forked or shortened.
+Only full pages are shared between sequences, and an append never writes a shared page: pages are
+copied before, when sequences are forked or shortened.
 """
 
 from collections import Counter
@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 Copies = list[tuple[int, int]]  # of pages: from, to
-HEADROOM = 8  # what grows gets an eighth more than it must have
+HEADROOM = 8  # memory grows by an eighth more than it must
 
 
 class Pages(NamedTuple):
-    """Pages of `page` tokens over so many `ranks`."""
+    """Pages of `page` tokens each, dealt to `ranks` ranks."""
 
     page: int
     ranks: int
@@ -34,8 +34,8 @@ class Pages(NamedTuple):
         """
         return token // self.page % self.ranks
 
-    def index(self, token: int) -> int:  # type: ignore[override]  # no use for that of a tuple
-        """Return the place of a token among those that its owner holds.
+    def index(self, token: int) -> int:  # type: ignore[override]  # tuple.index is of no use
+        """Return the place of a token among the tokens of its owner.
 
         >>> [Pages(2, 3).index(p) for p in range(8)]
         [0, 1, 0, 1, 0, 1, 2, 3]
@@ -43,7 +43,7 @@ class Pages(NamedTuple):
         return token // (self.page * self.ranks) * self.page + token % self.page
 
     def token(self, rank: int, index: int) -> int:
-        """Return the token that a rank holds at this place: the inverse of `owner` and `index`.
+        """Return the token at this place on a rank: the inverse of `owner` and `index`.
 
         >>> [Pages(2, 3).token(1, i) for i in range(4)]
         [2, 3, 8, 9]
@@ -52,7 +52,7 @@ class Pages(NamedTuple):
         return (turn * self.ranks + rank) * self.page + slot
 
     def held(self, rank: int, length: int) -> int:
-        """Return how many of a sequence's first `length` tokens a rank holds.
+        """Return how many of the first `length` tokens a rank holds.
 
         >>> [[Pages(2, 3).held(rank, length) for rank in range(3)] for length in (3, 7)]
         [[2, 1, 0], [3, 2, 2]]
@@ -61,11 +61,11 @@ class Pages(NamedTuple):
         return turns * self.page + min(max(rest - rank * self.page, 0), self.page)
 
     def full(self, rank: int, length: int) -> int:
-        """Return how many of a rank's pages are full at this length: no append will write them."""
+        """Return how many pages of a rank are full at this length: no append writes them."""
         return self.held(rank, length) // self.page
 
     def turns(self, length: int) -> int:
-        """Return how many pages each rank sets aside for `length` tokens, the same on all ranks.
+        """Return the number of pages that each rank allocates for `length` tokens.
 
         >>> [Pages(2, 3).turns(length) for length in (0, 1, 6, 7)]
         [0, 1, 1, 2]
@@ -74,7 +74,7 @@ class Pages(NamedTuple):
 
 
 class PageTable:
-    """The pages of each sequence on one rank, of a pool of `size`.
+    """The pages of each sequence on one rank, out of a pool of `size` pages.
 
     >>> table = PageTable(2, Pages(2, 1), rank=0, size=6)
     >>> table.reserve(0, tokens=5)
@@ -92,33 +92,33 @@ class PageTable:
         self._free = list(range(size))
 
     def capacity(self, sequence: int) -> int:
-        """Return how many tokens of a sequence have pages, on all ranks."""
+        """Return how many tokens of a sequence have pages, over all ranks."""
         return len(self.of[sequence]) * self.pages.page * self.pages.ranks
 
     def missing(self, tokens: Sequence[int]) -> int:
-        """Return how many more pages sequences need to be that long."""
+        """Return how many more pages the sequences need for `tokens[i]` tokens each."""
         needs = zip(tokens, self.of, strict=True)
         return sum(max(0, self.pages.turns(n) - len(held)) for n, held in needs)
 
     def grow(self, size: int) -> None:
-        """Use a pool of that size, with all pages there are at their places."""
+        """Enlarge the pool to `size` pages; existing pages keep their places."""
         self._free += range(self.size, size)
         self.size = size
 
     def reserve(self, sequence: int, tokens: int) -> None:
-        """Give a sequence pages of its own for up to so many tokens."""
+        """Give a sequence its own pages for up to `tokens` tokens."""
         held = self.of[sequence]
         while len(held) < self.pages.turns(tokens):
             held.append(self._free.pop(0))
 
     def rearrange(self, sources: Sequence[int], lengths: Sequence[int]) -> Copies:
-        """Let each sequence go on from another, or itself, of this length; return pages to copy.
+        """Make sequence i continue `sources[i]`, of length `lengths[sources[i]]`; return copies.
 
-        Full pages are shared. The first that goes on from a sequence takes its other pages, the
-        rest get as many of their own.
+        Full pages are shared. The first heir of a sequence takes its other pages, the other heirs
+        get as many of their own.
         """
         old, heirs, copies = self.of, set(), []
-        partial: list[tuple[list[int], int]] = []  # pages to go on with, and what is in the first
+        partial: list[tuple[list[int], int]] = []  # an heir's shared pages, and its source
         found: list[list[int]] = []
         for source in sources:
             full = self.pages.full(self.rank, lengths[source])
@@ -137,7 +137,7 @@ class PageTable:
         return copies
 
     def shorten(self, sequence: int, length: int) -> Copies:
-        """Make pages that tokens from `length` on would write its own; return pages to copy."""
+        """Give a sequence its own pages from token `length` on; return pages to copy."""
         held, users, copies = self.of[sequence], self._users(), []
         full = self.pages.full(self.rank, length)
         partial = self.pages.held(self.rank, length) > full * self.pages.page
@@ -149,7 +149,7 @@ class PageTable:
         return copies
 
     def taken_to_rearrange(self, sources: Sequence[int], lengths: Sequence[int]) -> int:
-        """Return how many free pages `rearrange` takes, beyond those that it frees.
+        """Return how many free pages `rearrange` takes, minus the pages that it frees.
 
         >>> table = PageTable(2, Pages(2, 1), rank=0, size=4)
         >>> for sequence in range(2):
@@ -163,9 +163,9 @@ class PageTable:
         return copied - (self.size - len(self._free) - len(kept))
 
     def taken_to_shorten(self, lengths: Sequence[int]) -> int:
-        """Return how many free pages it takes to shorten all sequences to these lengths.
+        """Return how many free pages are needed to shorten all sequences to these lengths.
 
-        Of the sequences that will write a shared page, the last to read it keeps it.
+        The last user of a shared page keeps it; each other one that will write it needs a copy.
         """
         users = self._users()
         open_pages = (self._open_pages(i, length) for i, length in enumerate(lengths))
@@ -173,15 +173,15 @@ class PageTable:
         return sum(min(number, users[page] - 1) for page, number in writers.items())
 
     def lacking(self, wanted: int) -> int:
-        """Return by how many pages the pool is short of so many more."""
+        """Return how many of `wanted` pages the pool lacks."""
         return max(0, wanted - len(self._free))
 
     def _open_pages(self, sequence: int, length: int) -> list[int]:
-        """Return those of a sequence's pages that are not full at this length."""
+        """Return the pages of a sequence that are not full at this length."""
         return self.of[sequence][self.pages.full(self.rank, length) :]
 
     def free(self, sequence: int) -> None:
-        """Take all pages of a sequence."""
+        """Take away all pages of a sequence."""
         self.of[sequence] = []
         self.recount()
 
@@ -193,5 +193,5 @@ class PageTable:
         return users
 
     def recount(self) -> None:
-        """Find anew which pages are free."""
+        """Recompute the list of free pages."""
         self._free = [page for page, users in enumerate(self._users()) if not users]

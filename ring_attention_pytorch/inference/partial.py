@@ -1,6 +1,6 @@
-"""Attention of queries to the keys that one rank holds, by PyTorch's operators: any dtype and mask.
+"""Attention of queries to one rank's keys, with PyTorch's operators: any dtype and mask.
 
-Kernels for GPUs are compared with this, and it does what they can't.
+The reference for the GPU kernels, and the fallback where they refuse.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
-_SCORES = 1 << 26  # that are in memory at once
+_SCORES = 1 << 26  # in memory at once
 
 
 class Scores(NamedTuple):
-    """What a score is, and how far back a query sees: `window` tokens before its own."""
+    """The score terms, and the window: a query sees at most that many tokens before its own."""
 
     scale: float
     softclamp: float | None = None
@@ -36,12 +36,12 @@ def attend(
     Args:
         q: `[n, h, d]`.
         k, v: `[m, h_kv, d]` and `[m, h_kv, d_v]`.
-        places: the tokens that queries `[n]` and keys `[m]` are; no query sees a later one.
-        slopes: those of ALiBi, `[h]`.
+        places: the positions of queries `[n]` and of keys `[m]`; no query sees a later key.
+        slopes: of ALiBi, `[h]`.
 
     Returns:
         out `[n, h, d_v]` and lse `[n, h]` in the accumulator's dtype; 0 and -inf for a query that
-        sees none of these keys.
+        sees no key.
 
     >>> q, k, at = torch.ones(1, 2, 4), torch.ones(3, 1, 4), torch.arange(3)
     >>> out, lse = attend(q, k, k, (at[1:2], at), Scores(0.0))
@@ -77,10 +77,10 @@ def attend_in_blocks(
     start: int = 0,
     slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `attend` of queries from token `first` on, some at a time, to keys in their reach.
+    """Compute `attend` in blocks of queries, each to the keys that it can see.
 
-    None of these is before `start`. `held` are the tokens `[m]` of the keys, ascending, and how
-    many of them are before a token.
+    The first query is token `first`. Keys before `start` are hidden. `held` has the keys' tokens
+    `[m]`, ascending, and a function that counts the keys before a token.
     """
     tokens, before = held
     step = max(1, _SCORES // max(1, len(k) * q.shape[1]))
@@ -98,8 +98,8 @@ def attend_in_blocks(
 def merged(out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Merge partial results along their first dimension; `sinks` `[h]` are keys without value.
 
-    The formula is that of `rowwise.merge`, rounded as in decoding: each weight is relative to the
-    lse of all parts and sinks.
+    The formula of `rowwise.merge`, rounded as in decoding: each weight is relative to the lse of
+    all parts and sinks.
 
     Args:
         out: `[parts, ..., h, d_v]`.

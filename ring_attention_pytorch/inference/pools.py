@@ -1,10 +1,10 @@
-"""The memory of keys and values that attention to a cache reads and writes: one record of it.
+"""The record of memory for keys and values that attention to a cache reads and writes.
 
-    RingCache           the tokens of a rank, in pages that a table finds
-    a window of it      the last tokens, on every rank; the same pools (`rolling`)
-    tree_attn_decode    keys that were given: a page for each sequence (`given_keys`)
+    RingCache           this rank's tokens, in pages listed in a table
+    a window of it      the last tokens, on every rank, in the same pools (`rolling`)
+    tree_attn_decode    given keys: a page for each sequence (`given_keys`)
 
-PyTorch's operators read and write it here, our kernels in `_triton_attend` and `_triton_append`.
+PyTorch's operators use it here, the Triton kernels in `_triton_attend` and `_triton_append`.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,13 +31,13 @@ class Sizes(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Pools:
-    """Keys and values on this rank, and where the tokens of each layer and sequence are in them.
+    """Keys and values on this rank, and the places of each layer's and sequence's tokens.
 
-    Lists have an entry for each layer. A window has a ring, pages and a table of its own, and all
-    else with the cache: pools that grow are replaced in the list that both have.
+    Lists have an entry for each layer. A window has its own ring, pages and table, and shares all
+    other fields with the cache: pools that grow are replaced in the shared lists.
     """
 
-    ring: Ring  # those who hold different tokens
+    ring: Ring  # the ranks that hold different tokens
     device: torch.device
     dtype: torch.dtype
     sizes: Sizes
@@ -45,18 +45,18 @@ class Pools:
     rows: tuple[int, int]  # between pages and between heads, in rows of keys or values
     keys: list[Tensor]  # [pages, key_heads, page, head_dim]
     values: list[Tensor]
-    key_scales: list[Tensor]  # [pages, key_heads, page, 1], or 0 where there are none
+    key_scales: list[Tensor]  # [pages, key_heads, page, 1], or 0 without scales
     value_scales: list[Tensor]
     tables: Tensor  # int32 [sequences, pages]
     layer_lengths: list[Tensor]  # int32 [sequences]
     starts: Tensor  # int32 [sequences]: tokens before are never seen
-    capacities: Tensor  # int32 [sequences]: tokens that have pages
+    capacities: Tensor  # int32 [sequences]: the most tokens, by their pages
     overflown: Tensor  # int32 [sequences]: whether a CUDA graph had no room
-    lineage: Tensor  # [order, a weight for each sequence]: kernels make a call's number of it
+    lineage: Tensor  # [order, weights of sequences]: kernels compute a call's number from it
     step: int = 1  # between tokens, in rows
-    given: int = 0  # keys of each sequence, where lengths don't count
-    window: int | None = None  # tokens before its own that a query sees at most; None is all
-    spare: int = 0  # tokens that a window keeps beside
+    given: int = 0  # keys of each sequence, instead of lengths
+    window: int | None = None  # the most tokens before its own that a query sees; None is all
+    spare: int = 0  # tokens that are kept beyond a window
 
     @property
     def all(self) -> tuple[list[Tensor], ...]:
@@ -65,7 +65,7 @@ class Pools:
 
     @property
     def at_once(self) -> int | None:
-        """How many tokens may be appended by one kernel; None is any number."""
+        """The most tokens that one kernel can append; None is any number."""
         return None if self.window is None else self.spare
 
     def of(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -74,20 +74,20 @@ class Pools:
         return k, v, self.key_scales[layer], self.value_scales[layer]
 
     def begin(self, length: int) -> int:
-        """Return how many of this rank's first tokens nobody sees any more at this length."""
+        """Return how many of this rank's first tokens are out of every query's window."""
         return 0 if self.window is None else max(0, length - self.window - self.spare)
 
     def before(self, length: int) -> Callable[[int], int]:
-        """Return how to find how many of the tokens held at this length are before a token."""
+        """Return a function that counts the tokens before a token, of those held at a length."""
         gone = self.begin(length)
         return lambda token: max(0, self.pages.held(self.ring.rank, token) - gone)
 
     def local(
         self, sequence: int, layer: int = 0, length: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys `[n, h_kv, d]`, values `[n, h_kv, d_v]` and tokens `[n]` held here.
+        """Return this rank's keys `[n, h_kv, d]`, values `[n, h_kv, d_v]` and tokens `[n]`.
 
-        They are of the first `length` tokens, by default of all; in float32, if kept in 8 bits.
+        Only of the first `length` tokens; None is all. Float32 if the cache has 8 bits.
         """
         length = int(self.layer_lengths[layer][sequence]) if length is None else length
         (k, v, key_scales, value_scales), tokens = self.held(sequence, layer, length)
@@ -96,9 +96,10 @@ class Pools:
     def held(
         self, sequence: int, layer: int, length: int, first: int | None = None
     ) -> tuple[list[Tensor], Tensor]:
-        """Return what is held of the first tokens, `[n, h_kv, ...]` of each pool, and tokens.
+        """Return this rank's part of the first `length` tokens: rows of each pool, and tokens.
 
-        Without those before `first` of this rank's; None is those that nobody sees any more.
+        Rows are `[n, h_kv, ...]`, from this rank's token number `first` on. None skips the tokens
+        that no query sees any more.
         """
         n, page = self.pages.held(self.ring.rank, length), self.pages.page
         first = self.begin(length) if first is None else first
@@ -109,10 +110,10 @@ class Pools:
         return kept, (index // page * self.pages.ranks + self.ring.rank) * page + index % page
 
     def local_of_all(self, which: slice, held: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the first `held` keys and values here of some sequences, `[b, held, h_kv, d]`.
+        """Return this rank's first `held` keys and values of sequences, `[b, held, h_kv, d]`.
 
-        They are in float32, if they are kept in 8 bits. Memory is copied by heads of pages, which
-        lie in one piece: each head's tokens lie together.
+        Float32 if the cache has 8 bits. Copies one head of a page at a time, whose tokens are
+        contiguous.
         """
         tables, key_heads = self.tables[which, : -(-held // self.pages.page)], self.sizes.key_heads
         heads = torch.arange(key_heads, device=self.device).unsqueeze(1)
@@ -127,13 +128,13 @@ class Pools:
         return restored(k, key_scales), restored(v, value_scales)
 
     def write(self, k: Tensor, v: Tensor, layer: int, lengths: Sequence[int]) -> None:
-        """Write this rank's share of tokens behind the last ones, by PyTorch's operators."""
+        """Write this rank's share of new tokens after the last ones, with PyTorch's operators."""
         for i, length in enumerate(lengths):
             tokens = torch.arange(length, length + k.shape[1], device=self.device)
             self.put(i, layer, tokens, k[i], v[i])
 
     def put(self, sequence: int, layer: int, tokens: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write this rank's share of tokens `[n]`, whose keys are k `[n, h_kv, d]`."""
+        """Write this rank's share of tokens `[n]`; k is `[n, h_kv, d]`, v `[n, h_kv, d_v]`."""
         page, ranks = self.pages.page, self.pages.ranks
         mine = tokens // page % ranks == self.ring.rank
         tokens = tokens[mine]
@@ -143,7 +144,7 @@ class Pools:
             pool[where, :, slot] = t
 
     def check_window(self, window: int | None, tokens: int, new: bool) -> None:
-        """Raise ValueError if so many last tokens can't see so far back."""
+        """Raise ValueError if the last `tokens` tokens can't see `window` tokens back."""
         if self.window is None:
             return
         if window is None or window > self.window:

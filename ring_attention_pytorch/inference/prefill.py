@@ -1,16 +1,16 @@
-"""A chunk of a prompt that is spread over ranks: attention to the cache, and to the chunk itself.
+"""A chunk of a prompt that is sharded over ranks: attention to the cache and to the chunk.
 
-All cached tokens come before all of the chunk. So the cache needs no mask, however its pages lie.
-Cached keys stay, queries and results travel, each beside something that is computed:
+All cached tokens precede the chunk, which therefore needs no mask on the cache, in any layout of
+pages. Cached keys stay; queries and results are sent, overlapped with compute:
 
-    computed here                                   under way
+    compute on this rank                            in flight
     the chunk's attention to itself: `ring_attn`    q, k and v to all ranks, one message each
-    each other rank's queries to the keys held here
-    own queries to the keys held here               results for the others, home
-    all merged by their lse, the chunk appended
+    each other rank's queries to own cached keys
+    own queries to own cached keys                  results, to the queries' ranks
+    LSE merge of all, append the chunk
 
-Where positions count in the cached part, too, the whole chunk goes the way of decoding, which
-knows them.
+If scores depend on positions in the cached part too (window, ALiBi, padding), the whole chunk is
+computed as in decoding.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,25 +38,25 @@ Found = tuple[Tensor, Tensor]  # out `[b, n, h, d_v]` and lse `[b, h, n]`
 
 
 class Chunk(NamedTuple):
-    """A chunk over ranks: how many of its tokens each has, and where these are in the chunk."""
+    """A sharded chunk: its layout, and the number of its tokens on each rank."""
 
     ring: Ring
     layout: LayoutOption
     counts: tuple[int, ...]
 
     def positions(self, rank: int) -> Tensor:
-        """Return which tokens of the chunk a rank has, `[n]`."""
+        """Return the positions in the chunk of a rank's tokens, `[n]`."""
         length = sum(self.counts)
         return positions(self.layout, rank=rank, ring_size=self.ring.size, length=length)
 
     def in_order(self, parts: list[Tensor]) -> Tensor:
-        """Return the tokens `[b, n, ...]` of all ranks, in the order of the chunk."""
+        """Concatenate all ranks' tokens `[b, n, ...]` in the order of the chunk."""
         whole = torch.cat(parts, dim=1)
         order = _order(self.layout, self.ring.size, sum(self.counts), whole.device)
         return whole[:, order]
 
     def gather(self, *tensors: Tensor) -> Callable[[], list[list[Tensor]]]:
-        """Send tensors `[b, n, ...]` to all ranks; the result waits, and returns those of each."""
+        """Send tensors `[b, n, ...]` to all ranks; return a function that waits for theirs."""
         ring, me, device = self.ring, self.ring.rank, tensors[0].device
         every: list[list[Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
@@ -79,9 +79,9 @@ class Chunk(NamedTuple):
         return wait
 
     def send_home(self, found: Found, places: int) -> Callable[[], Found]:
-        """Send what was found to the rank so many places ahead, whose queries it is for.
+        """Send a result to the rank `places` ahead, whose queries it is for.
 
-        The result waits for the rank so many places behind, and returns what that has found.
+        Return a function that waits for the result from the rank `places` behind.
         """
         ring, me = self.ring, self.ring.rank
         ahead, behind = (me + places) % ring.size, (me - places) % ring.size
@@ -112,19 +112,19 @@ def _order(layout: Layout, ranks: int, length: int, device: torch.device) -> Ten
 
 
 def _some(messages: Messages) -> list[tuple[int, Tensor]]:
-    """Leave out messages of nothing, which both sides know."""
+    """Leave out empty messages; both sides know which are empty."""
     return [(rank, t) for rank, t in messages if t.numel()]
 
 
 class CachedKeys(NamedTuple):
-    """The cached keys and values that lie here, out of their pages: of samples of one length."""
+    """This rank's cached keys and values, copied out of pages: groups of samples of one length."""
 
     samples: list[tuple[slice, Tensor, Tensor]]
     plan: RingPlan
 
     @classmethod
     def of(cls, cache: RingCache, layer: int, plan: RingPlan, dtype: torch.dtype) -> "CachedKeys":
-        """Copy them. The kernel and the terms of scores are those of a plan of the chunk itself."""
+        """Copy them. Kernel and score terms are the same as for the chunk itself, in `plan`."""
         lengths = cache.lengths_in(layer)
         alike = len({*lengths}) == 1
         step = len(lengths) if alike else 1
@@ -137,7 +137,7 @@ class CachedKeys(NamedTuple):
         return cls(samples, plan)
 
     def attend(self, q: Tensor) -> Found:
-        """Return attention of queries `[b, n, h, d]`, all of which see all of these keys."""
+        """Return attention of queries `[b, n, h, d]` to these keys, without a mask."""
         outs, lses = zip(*[self._of_samples(q[which], k, v) for which, k, v in self.samples])
         if len(outs) == 1:
             return outs[0], lses[0]
@@ -155,10 +155,10 @@ class CachedKeys(NamedTuple):
 def plan_chunk(
     qkv: QKV, cache: RingCache, layout: LayoutOption, scores: Scores, sinks: Tensor | None
 ) -> RingPlan:
-    """Plan a chunk's attention to itself, by the kernel that computes fastest.
+    """Plan a chunk's attention to itself, with the kernel of the highest throughput.
 
-    That one attends to all of the cache, too. Of a short chunk alone a plan might take another
-    kernel: the one that is launched least.
+    The same kernel attends to the whole cache. By default a plan for a short chunk could choose
+    the kernel with the fewest launches.
     """
     q, k, v = qkv
     scale, softclamp = scores.scale, scores.softclamp
@@ -175,7 +175,7 @@ def prefill(
 ) -> Found:
     """Attend to the cache and the chunk, then append it; out `[b, n, h, d_v]`, lse `[b, h, n]`.
 
-    `plan` is of the chunk's attention to itself.
+    `plan` is the plan of the chunk's attention to itself.
     """
     q, k, v = qkv
     k, v = cache.rounded(k), cache.rounded(v)
@@ -199,7 +199,7 @@ def prefill(
 
 
 def _by_all(queries: Sequence[Tensor], cached: CachedKeys, chunk: Chunk) -> list[Found]:
-    """Return what all ranks have found for this one's queries; `queries` are those of all."""
+    """Return every rank's results for own queries; `queries` has the queries of each rank."""
     ring, me = chunk.ring, chunk.ring.rank
     coming = []
     for places in range(1, ring.size):

@@ -1,42 +1,42 @@
-"""How attention to a cache is cut into programs of a GPU: ints only.
+"""The grid of programs for attention to a cache: ints only.
 
-A program of `attend_kernel` takes a part of one key head's keys, and a block of the rows of queries
-that use them: tokens, times the query heads of a group.
+A program of `attend_kernel` computes a block of query rows (tokens, times the query heads of a
+group) on a part of one key head's keys.
 """
 
 from typing import NamedTuple
 
 import torch
 
-_FULL = 0.7  # share of the programs that run at once which keeps a GPU's memory busy
-_TURNS = 8  # programs for each multiprocessor where those of new tokens come between; else 2
-_BLOCK = 1 << 15  # bytes of keys and values at a time, of a program that has one to itself
+_FULL = 0.7  # this share of the programs that fit at once saturates a GPU's memory
+_TURNS = 8  # programs for each multiprocessor if some are for new tokens; otherwise 2
+_BLOCK = 1 << 15  # bytes of keys and values at a time: such a program fills a multiprocessor
 _RESERVED = 1 << 14  # bytes of shared memory for queries and probabilities
 _MOST = 64  # rows of a program, at most
 
 
 class Tuning(NamedTuple):
-    """How the kernel is cut: keys at a time, warps, stages, programs for each multiprocessor.
+    """Measured settings: keys at a time, warps, stages, programs for each multiprocessor.
 
-    Programs are twice as many where keys at a time, with their values, are less than 32 KiB.
+    There are twice as many programs if a block of keys and values has less than 32 KiB.
     """
 
     cols: int = 64
     warps: int = 4
     stages: int = 3
     programs: int = 1
-    early: bool = False  # a kernel is launched while the one before runs, and waits for it
+    early: bool = False  # launch a kernel while the previous one runs; it waits (PDL)
 
 
 class Processors(NamedTuple):
-    """The multiprocessors of a GPU, and the bytes of shared memory that a program may have."""
+    """The multiprocessors of a GPU, and the most bytes of shared memory of a program."""
 
     number: int
     shared: int
 
     @classmethod
     def of(cls, device: torch.device) -> "Processors":
-        """Return those of a device: of a CPU a few, for Triton's interpreter."""
+        """Read them from a device; for a CPU return 2, for Triton's interpreter."""
         if device.type != "cuda":
             return cls(2, 1 << 20)
         found = torch.cuda.get_device_properties(device)
@@ -46,13 +46,13 @@ class Processors(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a call is cut into programs: `splits` times `blocks` for each key head of a sequence."""
+    """The programs of a call: `splits` times `blocks` for each key head of a sequence."""
 
     cols: int  # keys at a time
-    stages: int  # blocks of so many keys on their way, and one more
+    stages: int  # blocks of keys in flight, plus one
     rows: int  # of a program's queries
     blocks: int  # of rows
-    splits: int  # parts that a head's keys are in: of the cache, and one of new tokens
+    splits: int  # parts of a head's keys: of the cache, and one of new tokens
 
     @classmethod
     def of(
@@ -66,11 +66,11 @@ class Cut(NamedTuple):
         """Return the cut for queries of shape `[b, n, h, d]`.
 
         Args:
-            q: their shape.
-            keys: the key heads, the head size of values, and the bytes of a number.
-            new: whether the queries' own keys come beside the cache.
-            processors: those of the GPU.
-            tuning: what was measured to be fast.
+            q: the queries' shape.
+            keys: the number of key heads, the head size of values, and the bytes of a number.
+            new: the queries' own keys are passed, to be appended.
+            processors: of the GPU.
+            tuning: measured settings.
 
         >>> h100 = Processors(132, 232448)
         >>> Cut.of((1, 1, 32, 128), (8, 128, 2), True, h100, Tuning())
@@ -98,10 +98,10 @@ class Cut(NamedTuple):
 
 
 def splits_of(heads: int, at_once: int, most: int) -> int:
-    """Return in how many parts the keys of each head are, a program for each part.
+    """Return how many parts to split each head's keys into; each part is a program.
 
-    There are as many programs as run `at_once`, if that fills the GPU, and else about as many as
-    `most`. `heads` are those of all sequences, times blocks of rows.
+    All programs together are as many as run `at_once`, if that fills the GPU, otherwise about
+    `most`. `heads` counts the heads of all sequences, times blocks of rows.
 
     >>> [splits_of(heads, 132, most=1056) for heads in (8, 128, 72, 256, 2000)]
     [16, 1, 14, 4, 1]

@@ -1,4 +1,4 @@
-"""Partial results of all ranks, as words in memory that they share."""
+"""Shared memory for the partial results of all ranks."""
 
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
@@ -13,16 +13,16 @@ from ring_attention_pytorch.ranks.guard import SharedGuard
 from ring_attention_pytorch.ranks.ring import Ring
 
 _FAILED = -1
-_WORDS = 1 << 22  # in the rows of one call, of all ranks together: 64 MiB for two calls
+_WORDS = 1 << 22  # for the rows of one call, all ranks together: 64 MiB for two calls
 
 _rows: WeakKeyDictionary[ProcessGroup, "PushedRows | None"] = WeakKeyDictionary()
 
 
 class PushedRows(SharedGuard):
-    """Memory in which all ranks of a group write their rows, and what is checked there.
+    """Memory to which all ranks of a group write their rows, and its checks.
 
-    `_triton_merge` says how it is laid out: every rank's memory has `words_for(slot, ranks)` words;
-    `slot` are those for the rows of one rank.
+    `_triton_merge` documents the format. Every rank's memory has `words_for(slot, ranks)` words of
+    64 bits, `slot` of them for one rank's rows.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PushedRows(SharedGuard):
         """Return how many words a rank's memory has."""
         return ranks * (2 * slot + 3)
 
-    handle: object = None  # keeps the memory
+    handle: object = None  # keeps the memory alive
 
     def mark_failed(self) -> None:
         self.state[0] = 1
@@ -60,7 +60,7 @@ class PushedRows(SharedGuard):
 
 
 def pushed_rows(ring: Ring, device: torch.device) -> PushedRows | None:
-    """Return a group's memory for rows, made when first asked for; None where ranks share none.
+    """Return a group's memory for rows, allocated on first use; None if ranks share no memory.
 
     All ranks of the group call this together and get the same answer.
     """

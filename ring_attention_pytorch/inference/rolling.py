@@ -1,14 +1,14 @@
-"""Layers with a short window: each rank holds the last tokens of every sequence, all of them.
+"""Layers with a short window: each rank holds all of the last tokens of every sequence.
 
-A sequence has some pages of its own, in a circle. The table of its pages repeats them, so whoever
-looks up a token's page finds it, and kernels know nothing of circles:
+A sequence has a circular buffer of pages. Its table repeats the pages, and therefore lookups and
+kernels need no special case:
 
     token     0 1 | 2 3 | 4 5 | 6 7 | 8          pages of 2, three for each sequence
-    page       0     1     2     0     1         tokens 3 to 8 are held
+    page       0     1     2     0     1         tokens 3 to 8 are in memory
 
-Circles grow with the sequences, up to their size, where memory is not allocated at once.
-All ranks compute the same, alone: nothing is exchanged. Of `spare` tokens more than the window so
-many come at a time that none is overwritten that a query sees, and as many more can be forgotten.
+Without a capacity, circles grow with the sequences up to their full size. All ranks compute the
+same result and exchange nothing. A circle holds the window and 2 * `spare` tokens: `spare` to
+append in one step without overwriting a visible token, and `spare` to roll back.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from ring_attention_pytorch.ranks.ring import Ring
 
 
 class Windows(NamedTuple):
-    """How many tokens before its own a query of each layer sees at most; None is all.
+    """For each layer the most tokens before its own that a query sees; None is all.
 
     >>> Windows((None, 5), spare=2).turns(5, page=4)
     3
@@ -33,7 +33,7 @@ class Windows(NamedTuple):
     spare: int
 
     def check(self, layers: int) -> None:
-        """Raise ValueError if so many layers can't have these windows."""
+        """Raise ValueError unless these are valid windows for `layers` layers."""
         if len(self.of) != layers:
             raise ValueError(f"windows must be those of {layers} layers, got {len(self.of)}")
         if any(window is not None and window < 0 for window in self.of):
@@ -42,12 +42,12 @@ class Windows(NamedTuple):
             raise ValueError(f"spare must be at least 1, got {self.spare}")
 
     def turns(self, window: int, page: int) -> int:
-        """Return how many pages each rank sets aside for a sequence."""
+        """Return the number of pages in a circle: of one sequence, on each rank."""
         return -(-(window + 2 * self.spare) // page)
 
 
 class RollingTokens:
-    """The last tokens of the layers of one window, on every rank, in pools that `whole` has."""
+    """The last tokens of all layers with one window, on every rank, in the pools of `whole`."""
 
     def __init__(self, whole: Pools, windows: Windows, window: int) -> None:
         self.pools: Pools = replace(
@@ -56,14 +56,14 @@ class RollingTokens:
         )  # fmt: skip
         self.layers = [layer for layer, each in enumerate(windows.of) if each == window]
         self.turns = windows.turns(window, whole.pages.page)
-        self.laid = 0  # of these so many have memory, for each sequence
-        # how long each sequence was since it was empty, when last looked at
+        self.laid = 0  # allocated pages of each sequence, up to `turns`
+        # longest length of each sequence since it was empty, as of the last `look`
         self.longest = [0] * whole.sizes.sequences
         self.dropped = [0] * whole.sizes.sequences  # tokens that were overwritten
         self.extend(whole)
 
     def extend(self, whole: Pools) -> None:
-        """Make the table anew: as long as that of whole sequences, of the pages that there are."""
+        """Rebuild the table from the allocated pages, as long as that of whole sequences."""
         width, device = whole.tables.shape[1] * whole.pages.ranks, whole.device
         with torch.inference_mode(False):
             circle = torch.arange(width, dtype=torch.int32, device=device) % max(1, self.laid)
@@ -71,13 +71,13 @@ class RollingTokens:
             self.pools.tables = first.unsqueeze(1) + circle
 
     def lacks(self, tokens: int) -> bool:
-        """Tell whether memory must grow for sequences of so many tokens."""
+        """Return whether memory must grow for sequences of `tokens` tokens."""
         return self.laid < min(self.turns, self.pools.pages.turns(tokens))
 
     def grow(self, tokens: int) -> None:
-        """Give each sequence pages for so many tokens, as far as the circle goes.
+        """Allocate each sequence's pages for `tokens` tokens, at most a full circle.
 
-        The table knows of them when it was made anew, by `extend`.
+        Call `extend` afterwards to enter them in the table.
         """
         wanted, sequences = self.pools.pages.turns(tokens), len(self.dropped)
         laid, self.laid = self.laid, min(self.turns, wanted + wanted // HEADROOM)
@@ -91,7 +91,7 @@ class RollingTokens:
                 pools[layer] = larger
 
     def look(self, lengths: Sequence[Sequence[int]]) -> None:
-        """Note how long the sequences of each layer are, before that changes."""
+        """Record the length of each sequence, before it changes."""
         for layer in self.layers:
             self.longest = [*map(max, self.longest, lengths[layer])]
         kept = self.turns * self.pools.pages.page
@@ -100,11 +100,11 @@ class RollingTokens:
         ]
 
     def take(self, longest: Sequence[int], oldest: Sequence[int]) -> None:
-        """Take note of sequences that were written anew: how long they were, and what is held."""
+        """Set the longest lengths and the oldest stored tokens, after a state was loaded."""
         self.longest, self.dropped = [*longest], [*oldest]
 
     def check_rollback(self, lengths: Sequence[int]) -> None:
-        """Raise ValueError if sequences can't be so short: what they would see is overwritten."""
+        """Raise ValueError if visible tokens of sequences this short have been overwritten."""
         window, spare = self.pools.window, self.pools.spare
         for i, (length, longest, dropped) in enumerate(zip(lengths, self.longest, self.dropped)):
             too_far = longest - length > spare or self.pools.begin(length) < dropped
@@ -116,12 +116,12 @@ class RollingTokens:
                 )
 
     def shorten(self, lengths: Sequence[int]) -> None:
-        """Take note of a rollback to these lengths."""
+        """Update the records after a rollback to these lengths."""
         self.longest = [longest if n else 0 for n, longest in zip(lengths, self.longest)]
         self.dropped = [dropped if n else 0 for n, dropped in zip(lengths, self.dropped)]
 
     def reorder(self, beams: Sequence[int]) -> None:
-        """Let sequence i go on from sequence `beams[i]`."""
+        """Make sequence i continue sequence `beams[i]`."""
         self.longest = [self.longest[i] for i in beams]
         self.dropped = [self.dropped[i] for i in beams]
         for layer in self.layers:

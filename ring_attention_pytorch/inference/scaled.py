@@ -1,11 +1,11 @@
-"""Keys and values in 8 bits: each token and key head has a scale of its own, a power of two.
+"""Keys and values in 8 bits: one scale for each token and key head, a power of two.
 
     row [0.30, -1.75, 0.02]   ->   [76.8, -448, 5.12], rounded to float8, and the scale 2 ** -8
 
-A row is scaled so that its largest number is within what float8 holds. Scaling by a power of two
-is exact: all that is lost is lost by one rounding, to 3 bits behind the first. So what is kept of a
-token depends on that token alone, is the same whoever computes it, and is the same when it is kept
-again. Rows with a number that is not finite, or is beyond 448 * 2 ** 63, become NaN.
+A row is scaled until its largest number fits into float8. Scaling by a power of two is exact: the
+only loss is one rounding, to 3 bits after the first. The stored row depends on its token alone, is
+the same on every rank, and does not change when it is rounded again. Rows with a number that is not
+finite, or is beyond 448 * 2 ** 63, become NaN.
 """
 
 import torch
@@ -13,16 +13,16 @@ from torch import Tensor
 
 WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SCALED = (torch.float8_e4m3fn,)
-_MOST = 63  # of the exponents of scales, beside -63: kernels add them up
+_MOST = 63  # exponents of scales are within +-63: kernels add two of them
 # float32; 448, the largest number of float8, is 1.75 * 2 ** 8
 _SIGNLESS, _MANTISSA, _BITS, _BIAS = 0x7FFFFFFF, 0x7FFFFF, 23, 127
 _THREE_QUARTERS = 0x600000
 
 
 def stored(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return what a cache keeps of rows `[..., d]`: rows in its dtype, and scales.
+    """Return rows `[..., d]` in the dtype of a cache, and their scales.
 
-    Scales are float32 `[..., 1]`, or `[..., 0]` if rows are kept as they are.
+    Scales are float32 `[..., 1]`, or `[..., 0]` for a dtype without scales.
 
     >>> rows, scales = stored(torch.tensor([[0.30, -1.75, 0.02]]), torch.float8_e4m3fn)
     >>> rows.tolist(), scales.tolist()
@@ -41,14 +41,14 @@ def stored(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def restored(rows: Tensor, scales: Tensor) -> Tensor:
-    """Return rows `[..., d]` that were kept: in float32 if they are scaled, else as they are."""
+    """Undo `stored` for rows `[..., d]`: float32 if they are scaled, otherwise unchanged."""
     if not scales.shape[-1]:
         return rows
     return rows.view(torch.float8_e4m3fn).to(torch.float32) * scales
 
 
 def as_integers(rows: Tensor) -> Tensor:
-    """Return rows of 8 bits as integers, which can be pickled; `restored` takes both."""
+    """View rows of 8 bits as integers, which can be pickled; `restored` takes both."""
     return rows.view(torch.uint8) if rows.dtype in SCALED else rows
 
 

@@ -1,7 +1,7 @@
-"""What is looked at before a cache takes over the states of another one, and what it takes of them.
+"""Checks before a cache loads the states of another one.
 
-A state is what one rank holds: `RingCache.state_dict`. Of a layer with a window that is all that is
-in its circle, and how long each sequence was: so as much can be rolled back as before.
+A state is one rank's part of a cache: `RingCache.state_dict`. A layer with a window saves its whole
+circle and each sequence's longest length, and thus can roll back as far as before.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _PARTS = ("keys", "values", "tokens", "scales of keys", "scales of values")
 
 
 def check_states(cache: PagedStorage, states: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError if a cache can't take these states. It is not touched."""
+    """Raise ValueError if a cache can't load these states. The cache is not changed."""
     if not states:
         raise ValueError("give the states of all ranks, there are none")
     for state in states:
@@ -61,9 +61,9 @@ def _check_sizes(cache: PagedStorage, states: Sequence[dict[str, Any]]) -> None:
 
 
 def _check_kind(cache: PagedStorage, held: Sequence[Tensor]) -> None:
-    """Raise ValueError if what is held of a sequence is not of such a cache."""
+    """Raise ValueError if shapes or dtypes of a sequence's tensors don't fit the cache."""
     n = len(held[2])
-    dtype = torch.uint8 if cache.dtype in SCALED else cache.dtype  # as they are saved
+    dtype = torch.uint8 if cache.dtype in SCALED else cache.dtype  # as saved
     scales = (n, cache.key_heads, cache.scales), torch.float32
     wanted = [
         ((n, cache.key_heads, cache.head_dim), dtype),
@@ -85,7 +85,7 @@ def _check_kind(cache: PagedStorage, held: Sequence[Tensor]) -> None:
 
 
 def _check_tokens(cache: PagedStorage, states: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError where tokens are missing, or there more than once."""
+    """Raise ValueError if tokens are missing or duplicated."""
     for layer in range(cache.layers):
         for sequence, length in enumerate(states[0]["lengths"]):
             tokens = _tokens_of(states, layer, sequence)
@@ -99,12 +99,12 @@ def _check_tokens(cache: PagedStorage, states: Sequence[dict[str, Any]]) -> None
 
 
 def _tokens_of(states: Sequence[dict[str, Any]], layer: int, sequence: int) -> Tensor:
-    """Return the tokens of a sequence that all states hold together, ascending, on the host."""
+    """Return the tokens of a sequence in all states together, ascending, on the host."""
     return torch.cat([s["held"][layer][sequence][2].cpu() for s in states]).sort().values
 
 
 def longest_of(states: Sequence[dict[str, Any]], layer: int) -> list[int]:
-    """Return how long each sequence of a layer was; as it is, where no state says it."""
+    """Return each sequence's longest length in a layer; its length if no state has one."""
     lengths: list[int] = states[0]["lengths"]
     each = [_longest(state)[layer] for state in states if _longest(state)]
     return [max(found) for found in zip(lengths, *each)]

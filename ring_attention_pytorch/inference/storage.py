@@ -1,7 +1,6 @@
-"""Where a cache keeps keys and values: pools of pages, tables of them, and lengths.
+"""The storage of a cache on one rank: pools of pages, page tables, and lengths.
 
-All of it is on one rank. The host knows what the device knows, but for lengths that CUDA graphs
-advance.
+Host and device have the same tables and lengths, except for lengths that CUDA graphs advance.
 """
 
 from collections.abc import Sequence
@@ -24,13 +23,13 @@ _USED = (
     "RingCache: memory must grow, and a CUDA graph uses the memory that there is; make the cache "
     "with a capacity, or `reserve` before graphs are captured"
 )
-_LONGEST = 80  # characters of lengths that are told
+_LONGEST = 80  # characters of lengths in a note
 
 
 class PagedStorage:
-    """This rank's pages of all sequences and layers, `capacity` tokens a sequence or growing.
+    """This rank's pages of all sequences and layers: for `capacity` tokens each, or growing.
 
-    Layers with a window are kept in a circle of pages each (`rolling`).
+    A layer with a window has a circle of pages for each sequence (`rolling`).
     """
 
     sequences: int
@@ -53,23 +52,23 @@ class PagedStorage:
         self.dtype: torch.dtype = dtype
         self.device: torch.device = device
         self.sequences, self.key_heads, self.head_dim, self.value_dim, self.layers = sizes
-        self.scales = int(dtype in SCALED)  # of a key or value of a head
-        # of queries, and of what is appended
+        self.scales = int(dtype in SCALED)  # per head of a key or value
+        # of queries and of new keys and values
         self.dtypes: tuple[torch.dtype, ...] = WIDE if self.scales else (dtype,)
         self.pages: Pages = Pages(page, ring.size)
         self.fixed = capacity is not None
         turns = 0 if capacity is None else self.pages.turns(capacity)
         self._table = PageTable(self.sequences, self.pages, ring.rank, self.sequences * turns)
         with torch.inference_mode(False):
-            # so that each layer's begin at a multiple of 16 bytes
+            # each layer's lengths begin at a multiple of 16 bytes
             wide = -(-self.sequences // 4) * 4
             self.lengths_of: Tensor = self._ints(self.layers, wide)[:, : self.sequences]
             self.pools: Pools = self._empty(sizes, turns, windows)
-        self.lineage = Lineage(self.sequences, self.layers)  # a number of all that it holds
+        self.lineage = Lineage(self.sequences, self.layers)  # a checksum of its contents
         self._lengths = [[0] * self.sequences for _ in range(self.layers)]
-        self.captured = False  # whether graphs hold addresses of this cache, and advance lengths
-        self.has_starts = False  # whether `starts` were ever given
-        self._reserved = 0  # tokens for which all sequences have pages
+        self.captured = False  # CUDA graphs hold addresses of this cache, and advance lengths
+        self.has_starts = False  # `starts` were set at least once
+        self._reserved = 0  # every sequence has pages for this many tokens
         self.plans: PlanCache[Any] = PlanCache()  # of attention to it
         self._paged = [layer for layer, window in enumerate(windows.of) if window is None]
         each = sorted({window for window in windows.of if window is not None})
@@ -82,7 +81,7 @@ class PagedStorage:
             self._reserve([capacity] * self.sequences)
 
     def _empty(self, sizes: Sizes, turns: int, windows: Windows) -> Pools:
-        """Make the memory, with so many pages for each sequence; that of circles grows."""
+        """Allocate `turns` pages for each sequence; circles are allocated later."""
         n, page = self.sequences, self.pages.page
         pages = [n * turns if window is None else 0 for window in windows.of]
 
@@ -99,7 +98,7 @@ class PagedStorage:
             lineage=self._ints(1 + n),
         )  # fmt: skip
 
-    # what users may look at
+    # public, to read
 
     @property
     def starts(self) -> Tensor:
@@ -127,11 +126,11 @@ class PagedStorage:
 
     @property
     def capacity(self) -> int | None:
-        """The most tokens of a sequence: what was asked for, in whole pages of all ranks."""
+        """The most tokens of a sequence: the requested capacity in whole pages of all ranks."""
         return self.tables.shape[1] * self.pages.page * self.pages.ranks if self.fixed else None
 
     def memory(self, layer: int) -> Pools:
-        """Return where the tokens of a layer are: of one with a window, or of all others."""
+        """Return the pools of a layer: of its window, or of all layers without one."""
         circle = self._rolling.get(layer)
         return self.pools if circle is None else circle.pools
 
@@ -141,10 +140,10 @@ class PagedStorage:
         return self.device.type == "cuda" and capturing(self.device)
 
     def lengths_in(self, layer: int) -> list[int]:
-        """Return the tokens of each sequence in a layer.
+        """Return the number of tokens of each sequence in a layer.
 
         Raises:
-            ValueError: a CUDA graph has appended more than there is room for.
+            ValueError: a CUDA graph has appended beyond the capacity.
         """
         if self.captured and not self.in_graph:
             self._lengths = self.lengths_of.tolist()
@@ -160,10 +159,10 @@ class PagedStorage:
         return self._lengths[layer]
 
     def even_lengths(self) -> list[int]:
-        """Return the lengths that all layers have.
+        """Return the lengths of the sequences, the same in all layers.
 
         Raises:
-            ValueError: they have different ones.
+            ValueError: layers have different lengths.
         """
         lengths = [*self.lengths_in(0)]
         if any(lengths != each for each in self._lengths):
@@ -174,14 +173,14 @@ class PagedStorage:
         return lengths
 
     def state_note(self, layer: int) -> str:
-        """Say what a layer holds, for people: its lengths and its mark; "" of no such layer."""
+        """Return a layer's lengths and checksum as a readable note; "" for an unknown layer."""
         if not 0 <= layer < self.layers:
             return ""
         lengths = [*self.lengths_in(layer)]
         return f"{str(lengths)[:_LONGEST]}, {self.lineage.mark(layer):x}"
 
     def prepare(self, n: int, layer: int, in_graph: bool = False) -> None:
-        """Make room for n tokens that are about to be appended to each sequence of a layer.
+        """Allocate pages for n tokens that will be appended to each sequence of a layer.
 
         Raises:
             ValueError: a sequence has no room for them.
@@ -202,9 +201,9 @@ class PagedStorage:
         self._reserve([length + n for length in lengths])
 
     def check_last(self, n: int, layer: int) -> None:
-        """Raise ValueError if a sequence of a layer has tokens, but less than n of them.
+        """Raise ValueError if a sequence of a layer has tokens, but fewer than n.
 
-        On the device a sequence of which that is true gets NaN.
+        On the device the output of such a sequence is NaN.
         """
         lengths = self.lengths_in(layer)
         if any(0 < length < n for length in lengths):
@@ -214,7 +213,7 @@ class PagedStorage:
             )
 
     def advance(self, n: int, layer: int, on_device: bool = True) -> None:
-        """Count tokens that were written; on the device too, where no kernel did."""
+        """Add n to a layer's lengths; on the device too, unless a kernel has done so."""
         self._lengths[layer] = [length + n for length in self._lengths[layer]]
         self.lineage.advance(layer, n)
         if on_device:
@@ -229,11 +228,11 @@ class PagedStorage:
         self._upload()
 
     def _begin_anew(self, lengths: Sequence[int]) -> None:
-        """Forget all sequences; give each pages of its own for so many tokens, or as before.
+        """Drop all sequences; give each its own pages for `lengths[i]` tokens, at least as before.
 
         Raises:
-            ValueError: CUDA graphs use memory that must grow. Nothing is forgotten then, nor where
-                there is no memory.
+            ValueError: CUDA graphs use memory that must grow. Then, and if memory runs out, nothing
+                is dropped.
         """
         capacities = [self._table.capacity(i) for i in range(self.sequences)]
         if self.captured and any(
@@ -255,7 +254,7 @@ class PagedStorage:
         self._apply([], [0] * self.sequences)
 
     def _grow(self, wanted: int) -> None:
-        """Make the pools large enough for so many more pages."""
+        """Enlarge the pools until `wanted` pages are free."""
         lacking = self._table.lacking(wanted)
         if not lacking:
             return
@@ -273,7 +272,7 @@ class PagedStorage:
     def _apply(
         self, copies: Copies, lengths: Sequence[int], starts: Sequence[int] | None = None
     ) -> None:
-        """Copy pages, and take over lengths and tables, in all layers."""
+        """Copy pages, and set lengths and tables, in all layers."""
         if copies:
             source, target = torch.tensor(copies, device=self.device).unbind(1)
             for pool in chain(*map(self.pools.of, self._paged)):
@@ -288,18 +287,18 @@ class PagedStorage:
         self._upload()
 
     def _pad(self, starts: Sequence[int]) -> None:
-        """Take over the padding of each sequence."""
+        """Set the padding of each sequence."""
         self.pools.starts.copy_(torch.tensor(list(starts), dtype=torch.int32))
         self.lineage.pad(starts)
         self._copy_to_device()
 
     def _copy_to_device(self) -> None:
-        """Write what kernels make a call's number of: `[order, a weight for each sequence]`."""
+        """Copy `[order, weights of sequences]`, from which kernels compute a call's number."""
         state_note = [self.lineage.order, *self.lineage.weights]
         self.pools.lineage.copy_(torch.tensor(state_note, dtype=torch.int32))
 
     def _upload(self) -> None:
-        """Write tables and rooms where kernels read them: in place, as long as they fit."""
+        """Copy tables and capacities to the device, in place as long as they fit."""
         width = max(map(len, self._table.of), default=0)
         capacities = [self._table.capacity(i) for i in range(self.sequences)]
         short = [circle for circle in self.circles if circle.lacks(max(capacities))]
