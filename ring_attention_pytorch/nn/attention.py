@@ -1,6 +1,6 @@
-"""An attention layer that may run over a ring of processes.
+"""An attention layer that can run over a ring of processes.
 
-Parameter names, defaults and state-dict keys are those of ring-attention-pytorch 0.5.20.
+Parameter names, defaults and state-dict keys match ring-attention-pytorch 0.5.20.
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ from ring_attention_pytorch.runtime.torch_func import run_apart, tangents_note
 
 
 class RingAttention(HeadProjections):
-    """An attention layer for a sequence that may be spread over a ring of processes.
+    """An attention layer for a sequence that can be sharded over a ring of processes.
 
     Args:
         dim: model width.
@@ -62,31 +62,31 @@ class RingAttention(HeadProjections):
         causal: no token sees a later one.
         eps: has no effect, as in 0.5.20; only its default is accepted.
         bucket_size: queries whose scores are in memory at once, in kernels that store scores.
-        ring_attn: use the ring. If False, or with one process, attention is among the tokens of
-            this process.
-        ring_seq_size: tokens per rank; `auto_shard_seq` chooses the ring size by it.
+        ring_attn: use the ring. If False, or with one process, each process attends only to its
+            own tokens.
+        ring_seq_size: tokens per rank, from which `auto_shard_seq` derives the ring size.
         max_lookback_seq_len: the window: a token sees itself and this many tokens before it.
         striped_ring_attn: the same as layout="striped".
         auto_shard_seq: every rank passes its own batch of whole sequences. The layer shards them
             over the ring and returns each rank the results of its batch. None is `ring_attn`.
         prenorm: apply RMSNorm to the input first.
-        force_regular_attn: use `default_attention` on this process' tokens, taken for a whole
-            sequence.
+        force_regular_attn: use `default_attention` on this process' tokens, as if they were a
+            whole sequence.
         rotary_embed, rotary_embed_theta: rotate queries and keys by their global positions.
         rotary_restart: rotate by positions within each document instead, which keeps angles small
             and precise.
-        use_cuda_kernel: True is `kernel="triton"`, for tensors on CUDA; else nothing.
+        use_cuda_kernel: True means `kernel="triton"`, for CUDA tensors; False and None do nothing.
         layout: which tokens a rank holds. None is "contiguous"; with auto_shard_seq it is
-            "zigzag" if causal, and as `balanced` deals them if there are documents.
+            "zigzag" if causal, or the layout that `balanced` makes if there are documents.
         group: the ring's processes, a ProcessGroup or a DeviceMesh of one dimension; None is the
             default group.
         softclamp: c replaces scores s by c * tanh(s / c).
         kernel, transport, ulysses, memory: as for `ring_attn`; all but kernel need the ring.
-        dropout: as for `ring_attn`, in training only. Layers that share a plan drop differently if
-            each takes `plan.for_layer(i)`.
+        dropout: as for `ring_attn`, in training only. Layers that share a plan need
+            `plan.for_layer(i)` each, to drop differently.
         in_graphs: use CUDA graphs (`RingPlan.in_graphs`) where possible: for batches without mask
-            and documents, from the second one of its kind on. Graphs of the last four kinds are
-            kept. Not with dropout.
+            and documents, from the second batch with the same cache key on. The last four graphs
+            are cached. Not with dropout.
         attn_summaries: `Summaries(window, stride, ...)`: tokens beyond the window are seen in
             summary (docs/guide/summaries.md). Needs causal, without max_lookback_seq_len, dropout,
             in_graphs, ulysses and force_regular_attn.
@@ -173,7 +173,7 @@ class RingAttention(HeadProjections):
         self.watched: bool = False  # by `watch_averaging`
 
     def rotate_summaries(self, rotary: RingRotaryEmbedding | None, restart: bool) -> None:
-        """Rotate summaries, if there are any, by the embedding that gives `forward` its angles."""
+        """Make summaries, if the layer has any, use the rotary embedding that tokens use."""
         if self.summaries is not None and rotary is not None:
             self.summaries.rotate_by(rotary.forward, restart)
 
@@ -195,20 +195,20 @@ class RingAttention(HeadProjections):
         """Compute attention of the tokens x to one another, or to a context.
 
         Args:
-            x: `[b, n, dim]`: with auto_shard_seq this rank's batch of whole sequences, else
-                this rank's part of the sequence.
-            mask: bool `[b, n]`, True where a token may be seen; with causal, too.
+            x: `[b, n, dim]`: this rank's part of the sequence, or with auto_shard_seq its batch
+                of whole sequences.
+            mask: bool `[b, n]`, True where a token can be seen; also applies with causal.
             rotary_emb: angles `[n, dim_head]` of the tokens x; without auto_shard_seq also
                 `[b, n, dim_head]`.
             force_ring_reduce_off: in this call x is a whole sequence of this process alone.
             ring_size: number of consecutive ranks that make one ring; must divide the group.
-            context: `[b, m, dim]`, tokens to attend to instead of x: whole sequences or a part, as
-                x is. Needs a module that is not causal.
-            context_mask: bool `[b, m]`, True where a token of the context may be seen.
+            context: `[b, m, dim]`, tokens to attend to instead of x: whole sequences or a part,
+                like x. Needs a module that is not causal.
+            context_mask: bool `[b, m]`, True where a token of the context can be seen.
             plan: from `RingAttention.plan`, for tokens that are sharded already.
-            documents: int `[b, n]`, equal where tokens of x may see one another.
-            cu_seqlens: documents by their borders, as for `ring_attn`: with auto_shard_seq those of
-                this rank's own batch, else those of the whole sequence.
+            documents: int `[b, n]`, equal where tokens of x can see one another.
+            cu_seqlens: borders of the documents, as for `ring_attn`: of the whole sequence, or
+                with auto_shard_seq of this rank's own batch.
 
         Returns:
             `[b, n, dim]`, of the tokens x.
@@ -282,7 +282,7 @@ class RingAttention(HeadProjections):
         context: Tensor | None,
         context_mask: Tensor | None,
     ) -> None:
-        """Raise ValueError for what this rank finds wrong by itself."""
+        """Raise ValueError for a mistake that this rank can see in its own arguments."""
         dim, rotary = self.to_out.out_features, self.rotary_embed or rotary_emb is not None
         check_tokens("x", x, dim)
         if context is not None:
@@ -333,10 +333,10 @@ class RingAttention(HeadProjections):
         """Make the plan for tokens that are sharded already, to pass to all layers like this one.
 
         Args:
-            x: `[b, n, dim]`, tokens of the shape, dtype and device of those to come.
-            mask: bool `[b, n]`, True where a token may be seen.
+            x: `[b, n, dim]`, with the shape, dtype and device of the tokens in `forward`.
+            mask: bool `[b, n]`, True where a token can be seen.
             ring_size, documents, cu_seqlens: as for `forward`.
-            layout: a layout other than the module's, such as `balanced` makes for one batch.
+            layout: replaces the module's layout, for example by one from `balanced`.
 
         Raises:
             ValueError: an argument is invalid, or differs between ranks; on every rank.
@@ -355,7 +355,7 @@ class RingAttention(HeadProjections):
         return self.plan_over(ring, x, mask, layout=layout or self.spread.layout, **packed)
 
     def plan_over(self, ring: Ring, x: Tensor, mask: Tensor | None, **options: Any) -> RingPlan:
-        """Make a plan as `plan` does, over a given ring; `options` are those of `RingPlan.make`."""
+        """Make a plan as `plan` does, over a given ring; `options` go to `RingPlan.make`."""
         grad = x.requires_grad or any(p.requires_grad for p in self.parameters())
         like = torch.empty((), dtype=x.dtype, device=x.device, requires_grad=grad)
         tokens = x.shape[:2]
@@ -382,7 +382,7 @@ class RingAttention(HeadProjections):
 
     @property
     def rate(self) -> float:
-        """The dropout of a call now: 0 except in training."""
+        """Dropout rate of a call: 0 in evaluation mode."""
         return self.dropout if self.training else 0.0
 
     def _attend(
@@ -398,9 +398,9 @@ class RingAttention(HeadProjections):
     ) -> Tensor:
         try:
             q, k, v = self.project(x, context)
-        except (RuntimeError, ValueError) as error:  # no memory, say: tell the ranks that wait
+        except (RuntimeError, ValueError) as error:  # such as out of memory: other ranks wait
             agree(ring, "ring attention", {}, check=ValueError(str(error)))
-            raise  # if that did not
+            raise  # if `agree` did not
         if plan is None and not self.force_regular_attn:
             also = {"rotary_emb": angles is not None}
             also |= tangents_note(q, k, v)

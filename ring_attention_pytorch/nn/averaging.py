@@ -1,7 +1,7 @@
-"""A warning where ranks of a ring do not share the gradients of their parameters.
+"""A warning if the ranks of a ring do not average their parameters' gradients.
 
-Each has gradients of its own tokens. FSDP2 over other ranks leaves them so, and nothing fails.
-Inside forward its parameters look like any others: this looks at the end of the first backward.
+Each rank has gradients of its own tokens only. If FSDP2 averages over other ranks, nothing fails.
+The check runs at the end of the first backward: in forward, FSDP2's parameters look unsharded.
 """
 
 import warnings
@@ -18,13 +18,13 @@ def watch_averaging(module: nn.Module, result: Tensor, ring: Ring, apart: Collec
     """Warn after backward through `result` if parameters are sharded over too few ranks.
 
     Args:
-        module: whose parameters.
-        result: a tensor that the module has computed, of parameters.
+        module: the module whose parameters are checked.
+        result: a tensor that the module computed from its parameters.
         ring: the ranks that share a sequence.
-        apart: ranks among which heads are split: what is sharded over them alone is no average.
+        apart: ranks that split the heads. Sharding over exactly these averages nothing.
 
     Returns:
-        Whether there will be a look after backward: one is enough.
+        True if the check will run after backward, so that the caller need not ask again.
     """
     if ring.size == 1 or not result.requires_grad or forward_mode():
         return False

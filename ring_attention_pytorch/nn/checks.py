@@ -1,4 +1,4 @@
-"""Checks of the options of layers and models, and of what they are given."""
+"""Checks of the options and arguments of layers and models."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from ring_attention_pytorch.tensor_kinds import check_plain
 def check_shape(
     dim: int, dim_head: int, heads: int, num_grouped_query_heads: int, bucket_size: int
 ) -> None:
-    """Raise ValueError for sizes that a layer can't have."""
+    """Raise ValueError if the sizes of a layer are invalid."""
     check_least(1, heads=heads)
     if num_grouped_query_heads < 1 or heads % num_grouped_query_heads != 0:
         raise ValueError(
@@ -32,7 +32,7 @@ def check_shape(
 
 
 def check_sizes(num_tokens: int, depth: int, **widths: int) -> None:
-    """Raise ValueError for sizes that a model can't have."""
+    """Raise ValueError if the sizes of a model are invalid."""
     check_least(1, num_tokens=num_tokens, **widths)
     check_least(0, depth=depth)
 
@@ -40,7 +40,7 @@ def check_sizes(num_tokens: int, depth: int, **widths: int) -> None:
 def check_kernel(
     kernel: str | None, use_cuda_kernel: bool | None, regular: bool, dropout: float
 ) -> None:
-    """Raise ValueError for a kernel that there is not, of regular attention or of ours."""
+    """Raise ValueError if no such kernel exists, or it contradicts the other options."""
     if kernel not in (None, *KERNELS):
         raise ValueError(f"kernel must be None or one of {list(KERNELS)}, got {kernel!r}")
     if use_cuda_kernel and kernel not in (None, "triton"):
@@ -55,7 +55,7 @@ def check_kernel(
 
 
 def check_scores(lookback: int | None, softclamp: float | None) -> None:
-    """Raise ValueError for scores that no layer has."""
+    """Raise ValueError if the window or softclamp is out of range."""
     if lookback is not None and lookback < 0:
         raise ValueError(f"max_lookback_seq_len must be None or at least 0, got {lookback}")
     if softclamp is not None and not 0 < softclamp < math.inf:
@@ -63,7 +63,7 @@ def check_scores(lookback: int | None, softclamp: float | None) -> None:
 
 
 def check_unused(eps: float, rotary: bool, restart: bool, theta: float) -> None:
-    """Raise ValueError for an option that would have no effect."""
+    """Raise ValueError if an option would have no effect."""
     if eps != 1e-10:
         raise ValueError(f"eps has no effect, results are normalised exactly; got {eps}")
     if restart and not rotary:
@@ -76,7 +76,7 @@ def check_unused(eps: float, rotary: bool, restart: bool, theta: float) -> None:
 
 @runtime_checkable
 class SummaryOptions(Protocol):
-    """Options of attention that sees far tokens in summary, by which a layer makes that part."""
+    """Options for attention to summaries of far tokens; `layer` makes that part of a layer."""
 
     def layer(self, dim: int, dim_head: int, heads: int, key_heads: int) -> Any: ...
 
@@ -84,7 +84,7 @@ class SummaryOptions(Protocol):
 def check_summaries(
     causal: bool, lookback: int | None, dropout: float, graphs: bool, ulysses: int, regular: bool
 ) -> None:
-    """Raise ValueError for options that a layer with summaries can't have."""
+    """Raise ValueError if options don't work with summaries."""
     if not causal or (lookback, dropout, graphs, ulysses, regular) != (None, 0, False, 1, False):
         raise ValueError(
             "attn_summaries needs causal=True and has a window of its own, no dropout, no CUDA "
@@ -95,7 +95,7 @@ def check_summaries(
 
 
 def check_tokens(name: str, x: Tensor, dim: int) -> None:
-    """Raise ValueError for what are no tokens `[b, n, dim]`."""
+    """Raise ValueError if x is not a tensor of tokens `[b, n, dim]`."""
     check_plain(name, x)
     if x.ndim != 3 or x.shape[2] != dim:
         raise ValueError(f"{name} must be [batch, tokens, {dim}], got {list(x.shape)}")
@@ -106,7 +106,7 @@ def check_tokens(name: str, x: Tensor, dim: int) -> None:
 def check_context(
     is_given: bool, placed: bool, mask: Tensor | None, context_mask: Tensor | None
 ) -> None:
-    """Raise ValueError for what goes with no context; `placed`: the module knows tokens' places."""
+    """Raise ValueError if masks don't fit; a module with positions (`placed`) takes no context."""
     if is_given and placed:
         raise ValueError(
             "context is another sequence, whose tokens have no place among these: it needs a "
@@ -119,7 +119,7 @@ def check_context(
 
 
 def check_angles(x: Tensor, angles: Tensor, dim_head: int, by_sample: bool) -> None:
-    """Raise ValueError for what are no rotary angles of tokens x, or of each sample."""
+    """Raise ValueError unless angles are `[n, d]` like tokens x; `by_sample` allows `[b, n, d]`."""
     shape, want = list(angles.shape), [x.shape[1], dim_head]
     if shape != want and not (by_sample and shape == [x.shape[0], *want]):
         raise ValueError(f"rotary_emb must be {want}, got {shape}")
@@ -128,7 +128,7 @@ def check_angles(x: Tensor, angles: Tensor, dim_head: int, by_sample: bool) -> N
 
 
 class PlanOfLayer(NamedTuple):
-    """What a layer wants of a plan, by its own options."""
+    """The settings that a layer requires of a plan."""
 
     visible: Mask
     softclamp: float | None
@@ -141,7 +141,7 @@ class PlanOfLayer(NamedTuple):
 
 
 def check_plan(plan: RingPlan, wanted: PlanOfLayer) -> None:
-    """Raise ValueError where a plan does otherwise than a layer wants."""
+    """Raise ValueError if a plan's settings differ from the layer's."""
     over_ring = plan.ring.size > 1
     if over_ring and isinstance(plan.layout, str) and plan.layout != wanted.layout:
         raise ValueError(f"the plan has layout={plan.layout!r}, the module {wanted.layout!r}")
@@ -168,7 +168,7 @@ def check_plan(plan: RingPlan, wanted: PlanOfLayer) -> None:
 def check_ids(
     x: Tensor, mask: Tensor | None, labels: Tensor | None, classes: int, ignored: int
 ) -> None:
-    """Raise ValueError for what are no ids, labels or mask, as far as this rank knows."""
+    """Raise ValueError if this rank's ids, labels or mask are invalid."""
     if x.ndim != 2 or x.dtype not in (torch.int64, torch.int32) or x.is_meta:
         raise ValueError(
             "x must be int64 or int32 ids [batch, tokens] that have values, "
@@ -180,7 +180,7 @@ def check_ids(
         )
     if (
         x.device.type == "cpu" and not is_compiling()
-    ):  # elsewhere a look at the values would wait for the device
+    ):  # on a GPU, reading the values would synchronize
         wanted = f"0 to {classes - 1}"
         if (got := _outside(x, classes)) is not None:
             raise ValueError(f"ids must be {wanted}, got {got}")
@@ -192,7 +192,7 @@ def check_ids(
 
 
 def _outside(values: Tensor, classes: int) -> str | None:
-    """Say how far values reach, if not all are 0 to classes - 1; None if they are."""
+    """Describe the range of values if any is outside 0 to classes - 1; None if all are inside."""
     outside = (values < 0) | (values >= classes)
     if not bool(outside.any()):
         return None
@@ -200,7 +200,7 @@ def _outside(values: Tensor, classes: int) -> str | None:
 
 
 def check_plans(plans: Sequence[RingPlan], blocks: int, decided: Sequence[Any]) -> None:
-    """Raise ValueError for plans that are not a model's, or for what is given beside them."""
+    """Raise ValueError if plans don't fit the model, or contradict other arguments."""
     if len(plans) != blocks or blocks == 0:
         raise ValueError(f"plans must be one for each of {blocks} blocks, got {len(plans)}")
     if any(value is not None for value in decided):

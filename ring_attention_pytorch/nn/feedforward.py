@@ -8,7 +8,7 @@ from ring_attention_pytorch.nn.norm import RMSNorm
 
 @checked
 def feed_forward(dim: int, mult: float | int) -> nn.Sequential:
-    """Make a feed-forward: RMSNorm, then two linear layers with a GELU between."""
+    """Make a feed-forward: RMSNorm, linear, GELU, linear."""
     with checks_of("a feed-forward"):
         check_least(1, dim=dim)
         check_least(1 / dim, mult=mult)

@@ -1,12 +1,12 @@
-"""Generation: a model's keys stay spread over the ranks, its new tokens are the same on all.
+"""Generation: keys stay sharded over the ranks, new tokens are the same on all of them.
 
-    prompt       chunk by chunk, each rank has a part of each     keys go to the cache
+    prompt       chunk by chunk, each rank computes its shard     keys go to the cache
     last token   on all ranks ─► hidden state, on all ranks
                  the first rank makes logits and samples ─► its tokens go to all ranks
     new token    on all ranks ─► ...
 
-Only the first rank samples, so no rank can go on with other tokens or end elsewhere, whatever its
-rounding and its random numbers are.
+Only the first rank samples, so that rounding and random numbers of a rank cannot make it continue
+with other tokens or stop elsewhere.
 """
 
 import math
@@ -28,20 +28,20 @@ from ring_attention_pytorch.ranks.agreement import agree, error_of, typed
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
-_LAYOUT: LayoutName = "zigzag"  # of a chunk of the prompt: ranks have equal causal work
-_BROKEN = -1  # in place of a token that logits would have chosen that are no numbers
-_COLDEST = 1.2e-38  # of temperatures: less has no inverse in float32
+_LAYOUT: LayoutName = "zigzag"  # of a chunk of the prompt: equal causal work for all ranks
+_BROKEN = -1  # instead of a token if logits are NaN or inf
+_COLDEST = 1.2e-38  # lowest temperature: a smaller one has no inverse in float32
 
 
 class Sampling(NamedTuple):
-    """How a token is chosen of logits: the largest if temperature is 0, else at random."""
+    """How to choose a token: the largest logit at temperature 0, at random above."""
 
     temperature: float
     top_k: int | None
     top_p: float | None
 
     def check(self, seed: int | None) -> None:
-        """Raise ValueError where no token can be chosen like that."""
+        """Raise ValueError if an option is out of range or has no effect."""
         if self.temperature and not _COLDEST <= self.temperature < math.inf:
             raise ValueError(
                 f"temperature must be 0, which takes the largest, or at least {_COLDEST}, and "
@@ -60,7 +60,7 @@ class Sampling(NamedTuple):
     def choose(self, logits: Tensor, draw: torch.Generator | None = None) -> Tensor:
         """Return a token `[b]` for each row of logits `[b, classes]`.
 
-        It is -1 where one of these is NaN or inf, or all are -inf.
+        It is -1 if a logit of the row is NaN or inf, or all are -inf.
 
         >>> Sampling(0.0, None, None).choose(torch.tensor([[1.0, 3.0, 2.0]]))
         tensor([1])
@@ -68,12 +68,12 @@ class Sampling(NamedTuple):
         tensor([1])
         """
         wide = logits.to(accumulation_dtype(logits.dtype))
-        largest = wide.amax(-1, keepdim=True)  # NaN, if any is
+        largest = wide.amax(-1, keepdim=True)  # NaN if any logit is
         broken = ~largest.isfinite().squeeze(-1)
         wide = wide.masked_fill(broken.unsqueeze(-1), 0.0)
         if self.temperature == 0:
             return wide.argmax(-1).masked_fill(broken, _BROKEN)
-        # whatever the temperature, one is 0 and none above
+        # the largest becomes 0, so that no temperature can overflow
         wide = wide - largest.masked_fill(broken.unsqueeze(-1), 0.0)
         p = (self._kept(wide) / self.temperature).softmax(-1)
         if self.top_p is not None:
@@ -83,7 +83,7 @@ class Sampling(NamedTuple):
         return torch.multinomial(p, 1, generator=draw).squeeze(-1).masked_fill(broken, _BROKEN)
 
     def _kept(self, logits: Tensor) -> Tensor:
-        """Leave the `top_k` largest, and -inf elsewhere."""
+        """Replace all but the `top_k` largest logits by -inf."""
         if self.top_k is None or self.top_k >= logits.shape[-1]:
             return logits
         least = logits.topk(self.top_k, dim=-1).values[..., -1:]
@@ -91,21 +91,21 @@ class Sampling(NamedTuple):
 
 
 class Decoder(Protocol):
-    """A model that has read some tokens, and keeps what it must know of them."""
+    """A model with caches of the tokens that it has read."""
 
     def prefill(self, ids: Tensor) -> None:
-        """Read a part `[b, n]` of the prompt, which all ranks have whole."""
+        """Read a chunk `[b, n]` of the prompt, the same on all ranks."""
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """Read the same token `[b, 1]` on all ranks; return what its logits are made of."""
+        """Read the same token `[b, 1]` on all ranks; return its last hidden state."""
         ...
 
 
 class CachedTransformer:
-    """A `RingTransformer` with what its layers keep of all tokens that it has read."""
+    """A `RingTransformer` with the caches of its layers."""
 
     def __init__(self, model: Any, reading: Reading) -> None:
-        self.model: Any = model  # a RingTransformer, which is above
+        self.model: Any = model  # a RingTransformer, which imports this file
         self.ring: Ring = reading.ring
         self.caches: list[LayerCache] = caches_of([attn for attn, _ in model.layers], reading)
 
@@ -120,7 +120,7 @@ class CachedTransformer:
         return self._blocks(ids, at, None)[:, -1]
 
     def _blocks(self, ids: Tensor, at: Tensor, layout: LayoutName | None) -> Tensor:
-        """Compute the tokens of all blocks; `at` are their places behind those read before."""
+        """Run all blocks on ids; `at` are their positions after the tokens read before."""
         model, at = self.model, at + self.caches[0].length
         tokens, angles = model.token_emb(ids), model.rotary_emb(at)
         for (_, ff), cache in zip(model.layers, self.caches):
@@ -131,7 +131,7 @@ class CachedTransformer:
 
 def _report(given: dict[str, Any], error: ValueError) -> None:
     model, size = given.get("self"), given.get("ring_size")
-    if isinstance(model, Generation):  # else the method of the class was called without a model
+    if isinstance(model, Generation):  # not if the method was called on the class
         ring = model._ring(size if type(size) is int else None)
         agree(ring, _caller(model), {}, check=error)
 
@@ -141,7 +141,7 @@ def _caller(model: object) -> str:
 
 
 class Generation:
-    """What makes a transformer generate; its `_decoder` makes a `Decoder`."""
+    """A mixin that adds `generate` to a transformer; `_decoder` makes its `Decoder`."""
 
     @typed(_report)
     @torch.no_grad()
@@ -161,40 +161,40 @@ class Generation:
         kernel: str | None = None,
         cache_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Continue sequences, with keys and values spread over the ring.
+        """Continue sequences, with keys and values sharded over the ring.
 
-        Every rank gives the same whole ids, and gets the same tokens. In between a rank has its
-        part of each chunk of the prompt, and its share of the keys. Of layers with a window it has
-        the last keys only, where these are fewer. Attention is as in `forward` in evaluation,
-        without dropout. In float32 and float64 tokens are those of one process.
+        Every rank passes the same whole ids and gets the same tokens. Each rank computes its shard
+        of each chunk of the prompt, and caches its share of the keys. Layers with a window cache
+        only the last keys, if that is less. Attention is that of `forward` in evaluation mode,
+        without dropout. In float32 and float64 tokens are the same as on one process.
 
         Args:
             ids: `[b, n]`, the prompts, the same on all ranks of the ring.
-            max_new_tokens: how many tokens are appended at most.
-            temperature: logits are divided by it before a token is drawn; 0 takes the largest, and
-                other ones are at least 1.2e-38.
+            max_new_tokens: the most tokens to append.
+            temperature: logits are divided by it before a token is drawn. 0 takes the largest
+                logit; any other value must be at least 1.2e-38.
             top_k: draw among the k largest only.
-            top_p: draw among the largest whose probabilities reach this together.
-            eos: the tokens at which a sequence ends; when all have ended, generation does.
-            seed: of the random numbers; None takes those of the first rank's own generator.
+            top_p: draw among the fewest largest whose probabilities sum to at least this.
+            eos: tokens that end a sequence; generation stops once all sequences have ended.
+            seed: seed of the random numbers; None uses the first rank's default generator.
             prefill_chunk_size: tokens of the prompt that are computed at once, on all ranks
                 together; None is all. Smaller chunks need less memory.
             mask: bool `[b, n]`, False where a prompt is padded, on its left. As in `forward`,
                 padding counts in positions.
-            ring_size: number of consecutive ranks that make one ring; must divide the group. All
-                rings bring prompts of the same shape, and each its own.
-            kernel: of attention to the cache for one token, as for `ring_attn_with_cache`.
-            cache_dtype: of the keys and values that are kept, as for `RingCache`. None is that of
-                the model; `torch.float8_e4m3fn` takes half the memory of 16 bits, and rounds.
+            ring_size: number of consecutive ranks that make one ring; must divide the group. Each
+                ring has its own prompts, all of the same shape.
+            kernel: kernel of attention to the cache for one token, as for `ring_attn_with_cache`.
+            cache_dtype: dtype of cached keys and values, as for `RingCache`. None is the model's
+                dtype; `torch.float8_e4m3fn` takes half the memory of 16 bits, and rounds.
 
         Returns:
-            `[b, n + m]`: the prompts, and m <= max_new_tokens tokens. After its end a sequence
-            is filled up with the first of `eos`.
+            `[b, n + m]`: the prompts, and m <= max_new_tokens tokens. A sequence that has ended
+            is filled with the first of `eos`.
 
         Raises:
             ValueError: an argument is invalid or differs between ranks, the model is not causal,
                 or its logits are NaN or inf; on all ranks.
-            RingError: a rank is gone or out of step.
+            RingError: a rank has left or is out of step.
 
         >>> from ring_attention_pytorch import RingTransformer
         >>> sizes = dict(num_tokens=256, dim=16, depth=2, dim_head=8, heads=2)
@@ -245,7 +245,7 @@ class Generation:
         how: Sampling,
         draw: torch.Generator | None,
     ) -> Tensor:
-        """Return ids and what comes after them, token by token; the last of ids is yet unread."""
+        """Append tokens to ids one by one; the decoder has read all of ids but the last."""
         found = [ids]
         ended = torch.zeros_like(ids[:, :1], dtype=torch.bool)
         of_ends = torch.tensor(ends, dtype=ids.dtype, device=ids.device)
@@ -275,7 +275,7 @@ class Generation:
         return CachedTransformer(self, reading)
 
     def _check_prompt(self: Any, ids: Tensor, mask: Tensor | None, ends: list[int]) -> None:
-        """Raise ValueError where this model can't go on from these ids."""
+        """Raise ValueError if this model can't continue these ids."""
         classes = self.token_emb.num_embeddings
         if not self.causal:
             raise ValueError(
@@ -296,7 +296,7 @@ class Generation:
             raise ValueError(f"eos must be from 0 to {classes - 1}, got {ends}")
 
     def _check_draws(self: Any, how: Sampling, seed: int | None) -> None:
-        """Raise ValueError where ranks that split heads would draw different tokens."""
+        """Raise ValueError if ranks that split heads would draw different tokens."""
         split = any(getattr(module, "split_ranks", ()) for module in self.modules())
         if split and how.temperature > 0 and seed is None:
             raise ValueError("heads are split among ranks that draw by themselves: give a seed")
@@ -305,7 +305,7 @@ class Generation:
 def _check_summaries(
     model: Any, kernel: str | None, chunk: int | None, dtype: torch.dtype | None
 ) -> None:
-    """Raise ValueError for what layers with summaries, if there are any, can't do in generation."""
+    """Raise ValueError for options that layers with summaries don't support in generation."""
     layers = [m for m in model.modules() if getattr(m, "summaries", None) is not None]
     if not layers:
         return
@@ -320,7 +320,7 @@ def _check_summaries(
 
 
 def report_to_ring_of_first(ring: Ring, ids: Tensor) -> None:
-    """Make ids those of the ring's first rank, in place."""
+    """Overwrite ids with the ids of the ring's first rank, in place."""
     if ring.size == 1:
         return
     with ring.call("sampled tokens"):

@@ -1,4 +1,4 @@
-"""What each layer of a model keeps of the tokens it has read, while the model generates."""
+"""The caches of a model's layers during generation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,21 +19,21 @@ from ring_attention_pytorch.ranks.ring import Ring
 
 
 class Reading(NamedTuple):
-    """How a model reads: what is the same for all layers and tokens."""
+    """Settings of a generation that are the same for all layers and tokens."""
 
     ring: Ring
     samples: int
-    capacity: int  # the most tokens of a sample
+    capacity: int  # most tokens per sample
     dtype: torch.dtype  # of queries, keys and values
     device: torch.device
     kernel: str | None = None  # of attention to cached tokens
-    starts: Sequence[int] | None = None  # of each sample: tokens before this one are padding
-    cache_dtype: torch.dtype | None = None  # of keys and values that are kept; None is `dtype`
+    starts: Sequence[int] | None = None  # per sample: tokens before this one are padding
+    cache_dtype: torch.dtype | None = None  # of cached keys and values; None is `dtype`
 
     def cache(
         self, windows: Sequence[int | None], heads: int, dim: int, capacity: int
     ) -> RingCache:
-        """Make a cache for layers with these windows, and for so many tokens of each sample."""
+        """Make a cache for layers with these windows; `capacity` is in tokens per sample."""
         return model_cache(
             windows, self.samples, heads, dim, capacity=capacity, group=self.ring,
             device=self.device, dtype=self.cache_dtype or self.dtype,
@@ -44,18 +44,18 @@ class Reading(NamedTuple):
 class Chunk:
     """Tokens that are read at once: a part of the prompt, or one token."""
 
-    at: Tensor  # [n], their positions
+    at: Tensor  # [n], positions
     angles: Tensor | None  # [n, d]
-    layout: LayoutName | None  # of their shards; None: they are the same on all ranks
-    plans: PlanCache[Any] = field(default_factory=PlanCache)  # of attention, which layers share
+    layout: LayoutName | None  # layout of the shards; None: the same tokens on all ranks
+    plans: PlanCache[Any] = field(default_factory=PlanCache)  # of attention, shared by layers
 
 
 class LayerCache(Protocol):
-    """What one layer keeps."""
+    """The cache of one layer."""
 
     @property
     def length(self) -> int | Tensor:
-        """How many tokens it has read."""
+        """Number of tokens read."""
         ...
 
     def attend(self, x: Tensor, chunk: Chunk) -> Tensor:
@@ -64,7 +64,7 @@ class LayerCache(Protocol):
 
 
 def caches_of(layers: Sequence[RingAttention], reading: Reading) -> list[LayerCache]:
-    """Make what each layer keeps. Layers without summaries share a `RingCache`."""
+    """Make the cache of each layer; layers without summaries share a `RingCache`."""
     of_tokens = iter(token_caches([a for a in layers if a.summaries is None], reading))
     return [
         next(of_tokens) if attn.summaries is None else attn.summaries.cache(attn, reading)
@@ -73,7 +73,7 @@ def caches_of(layers: Sequence[RingAttention], reading: Reading) -> list[LayerCa
 
 
 def token_caches(layers: Sequence[RingAttention], reading: Reading) -> list["TokenCache"]:
-    """Make one `RingCache` of all layers, and what each knows of it."""
+    """Make one `RingCache` for all layers, and a view of it for each."""
     if not layers:
         return []
     heads, dim = layers[0].heads_here()[1], layers[0].dim_head
@@ -84,7 +84,7 @@ def token_caches(layers: Sequence[RingAttention], reading: Reading) -> list["Tok
 
 
 class TokenCache(NamedTuple):
-    """One layer's keys and values: of all tokens over a ring, or the last ones on each rank."""
+    """One layer's keys and values: all of them over the ring, or with a window the last ones."""
 
     attn: RingAttention
     cache: RingCache

@@ -18,10 +18,10 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 def next_tokens(
     ids: Tensor, segments: tuple[Segments, ...], ring: Ring, nothing: int, ahead: int = 1
 ) -> Tensor:
-    """Return for each token held here the id of the one `ahead` of it, fetched from its owner.
+    """Return for each local token the id of the token `ahead` places later, from its owner.
 
-    The sequence's last tokens get `nothing`. Sender and receiver both go through positions in
-    ascending order, in which every layout holds them, so no positions are sent.
+    The sequence's last tokens get `nothing`. No positions are sent: every layout holds tokens in
+    ascending order of position, so sender and receiver go through them in the same order.
     """
     mine = segment_positions(segments[ring.rank], ids.device)
     places, pieces, shapes = [], [], []
@@ -42,10 +42,10 @@ def next_tokens(
 def shifted(
     ids: Tensor, mask: Tensor | None, packing: BatchDocuments | None, nothing: int
 ) -> tuple[Tensor, Tensor | None, Tensor, BatchDocuments | None]:
-    """Split whole sequences `[b, n]` into inputs, without the last token, and their next tokens.
+    """Split whole sequences `[b, n]` into inputs, without the last token, and their labels.
 
-    Returns ids, mask, labels and packing of `n - 1` tokens; a label is `nothing` where the next
-    token is padding, or of another document.
+    Returns ids, mask, labels and packing of `n - 1` tokens; a label is `nothing` if the next
+    token is padding or belongs to another document.
     """
     labels = ids[:, 1:].long()
     if mask is not None:
@@ -63,7 +63,7 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, ring: 
     """Compute the mean cross entropy over the real tokens of all ranks; 0 if there are none.
 
     logits `[b, n, classes]`, labels `[b, n]`; the result is the same on every rank. Gradients
-    averaged over ranks, as DDP and FSDP do, are those of one process.
+    averaged over ranks, as by DDP and FSDP, equal the gradients on one process.
     """
     logits = logits.to(accumulation_dtype(logits.dtype)).flatten(0, 1)
     labels = labels.flatten()
@@ -73,9 +73,9 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, ring: 
 
 
 def mean_over_ranks(total: Tensor, held: Tensor, ring: Ranks) -> Tensor:
-    """Divide the sum of all ranks' `total` by that of what they `held`; 0 if they held nothing.
+    """Divide the ranks' sum of `total` by their sum of `held`; 0 if that is 0.
 
-    Backward sums all ranks' gradients, of `held` too where it has one.
+    Backward sums all ranks' gradients, also of `held` if it requires one.
     """
     if isinstance(ring, TracedRing):
         total, held = ring.total(total), ring.total(held)

@@ -1,8 +1,8 @@
-"""q, k and v of tokens: by one weight, as in 0.5.20, or by three, whose heads can be split.
+"""Projections to q, k and v: one weight, as in 0.5.20, or three, whose heads can be split.
 
-Tensor parallelism gives each rank some of the heads. The one weight has rows of all q, then of all
-k, then of all v, so a piece of it would be of q alone; in three, a piece of each is whole heads.
-One weight stays the rule: keys and optimizer states are those of 0.5.20, and it is one product.
+Tensor parallelism gives each rank some of the heads. The fused weight has the rows of all q, then
+of all k, then of all v, so a slice of it can be q alone. Slices of separate weights are whole
+heads. Fused is the default: one matrix product, and state dicts and optimizer states fit 0.5.20.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ _NAMES = ("to_q", "to_k", "to_v")
 
 
 class HeadProjections(nn.Module):
-    """A layer with weights that make q, k and v of tokens; it has yet to do something with them."""
+    """The q, k, v and output projections of an attention layer; subclasses add the attention."""
 
     heads: int
     key_heads: int
@@ -29,19 +29,19 @@ class HeadProjections(nn.Module):
     to_qkv: nn.Sequential
     to_out: nn.Linear
 
-    to_q: nn.Module  # these three where heads are split
+    to_q: nn.Module  # these three if heads are split
     to_k: nn.Module
     to_v: nn.Module
 
     def __init__(self) -> None:
         super().__init__()
-        self.split_ranks: tuple[int, ...] = ()  # those among which heads are split
+        self.split_ranks: tuple[int, ...] = ()  # ranks that split the heads
         self.register_load_state_dict_pre_hook(_take_either_form)
 
     def make_projections(
         self, dim: int, dim_head: int, heads: int, key_heads: int, prenorm: bool
     ) -> None:
-        """Make the weights, for so many heads of queries and of keys."""
+        """Make the weights for `heads` query heads and `key_heads` key heads."""
         self.heads, self.key_heads, self.dim_head = heads, key_heads, dim_head
         self.qkv_head_breakdown = (heads, key_heads, key_heads)
         self.to_qkv = nn.Sequential(
@@ -52,14 +52,14 @@ class HeadProjections(nn.Module):
 
     @checked
     def split_projections(self, mesh: DeviceMesh) -> None:
-        """Part the weight of q, k and v, so that `parallelize_module` can split the heads.
+        """Split the fused weight of q, k and v, so that `parallelize_module` can split the heads.
 
-        `to_qkv.1` becomes `to_q`, `to_k` and `to_v`, which are to be ColwiseParallel, and `to_out`
+        `to_qkv.1` becomes `to_q`, `to_k` and `to_v`; make these ColwiseParallel, and `to_out`
         RowwiseParallel. State dicts of either form load into the other. Call it before
-        `fully_shard`, and before an optimizer is made.
+        `fully_shard` and before you make an optimizer.
 
         Args:
-            mesh: of one dimension, the ranks that will split the heads; not the ring.
+            mesh: one dimension, the ranks that will split the heads; not the ring.
 
         Raises:
             ValueError: heads or key heads don't divide among its ranks, or the weight has been
@@ -92,19 +92,19 @@ class HeadProjections(nn.Module):
             )
 
     def all_rows(self) -> list[int]:
-        """Return the rows of the weights of q, k and v of all heads."""
+        """Return the number of rows of the q, k and v weights, for all heads."""
         return [heads * self.dim_head for heads in self.qkv_head_breakdown]
 
     def heads_here(self) -> list[int]:
-        """Return how many heads of q, k and v this rank has."""
+        """Return the numbers of q, k and v heads on this rank."""
         ranks = len(self.split_ranks) or 1
         return [heads // ranks for heads in self.qkv_head_breakdown]
 
     def project(self, x: Tensor, context: Tensor | None) -> list[Tensor]:
-        """Return q of tokens x, k and v of the context or of x: `[b, n, h, d]`, heads held here.
+        """Return q of x, and k, v of the context or of x: `[b, n, h, d]`, with this rank's heads.
 
         Raises:
-            ValueError: heads were to be split, and are not.
+            ValueError: `split_projections` was called, but the heads have not been split.
         """
         layers: Any = self.to_qkv
         norm, *fused = layers
@@ -132,11 +132,11 @@ class HeadProjections(nn.Module):
 def _take_either_form(
     module: HeadProjections, state: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    """Turn weights of a state dict into the form of a module: one of q, k and v, or three."""
+    """Convert a state dict to the module's form: one fused weight of q, k and v, or three."""
     fused, parts = f"{prefix}to_qkv.1.weight", [f"{prefix}{name}.weight" for name in _NAMES]
     if not module.split_ranks and all(part in state for part in parts):
         state[fused] = torch.cat([state.pop(part) for part in parts])
     elif module.split_ranks and fused in state:
         rows = module.all_rows()
-        if len(state[fused]) == sum(rows):  # else it is told as an unexpected key
+        if len(state[fused]) == sum(rows):  # if not, PyTorch reports an unexpected key
             state.update(zip(parts, state.pop(fused).split(rows)))

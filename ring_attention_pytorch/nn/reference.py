@@ -27,15 +27,15 @@ def default_attention(
 
     Args:
         q, k, v: `[b, n, h, d]`, `[b, m, h_kv, d]`, `[b, m, h_kv, d_v]`.
-        mask: bool `[b, m]`, True where a key may be seen, with causal too.
+        mask: bool `[b, m]`, True where a key can be seen; also applies with causal.
         causal, window: as for `ring_attn`; both need m = n.
         softclamp_qk_sim: scores s become c * tanh(s / c), where c is softclamp_value.
 
     Returns:
-        `[b, n, h, d_v]` in q's dtype; 0 where a query sees nothing.
+        `[b, n, h, d_v]` in q's dtype; 0 for a query that sees nothing.
 
     Raises:
-        ValueError: causal or window with m other than n, or a number out of range.
+        ValueError: causal or window with m != n, or a number out of range.
 
     >>> q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
     >>> default_attention(q, k, k, causal=True).shape

@@ -11,7 +11,7 @@ from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.geometry.layouts import Layout, positions, resolve_layout
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 
-THETA = 10000  # of rotary embedding, where none is said
+THETA = 10000  # default of rotary embedding
 
 
 class RingRotaryEmbedding(nn.Module):
@@ -19,7 +19,7 @@ class RingRotaryEmbedding(nn.Module):
 
     Args:
         dim: head size, even.
-        ring: a length given to `forward` is this rank's share of a sequence over the group.
+        ring: a length passed to `forward` is this rank's share of a sequence over the group.
         striped: the same as layout="striped".
         buckets: must be 1; stripes here are single tokens.
         theta: upper bound of the wavelengths, divided by 2 pi.
@@ -63,7 +63,7 @@ class RingRotaryEmbedding(nn.Module):
         self.group: Group = group
         if self.layout is not None and not ring:
             raise ValueError(f"layout={self.layout!r} needs ring=True")
-        # a buffer, since checkpoints have it; `_apply` keeps it in float32
+        # a buffer because checkpoints contain it; `_apply` keeps it in float32
         self.register_buffer("inv_freq", theta ** -(torch.arange(0, dim, 2).float() / dim))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Self:
@@ -76,10 +76,10 @@ class RingRotaryEmbedding(nn.Module):
 
     @checked
     def forward(self, seq: int | Tensor) -> Tensor:
-        """Return the angles, float32 `[n, dim]`, of positions `[n]`, or of n tokens of this rank.
+        """Return the angles, float32 `[n, dim]`, for positions `[n]` or for this rank's n tokens.
 
-        Positions `[b, n]`, for samples with documents of their own, give `[b, n, dim]`. An int n
-        is allowed only if every rank of the ring holds n tokens; else pass positions.
+        Positions `[b, n]`, for samples with different documents, give `[b, n, dim]`. Pass an int n
+        only if every rank of the ring holds n tokens, and positions otherwise.
         """
         if isinstance(seq, int):
             ring = as_ring(self.group) if self.ring else Ring.alone()

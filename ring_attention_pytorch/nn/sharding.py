@@ -1,6 +1,6 @@
 """Differentiable sharding of whole sequences, and its inverse; only needed tokens are sent.
 
-Gradients are those of the sum of every rank's result (`comm/exchange.py`).
+Backward differentiates the sum of all ranks' results (`comm/exchange.py`).
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ from ring_attention_pytorch.tensor_kinds import check_plain
 def shard_sequence(
     x: Tensor, *, dim: int = 1, layout: Layout = "contiguous", group: Group = None
 ) -> Tensor:
-    """Return this rank's part of a sequence that every rank of the ring has whole.
+    """Return this rank's shard of a sequence that is whole on every rank of the ring.
 
     Args:
         x: any tensor whose dimension `dim` is the sequence: ids, labels, masks, embeddings.
@@ -43,7 +43,7 @@ def shard_sequence(
         group: the ring; None is the default group, or this process alone.
 
     Returns:
-        x at this rank's positions, in the order in which it holds them. Nothing is sent.
+        x at this rank's positions, in the layout's order. Nothing is sent.
 
     Raises:
         ValueError: the layout is unknown or was made for another sequence, or x has no such dim.
@@ -66,7 +66,7 @@ def unshard_sequence(
     """Gather the whole sequence, on every rank of the ring, from the ranks' parts.
 
     Args:
-        x: this rank's part, as `shard_sequence` or a module gives it.
+        x: this rank's part, as returned by `shard_sequence` or a module.
         length: tokens of the whole sequence.
         dim, layout, group: as for `shard_sequence`.
 
@@ -74,7 +74,7 @@ def unshard_sequence(
         The whole sequence. Backward sums all ranks' gradients of a part, on the part's owner.
 
     Raises:
-        ValueError: a part's length is not the layout's, or parts differ otherwise; on every rank.
+        ValueError: a part's length doesn't fit the layout, or other sizes differ; on every rank.
 
     >>> unshard_sequence(torch.arange(4)[None], length=4)
     tensor([[0, 1, 2, 3]])
@@ -95,7 +95,7 @@ def unshard_sequence(
 
 
 def _check_part(x: Tensor, length: int, dim: int, layout: Layout, ring: Ring) -> None:
-    """Raise ValueError where x is not this rank's part of a sequence."""
+    """Raise ValueError unless x is this rank's part of a sequence."""
     if length < 0:
         raise ValueError(f"length must be at least 0, got {length}")
     lengths = [count(s) for s in all_segments(layout, ring.size, length)]
@@ -111,8 +111,8 @@ def _check_part(x: Tensor, length: int, dim: int, layout: Layout, ring: Ring) ->
 class AutoShard:
     """A sharding of every rank's own batch of whole sequences over rings of consecutive ranks.
 
-    A ring of R ranks works on the batches of its R ranks, joined in the order of ranks; each rank
-    holds its positions of all their samples.
+    A ring concatenates its ranks' batches in rank order. Each rank holds the same positions of
+    all these samples.
     """
 
     ring: Ring
@@ -135,11 +135,11 @@ class AutoShard:
     ) -> "AutoShard":
         """Choose rings for x `[b, n, ...]`; all ranks of the group call this and agree on it.
 
-        `same` is what else must be the same on all ranks, `packing` the documents of this rank's
-        samples.
+        `same` are further values that must be equal on all ranks, `packing` the documents of this
+        rank's samples.
 
         Raises:
-            ValueError: n differs within a ring, or something else between ranks; on every rank.
+            ValueError: n differs within a ring, or other values between ranks; on every rank.
         """
         everyone = as_ring(group)
         if everyone.size == 1:
@@ -172,7 +172,7 @@ class AutoShard:
         return all_segments(self.layout, self.ring.size, self.length)
 
     def positions(self, device: torch.device | None = None) -> Tensor:
-        """Return the positions that this rank holds, int64 `[n]`."""
+        """Return this rank's positions, int64 `[n]`."""
         return segment_positions(self.segments[self.ring.rank], device)
 
     def like(self, x: Tensor) -> "AutoShard":
@@ -190,7 +190,7 @@ class AutoShard:
         return AutoShard(self.ring, "contiguous", length, self.batch_sizes)
 
     def shard(self, x: Tensor) -> Tensor:
-        """Shard this rank's batch `[b, N, ...]`; return its part `[B, n, ...]` of the ring's."""
+        """Shard this rank's batch `[b, N, ...]`; return its shard `[B, n, ...]` of the ring's."""
         pieces = [x[:, segment_positions(s, x.device)] for s in self.segments]
         part = pieces[self.ring.rank].shape[1:]
         shapes = [(b, *part) for b in self.batch_sizes]
@@ -217,7 +217,7 @@ class ShardConfig:
     layout: Layout
     group: Group
     causal: bool
-    free: bool  # whether another layout may be taken where that is faster
+    free: bool  # the user named no layout: a faster one can be chosen
 
     @classmethod
     def make(
@@ -249,26 +249,26 @@ class ShardConfig:
         return self
 
     def of_layers(self) -> dict[str, Any]:
-        """Return the options of layers inside the module, which are given sharded tokens."""
+        """Return the options for layers inside the module, which get sharded tokens."""
         layout = self.layout if self.ring_attn else None
         return dict(
             ring_attn=self.ring_attn, layout=layout, group=self.group, causal=self.causal
         )  # fmt: skip
 
     def on(self, off: bool) -> bool:
-        """Tell whether a call goes over the ring, unless it is `off` for that call."""
+        """Return True if a call runs over the ring; `off` disables it for this call."""
         return self.ring_attn and not off
 
     @property
     def layout_here(self) -> Layout:
-        """The layout of a call: that of the batch in whose block it is, unless one is named."""
+        """Layout of a call: the module's own, or if it names none the enclosing batch block's."""
         placement = current()
         if placement is None or self.layout != "contiguous":
             return self.layout
         return placement.layout
 
     def ring(self, on: bool, ring_size: int | None) -> Ring:
-        """Return the ring of a call, or a ring of this process alone."""
+        """Return the ring of a call, or if it is off a ring of this process alone."""
         if on:
             return attention_ring(self.group, ring_size)
         if ring_size is not None:
@@ -276,7 +276,7 @@ class ShardConfig:
         return Ring.alone()
 
     def check(self, check: Check, on: bool, ring_size: int | None, caller: str) -> None:
-        """Raise what a check finds on all ranks, in place of the call's agreement."""
+        """Run a check; if it fails, raise its error on all ranks in place of the agreement."""
         if (error := error_of(check)) is None:
             return
         if on and self.auto:
@@ -327,7 +327,7 @@ def report_to_group_of_module(caller: str) -> Callable[[dict[str, Any], ValueErr
 def check_packed(
     x: Tensor, documents: Tensor | None, cu_seqlens: Borders | None, *, able: bool, whole: bool
 ) -> None:
-    """Raise ValueError for documents that a module's tokens x can't be of.
+    """Raise ValueError if documents don't fit a module's tokens x.
 
     `able`: the call supports documents; `whole`: x are whole sequences, not shards.
     """
@@ -341,7 +341,7 @@ def check_packed(
 
 
 def check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
-    """Raise ValueError for what is no mask of tokens x `[b, n, ...]`."""
+    """Raise ValueError unless mask is a bool mask of tokens x `[b, n, ...]`, or None."""
     want = list(x.shape[:2])
     if mask is None:
         return
@@ -355,7 +355,7 @@ def check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
 
 
 def _check_rings(everyone: Ring, ring_size: int | None) -> None:
-    """Raise ValueError where a group can't make rings of this size for whole sequences."""
+    """Raise ValueError if the group can't be split into rings of this size."""
     if current() is not None:
         raise ValueError(
             "the tokens of the batch whose block this is are sharded already; make the module "
@@ -368,7 +368,7 @@ def _check_rings(everyone: Ring, ring_size: int | None) -> None:
 
 
 def smallest_ring(length: int, ring_seq_size: int, world: int) -> int:
-    """Return the least divisor of `world` whose ranks can hold the sequence, else `world`.
+    """Return the least divisor of `world` whose ranks can hold the sequence, or `world` itself.
 
     >>> [smallest_ring(n, ring_seq_size=512, world=12) for n in (0, 512, 513, 2000, 10**6)]
     [1, 1, 2, 4, 12]
@@ -380,7 +380,7 @@ def smallest_ring(length: int, ring_seq_size: int, world: int) -> int:
 
 
 def _grad_mode(x: Tensor) -> dict[str, Any]:
-    """Return what ranks must share so that all of them run backward, or none does."""
+    """Return values that ranks must agree on, so that all of them run backward, or none does."""
     grad = torch.is_grad_enabled()
     requires_grad = grad and x.requires_grad
     return {"grad mode": grad, "requires_grad": requires_grad}

@@ -1,6 +1,6 @@
-"""A transformer over sequences that may be spread over processes, with its loss.
+"""A transformer over sequences that can be sharded over processes, with its loss.
 
-Parameter names, defaults and state-dict keys are those of ring-attention-pytorch 0.5.20.
+Parameter names, defaults and state-dict keys match ring-attention-pytorch 0.5.20.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ class _Batch(NamedTuple):
 
 
 class RingTransformer(Generation, nn.Module):
-    """A transformer from token ids to logits or loss, over sequences that may be sharded.
+    """A transformer from token ids to logits or loss, over sequences that can be sharded.
 
     Its blocks are pre-norm attention with rotary embedding, and a GELU feed-forward.
 
@@ -179,26 +179,26 @@ class RingTransformer(Generation, nn.Module):
         """Compute the logits, or the loss.
 
         Args:
-            x: ids `[b, n]`: with auto_shard_seq this rank's batch of whole sequences, else this
-                rank's part of the sequence.
+            x: ids `[b, n]`: this rank's part of the sequence, or with auto_shard_seq its batch of
+                whole sequences.
             mask: bool `[b, n]`, True where there is a real token.
-            labels: `[b, n]`, the target of each token of x, not shifted; `ignore_index` where there
-                is none. If given, the result is the loss.
-            return_loss: without labels, the target of each token is the next one of the sequence,
-                on whichever rank; the result is the loss.
+            labels: `[b, n]`, at each index the target of that token (not shifted here), or
+                `ignore_index`. If given, the result is the loss.
+            return_loss: return the loss. Without labels, the target of each token is the next one
+                of the sequence, also across ranks.
             force_ring_reduce_off: in this call x is a whole sequence of this process alone.
             ring_size: number of consecutive ranks that make one ring; must divide the group.
-            documents: int `[b, n]`, equal where tokens of x may see one another. The last token of
+            documents: int `[b, n]`, equal where tokens of x can see one another. The last token of
                 a document has no target.
-            cu_seqlens: documents by their borders, as for `ring_attn`: with auto_shard_seq those of
-                this rank's own batch, else those of the whole sequence.
-            plans: from `RingTransformer.plans`, for tokens that are sharded already. Beside them
-                only labels are taken. Nothing but keys, gradients and the loss is exchanged.
+            cu_seqlens: borders of the documents, as for `ring_attn`: of the whole sequence, or
+                with auto_shard_seq of this rank's own batch.
+            plans: from `RingTransformer.plans`, for tokens that are sharded already. Pass only x
+                and labels with them. Ranks exchange only keys, gradients and the loss.
 
         Returns:
             Logits `[b, n, num_tokens]` of the tokens x; or the loss, a scalar: the mean cross
             entropy over the real tokens of all ranks of the group, the same on every rank. Its
-            gradients, averaged over ranks, are those of one process.
+            gradients, averaged over ranks, equal the gradients on one process.
 
         Raises:
             ValueError: an argument is invalid, or differs between ranks; on every rank.
@@ -230,7 +230,7 @@ class RingTransformer(Generation, nn.Module):
         return batch, tokens, self._plans(tokens, batch)
 
     def _logits(self, tokens: Tensor, mask: Tensor | None, plans: Sequence[RingPlan]) -> Tensor:
-        """Compute the logits of this rank's tokens; without plans, attention is regular."""
+        """Compute the logits of this rank's tokens; without plans, by regular attention."""
         positions: int | Tensor = tokens.shape[1]
         if plans:
             positions = operators.positions(plans[0], tokens, self.rotary_restart)
@@ -261,12 +261,12 @@ class RingTransformer(Generation, nn.Module):
     ) -> tuple[RingPlan, ...]:
         """Make the plans of all blocks for ids that are sharded already, to pass to `forward`.
 
-        It is for `torch.compile`, which can't trace what ranks agree on, and for batches that are
-        used more than once.
+        Use it with `torch.compile`, which can't trace the ranks' agreement, and for batches that
+        are used more than once.
 
         Args:
-            dtype: of the tokens between blocks; None is that of the embedding's weight.
-            The rest: as for `forward`. Of x only shape and device matter.
+            dtype: dtype of the tokens between blocks; None is the dtype of the embedding's weight.
+            The rest: as for `forward`. Only the shape and device of x matter.
 
         Raises:
             ValueError: an argument is invalid, or differs between ranks; on every rank.
@@ -372,7 +372,7 @@ class RingTransformer(Generation, nn.Module):
             packing = of_block.packing
         if shift:
             labels = self._next_labels(x, mask, ring, segments, packing)
-            if not self.causal:  # the sequence's last token is a target only: none may see it
+            if not self.causal:  # the sequence's last token is only a target: hide it from all
                 positions = segment_positions(segments[ring.rank], x.device)
                 seen = positions < total - 1
                 mask = seen.expand(x.shape) if mask is None else mask & seen
@@ -387,7 +387,7 @@ class RingTransformer(Generation, nn.Module):
         segments: tuple[Segments, ...],
         packing: BatchDocuments | None,
     ) -> Tensor:
-        """Return the next token of each token x held here; `ignore_index` where there is none."""
+        """Return the next token of each local token x; `ignore_index` where there is none."""
         ids = x.long()
         if mask is not None:
             ids = ids.masked_fill(~mask, self.ignore_index)
@@ -399,7 +399,7 @@ class RingTransformer(Generation, nn.Module):
         return labels.masked_fill(is_last, self.ignore_index)
 
     def _plans(self, tokens: Tensor, batch: _Batch) -> tuple[RingPlan, ...]:
-        """List the plans of all blocks, one made for each (window, dropout) that occurs."""
+        """List the plans of all blocks, made once for each (window, dropout) that occurs."""
         if self.force_regular_attn:
             return ()
         layers = {(attn.window, attn.rate): attn for attn, _ in self.layers}
