@@ -1,4 +1,4 @@
-"""Near exactly, far in summary: attention whose far past is compressed."""
+"""Attention to near tokens exactly, and to summaries of far tokens."""
 
 from ring_attention_pytorch.summaries.attention import summary_attn
 from ring_attention_pytorch.summaries.layer import Summaries

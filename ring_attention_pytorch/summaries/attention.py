@@ -1,10 +1,10 @@
-"""`summary_attn`: exact attention to what is near, merged with attention to summaries of the rest.
+"""`summary_attn`: exact attention to near tokens, merged with attention to summaries of the rest.
 
-    window  ring_attn with a window                                      keys travel as ever
-    edge    the rest of the cell in which the window ends (edge.py)      few keys travel
-    select  the cells whose summaries a query likes best (select.py)     these cells travel
-    far     ring_attn of rows to summaries, causal by row and cell       summaries travel
-            a row's queries see the same, so they are heads of one row
+    window  ring_attn with a window                                      sends keys as usual
+    edge    the rest of the cell in which the window ends (edge.py)      sends few keys
+    select  cells whose summaries score best for a query (select.py)     sends these cells
+    far     ring_attn of rows to summaries, causal by row and cell;      sends summaries
+            the queries of a row see the same, so they become heads
 
 Yuan et al. 2025, "Native Sparse Attention", section 3.3.
 """
@@ -35,23 +35,23 @@ def summary_attn(
     bias: Tensor | None = None,
     gates: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention to near tokens exactly, and to farther ones by their summaries.
+    """Compute exact attention to near tokens, and attention to summaries of farther ones.
 
     Args:
         q: `[b, n, h, d]`, this rank's queries.
-        k: `[b, n, h_kv, d]`, v: `[b, n, h_kv, d_v]`, its keys and values.
-        summary_k, summary_v: `[1, m, h_kv, ...]`, the summaries that it keeps, by `summarize`.
+        k: `[b, n, h_kv, d]`, v: `[b, n, h_kv, d_v]`, this rank's keys and values.
+        summary_k, summary_v: `[1, m, h_kv, ...]`, this rank's summaries, from `summarize`.
         plan: from `SummaryPlan.make`, for tensors like q, k and v.
         bias: `[h]`, added to the scores of summaries. None is 0.
-        gates: `[b, n, h, 2]`: instead of one softmax over both there are two, near and far, and
-            the result is their sum with these factors.
+        gates: `[b, n, h, 2]`: near and far keys get a softmax each, and the result is the sum of
+            both results with these factors. None: one softmax over near and far keys.
 
     Returns:
-        `[b, n, h, d_v]`, of the dtype that `ring_attn` gives. Gradients are exact, those through
-        summaries too.
+        `[b, n, h, d_v]`, in the dtype that `ring_attn` returns. Gradients are exact, also through
+        summaries.
 
     Raises:
-        ValueError: the plan was made for other tensors, or bias or gates are of other shapes.
+        ValueError: the plan was made for other tensors, or bias or gates have a wrong shape.
 
     >>> from ring_attention_pytorch.summaries import SummaryPlan, summarize
     >>> q, k = torch.randn(1, 40, 4, 8), torch.randn(1, 40, 2, 8)
@@ -68,7 +68,7 @@ def summary_attn(
             raise ValueError(f"summary attention: {name} must be {shape}, got {list(t.shape)}")
     if bias is not None and gates is not None:
         raise ValueError("summary attention: with gates a bias has no effect; leave one out")
-    k, v = plan.keys(k, v)[:2]  # of which nothing is NaN that nobody may see
+    k, v = plan.keys(k, v)[:2]  # zeros hidden keys: they may be NaN
     near = [_window(q, k, v, plan)]
     if plan.edge is not None:
         found = plan.edge.attend(q, k, v, plan.terms, plan.ring)
@@ -95,7 +95,7 @@ def _window(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan) -> Part:
 
 
 def _far(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan) -> Part:
-    """Compute attention to summaries: the queries of a row are heads of one query."""
+    """Compute attention to summaries, with the queries of a row as heads of one query."""
     deal = plan.deal
     b, n, h, d = q.shape
     fold = dict(w=deal.width, g=k.shape[2])
@@ -109,7 +109,7 @@ def _far(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan) -> Part:
 
 
 def _placed(out: Tensor, lse: Tensor, tokens: Tensor, b: int, n: int) -> Part:
-    """Put results `[x, h, ...]` of some tokens in their places; others have seen nothing."""
+    """Scatter results `[x, h, ...]` to `[b, n, ...]`; other tokens get out 0 and lse -inf."""
     nothing = out.new_zeros(b * n, *out.shape[1:])
     unseen = lse.new_full((b * n, lse.shape[1]), -torch.inf)
     out, lse = nothing.index_copy(0, tokens, out), unseen.index_copy(0, tokens, lse)

@@ -1,10 +1,10 @@
-"""A cache of near tokens and far summaries: what decoding needs, however long the past is.
+"""A cache for decoding: the last tokens, and summaries of all earlier ones.
 
-    all ranks    the tokens of the window, and those that the next summary will be made of
+    all ranks    the tokens of the window, and tokens for the next summary
     each rank    its share of the summaries
 
-A token's attention is to all that is cached: whatever it may not see yet has no summary, and
-whatever has left the window is dropped, once it is in one. So decoding needs no mask.
+A new token attends to everything in the cache. Tokens in the window have no summary yet, and
+tokens that leave it are dropped once they are in a summary, so decoding needs no causal mask.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ Pool = Callable[[Tensor, Tensor, int, int, Tensor | None], tuple[Tensor, Tensor]
 
 
 class SummaryCache:
-    """The keys and values of one layer for decoding. It grows by one key for `stride` tokens.
+    """The keys and values of one layer for decoding. It grows by one key per `stride` tokens.
 
     Args:
-        rule: what is near and what is far.
-        ring: whose ranks share summaries.
-        like: `[b, 0, h_kv, d]`, of the dtype and device of keys and values.
-        starts: of each sample, tokens before this one are padding and never seen; None is 0.
+        rule: the cells, and the window that is seen exactly.
+        ring: the ranks that share the summaries.
+        like: `[b, 0, h_kv, d]`, with the dtype and device of keys and values.
+        starts: first token of each sample that is not padding; None is 0.
     """
 
     def __init__(
@@ -38,22 +38,23 @@ class SummaryCache:
         self.rule: Cells = rule
         self.ring: Ring = ring
         self.length: int = 0
-        self.cells: int = 0  # that have summaries already
-        self.start: int = 0  # position of the first token kept
-        # of keys before and after rotary embedding, of values
+        self.cells: int = 0  # number of cells with summaries
+        self.start: int = 0  # position of the first cached token
+        # head sizes of keys before rotary embedding, keys after it, values
         self.widths: tuple[int, ...] = (like.shape[-1],) * 3
         self.recent: Tensor = torch.cat((like,) * 3, -1)
         self.far: Tensor = torch.cat((like,) * 2, -1)
-        # of the cells of summaries; -1 is none
+        # cell of each summary in `far`; -1 for an empty slot
         self.numbers: Tensor = like.new_empty(like.shape[:2], dtype=torch.long)
         self.starts: Tensor | None = None
         if starts is not None:
             self.starts = torch.tensor(starts, device=like.device)[:, None]
 
     def read(self, plan: SummaryPlan, raw: Tensor, k: Tensor, v: Tensor, far: list[Tensor]) -> None:
-        """Take what a prompt leaves: keys before and after rotary embedding, values, summaries.
+        """Fill the empty cache from a prompt.
 
-        raw, k and v are this rank's shards of the prompt; `far` the summaries that it keeps.
+        raw and k are this rank's keys before and after rotary embedding, v its values; `far` are
+        the keys and values of its summaries.
         """
         if self.length:
             raise ValueError("a cache of summaries reads one prompt, before any other token")
@@ -65,11 +66,10 @@ class SummaryCache:
             self.far, self.numbers = self._by_sample(plan.deal.mine, torch.cat(far, -1)[0])
 
     def append(self, raw: Tensor, k: Tensor, v: Tensor, pool: Pool) -> None:
-        """Add one token `[b, 1, h_kv, ...]`, the same on all ranks, and summarise what is left.
+        """Add one token `[b, 1, h_kv, ...]`, the same on all ranks; summarise cells now complete.
 
-        `pool` makes the summaries of keys and values `[b, s, h_kv, ...]`, which stand in their
-        block from a place on, for a cell whose last token has a position; and of these, of those
-        that are not padding.
+        `pool(k, v, place, last, real)` returns the summary of s keys and values, the first at this
+        place in its block, `last` the position of the cell's last token, `real` bool `[b, s]`.
         """
         self.recent = torch.cat((self.recent, torch.cat((raw, k, v), -1)), 1)
         self.length += 1
@@ -80,7 +80,7 @@ class SummaryCache:
         self.start = oldest
 
     def _summarise(self, pool: Pool) -> None:
-        """Make the next summary, and forget what is farther than `distance` then."""
+        """Make the next summary, and drop summaries beyond `distance`."""
         end = (self.cells + 1) * self.rule.stride
         first = max(0, end - self.rule.block)
         raw, _, v = self.recent[:, first - self.start : end - self.start].split(self.widths, -1)
@@ -97,19 +97,19 @@ class SummaryCache:
             self.far, self.numbers = self.far[:, kept], self.numbers[:, kept]
 
     def _real(self, first: int, end: int, step: int = 1) -> Tensor | None:
-        """Tell which of these tokens are not padding, bool `[b, tokens]`; None is all."""
+        """Return a mask of tokens that are not padding, bool `[b, tokens]`; None is all True."""
         if self.starts is None:
             return None
         return torch.arange(first, end, step, device=self.starts.device) >= self.starts
 
     def _unless_padding(self, cells: Tensor) -> Tensor:
-        """Return numbers of cells `[b, cells]`, and -1 for those of padding alone."""
+        """Return numbers of cells `[b, cells]`, with -1 for cells of padding alone."""
         if self.starts is None:
             return cells
         return cells.masked_fill((cells + 1) * self.rule.stride <= self.starts, -1)
 
     def attend(self, q: Tensor, bias: Tensor | None, gates: Tensor | None) -> Tensor:
-        """Attend from the newest token, `[b, 1, h, d]`, the same on all ranks, to all it sees."""
+        """Compute attention of the newest token's q `[b, 1, h, d]`, the same on all ranks."""
         first = max(0, self.rule.row(self.length - 1)) * self.rule.stride + self.ring.rank
         mine = slice(first - self.start, None, self.ring.size)
         _, k, v = self.recent[:, mine].split(self.widths, -1)
@@ -136,7 +136,7 @@ class SummaryCache:
         return out.transpose(1, 2)
 
     def _oldest(self) -> int:
-        """Return the position of the first token that any later result depends on."""
+        """Return the position of the first token that later results need."""
         near = max(0, self.rule.row(self.length - 1)) * self.rule.stride
         if self.rule.span == 0:
             return near
@@ -153,7 +153,7 @@ class SummaryCache:
         return torch.cat(parts, 1)[:, order]
 
     def _by_sample(self, mine: slice, far: Tensor) -> tuple[Tensor, Tensor]:
-        """Return summaries `[m, ...]` of all samples as `[b, most, ...]`, and cells, or -1."""
+        """Return summaries `[m, ...]` of all samples as `[b, most, ...]`, and their cells or -1."""
         batch = len(self.recent)
         number = torch.arange(mine.start, mine.stop, device=far.device)
         sample, cell = number // self.cells, number % self.cells
@@ -172,7 +172,7 @@ class SummaryCache:
 def _biased(
     q: Tensor, k: Tensor, far_k: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Put the bias of summaries into one more column of queries and keys, as in `key_bias`."""
+    """Add the bias of summaries as one more column of queries and keys, as `key_bias` does."""
     if bias is None:
         return q, k, far_k
     d = q.shape[-1]

@@ -1,15 +1,15 @@
-"""Cells: which tokens a query sees exactly, which in summary, and who holds what; ints only.
+"""Cells: which tokens a query sees exactly, which by summaries, and each rank's share; ints only.
 
-Every document falls into *cells* of `stride` tokens. Cell c has one summary, made of the `block`
-tokens that end where the cell ends, and is seen either token by token or by its summary:
+Every document is cut into *cells* of `stride` tokens. A cell has one summary, made of the `block`
+tokens up to the cell's end. A query sees either the cell's tokens or its summary:
 
     cells      |  0   |  1   |  2   |  3   |  4   |       stride 6, window 9
     query 25                      ........|.?             9 before it: 16 to 25
     exactly                |******|******|**|             from cell 2's first token, 12
     in summary |  S   |  S   |                            cells before that one
 
-So all queries of a *row*, which are the `stride` tokens whose windows reach into one cell, see the
-same summaries. Row i sees cells 0 to i - 1: a causal mask of rows and cells.
+A *row* is the `stride` queries whose windows end in one cell. They all see the same summaries: row
+i sees cells 0 to i - 1, which is a causal mask of rows and cells.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _APART = 2**32  # more than a document has cells
 
 
 class Cells(NamedTuple):
-    """The rule of what is near and what is far, in tokens of a document.
+    """The rule that decides which tokens are near and which are far, in tokens of a document.
 
     >>> rule = Cells(window=9, stride=6, block=6)
     >>> rule.row(25) * rule.stride  # the first token that query 25 sees exactly
@@ -39,23 +39,23 @@ class Cells(NamedTuple):
     stride: int
     block: int
     distance: int | None = None
-    select: int = 0  # cells before the window that a query group reads exactly, too
+    select: int = 0  # cells before the window that a query group also reads exactly
 
     @property
     def span(self) -> int | None:
-        """How many summaries a query sees at most; None is no bound."""
+        """Most summaries that a query sees; None is no bound."""
         return None if self.distance is None else (self.distance - self.window) // self.stride
 
     def row(self, t: Any) -> Any:
-        """Return the row of a query: the cell that its window's far edge is in; ints or tensors."""
+        """Return the row of query t, which is the cell where its window ends; int or tensor."""
         return (t - self.window) // self.stride
 
     def count(self, length: int) -> int:
-        """Return how many summaries anyone sees in a document of so many tokens."""
+        """Return how many summaries are seen at all in a document of `length` tokens."""
         return max(0, self.row(length - 1)) if length and self.span != 0 else 0
 
     def check(self) -> None:
-        """Raise ValueError where there are no such cells."""
+        """Raise ValueError if sizes are out of range or don't fit one another."""
         window, stride, block, distance, select = self
         if select < 0:
             raise ValueError(f"select must be at least 0, got {select}")
@@ -76,12 +76,12 @@ class Cells(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Of all tokens: `[batch, tokens, 4]`, and where the cells of documents begin.
+    """Place of each token in its document, `tokens` `[batch, tokens, 4]`, and numbers of cells.
 
-    The four are the position in the document, its first cell, how many it has, and its number.
+    The four numbers: position in the document; the document's first cell, number of cells, index.
 
-    Cells of all documents of all samples are numbered through; `borders` are those of documents
-    that have any.
+    Cells are numbered across all documents of all samples; `borders` are the first cell of each
+    document that has any, and the end.
     """
 
     tokens: Tensor
@@ -117,11 +117,11 @@ class Places(NamedTuple):
         return cls(torch.stack(samples), borders)
 
     def held(self, positions: Tensor) -> Tensor:
-        """Return those of the tokens at some positions: `[batch * n, 4]`."""
+        """Return the rows of `tokens` at these positions: `[batch * n, 4]`."""
         return self.tokens[:, positions].flatten(0, 1)
 
     def ends(self, stride: int) -> tuple[Tensor, Tensor]:
-        """Return each cell's last token: its position in the sequence, and in its document."""
+        """Return the position of each cell's last token, in the sequence and in its document."""
         t, first, cells, _ = self.tokens.unbind(-1)
         at = ((t + 1) % stride == 0) & (t // stride < cells)
         sequence, document = torch.empty(2, self.borders[-1], dtype=torch.long)
@@ -142,7 +142,7 @@ class Grouped(NamedTuple):
 
     @classmethod
     def by(cls, numbers: Tensor) -> "Grouped":
-        """Group items by their numbers, in each group in order.
+        """Group items by their numbers; within a group they keep their order.
 
         >>> Grouped.by(torch.tensor([7, 5, 7])).items.tolist()
         [1, 0, 2]
@@ -155,7 +155,7 @@ class Grouped(NamedTuple):
 
 
 def shares(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """List what tokens `[n, 4]` give to summaries: cells, tokens, places of tokens in blocks."""
+    """List the pairs of cell and token that summaries need: cells, tokens, places in blocks."""
     t, first, cells, _ = held.unbind(-1)
     found = []
     for ahead in range(-(-rule.block // rule.stride)):
@@ -168,7 +168,7 @@ def shares(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rows_of(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor]:
-    """List the queries among tokens `[n, 4]` that see a summary: the last cell seen, and token."""
+    """List the queries among tokens `[n, 4]` that see summaries: the last cell seen, and token."""
     t, first, cells, _ = held.unbind(-1)
     row = rule.row(t)
     token = ((row > 0) & (cells > 0)).nonzero().flatten()
@@ -176,9 +176,9 @@ def rows_of(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def edge_queries(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """List the queries whose windows end within a cell: cells, tokens, keys before the window.
+    """List queries whose windows end within a cell: cells, tokens, keys of the cell before it.
 
-    Cells are numbered by document and place here, and need not be those of any summary.
+    Cells are numbered here by document and place; they need not have a summary.
     """
     t, _, _, document = held.unbind(-1)
     cell, before = rule.row(t), (t - rule.window) % rule.stride
@@ -187,7 +187,7 @@ def edge_queries(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def edge_keys(rule: Cells, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """List the keys that may be at the far edge of a window: cells, tokens, places in cells."""
+    """List the keys that can be at the far edge of a window: cells, tokens, places in cells."""
     t, _, _, document = held.unbind(-1)
     place = t % rule.stride
     token = (place < rule.stride - 1).nonzero().flatten()
@@ -209,12 +209,12 @@ def without_gaps(groups: Tensor, shortest: int) -> Tensor:
 
 
 def chunks(cells: int, ranks: int) -> list[int]:
-    """Return where the summaries of each rank begin, and the end: equal shares, in order."""
+    """Return the first summary of each rank, and the end: equal shares in rank order."""
     size, longer = divmod(cells, ranks)
     return [rank * size + min(rank, longer) for rank in range(ranks + 1)]
 
 
 def packed_cells(borders: Sequence[int]) -> BatchDocuments:
-    """Return the documents of all cells as one sequence."""
+    """Return the documents of a sequence that consists of all cells."""
     runs = [Run(i, a, b) for i, (a, b) in enumerate(pairwise(borders))]
     return (Documents(tuple(runs)),)

@@ -1,13 +1,13 @@
-"""The far edge of a window: the rest of the cell that it reaches into, seen exactly.
+"""The far edge of a window: the rest of the cell in which it ends, seen exactly.
 
     cells     |  0  |  1  |  2  |  3  |  4  |             stride 6, window 9
     query 21                  |*********^                 its window begins with cell 2
     query 24                  ???|*********^              here 3 keys of cell 2 are before it
     query 26                  ?????|*********^            and here 5
 
-The `stride` queries of a row see 0, 1, ... stride - 1 keys of one cell: a triangle for each row.
-All rows are one batch of tiny attentions. Their scores take `stride` numbers a query and head,
-less than the query itself, so plain PyTorch is as good as any kernel.
+The `stride` queries of a row see 0, 1, ... stride - 1 keys of one cell: a triangle per row. All
+rows form one batch of tiny attentions. Scores take `stride` numbers per query and head, less than
+the query itself, so plain PyTorch is as good as any kernel.
 """
 
 from collections.abc import Sequence
@@ -27,19 +27,19 @@ from ring_attention_pytorch.summaries.plain import attended, scores_of
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """The rows whose queries this rank has, and the keys of their cells; tokens `[b * n]`."""
+    """The rows of this rank's queries, and the keys of their cells; token indices in `[b * n]`."""
 
-    queries: Tensor  # the tokens whose windows end within a cell
-    slots: Tensor  # and where they go in [rows * width]
-    limits: Tensor  # [rows, width]: how many keys of its cell each sees, 0 where there is none
-    sends: tuple[Tensor, ...]  # to each rank, the tokens whose keys it needs
-    lands: tuple[Tensor, ...]  # from each rank, where keys go in [rows * (stride - 1)]
+    queries: Tensor  # tokens whose windows end within a cell
+    slots: Tensor  # their places in [rows * width]
+    limits: Tensor  # [rows, width]: keys of its cell that each sees, 0 for an empty slot
+    sends: tuple[Tensor, ...]  # for each rank, the tokens whose keys it needs
+    lands: tuple[Tensor, ...]  # for each rank, places of its keys in [rows * (stride - 1)]
     stride: int
-    real: Tensor | None = None  # bool [rows, stride - 1], which keys may be seen; None is all
+    real: Tensor | None = None  # bool [rows, stride - 1], visible keys; None is all
 
     @property
     def width(self) -> int:
-        """Keys of a cell that are at the far edge of any window."""
+        """Keys per cell that can be at the far edge of a window."""
         return self.stride - 1
 
     @classmethod
@@ -51,7 +51,7 @@ class Edge:
         key_mask: Tensor | None,
         device: torch.device,
     ) -> "Edge | None":
-        """Work it out from every rank's tokens; None where no window ends within a cell."""
+        """Make it from every rank's tokens; None if no window ends within a cell."""
         needs = [edge_queries(rule, theirs) for theirs in held]
         if not any(len(tokens) for _, tokens, _ in needs):
             return None
@@ -79,7 +79,7 @@ class Edge:
         return replace(edge, real=edge.fetch(ring, key_mask.to(torch.uint8)).bool())
 
     def fetch(self, ring: Ring, x: Tensor) -> Tensor:
-        """Bring x `[b, n, ...]` of the keys needed here: `[rows, stride - 1, ...]`."""
+        """Fetch x `[b, n, ...]` of the keys needed here, as `[rows, stride - 1, ...]`."""
         shape = len(self.limits), self.width
         room = x.new_zeros(shape[0] * shape[1], *x.shape[2:])
         x = x.flatten(0, 1)
@@ -89,7 +89,7 @@ class Edge:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, terms: ScoreMods, ring: Ring
     ) -> tuple[Tensor, Tensor]:
-        """Return out `[x, h, d_v]` and lse `[x, h]` of the queries at a far edge, in wide numbers.
+        """Return out `[x, h, d_v]` and lse `[x, h]` of `queries`, in the accumulation dtype.
 
         q, k and v are this rank's, `[b, n, h, d]`.
         """

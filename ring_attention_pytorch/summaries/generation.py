@@ -1,4 +1,4 @@
-"""Generation by a model whose layers see the far past in summary: what one of them keeps."""
+"""The cache of a layer with summaries, while its model generates."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from ring_attention_pytorch.summaries.plan import SummaryPlan
 
 
 class CachedSummaries:
-    """A layer with its window on all ranks, and its summaries spread over them."""
+    """A layer and its cache: the window on all ranks, summaries sharded over them."""
 
     def __init__(self, attn: Any, reading: Reading) -> None:
-        self.attn: Any = attn  # a layer of attention with summaries
+        self.attn: Any = attn  # an attention layer with summaries
         self.reading = reading
         shape = reading.samples, 0, attn.heads_here()[1], attn.dim_head
         like = torch.empty(shape, dtype=reading.dtype, device=reading.device)
@@ -24,7 +24,7 @@ class CachedSummaries:
 
     @property
     def length(self) -> int:
-        """How many tokens it has read."""
+        """Number of tokens read."""
         return self.cache.length
 
     def attend(self, x: Tensor, chunk: Chunk) -> Tensor:
@@ -38,7 +38,7 @@ class CachedSummaries:
         return attn.to_out(out.flatten(2))
 
     def _plan(self, x: Tensor, chunk: Chunk) -> SummaryPlan:
-        """Make the plan of a prompt; the first layer with such summaries makes that of all."""
+        """Return the plan of a prompt, which all layers with the same cells share."""
         rule, starts = self.cache.rule, self.cache.starts
         plan = chunk.plans.get(rule)
         if plan is None:

@@ -1,4 +1,4 @@
-"""The far part of an attention layer: what it learns of summaries, and how it runs."""
+"""The far part of an attention layer: its parameters for summaries, forward and decoding."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,31 +26,31 @@ _OF_PLAIN = (
     "cross",
     "dropout",
     "ulysses",
-)  # what plans of other layers are also told
+)  # options of a plain layer's plan, not passed to `SummaryPlan.make`
 POOLS = ("mean", "attention")
 
 
 @checked
 @dataclass(frozen=True)
 class Summaries:
-    """What a layer sees exactly, and what in summary: the `attn_summaries` of `RingAttention`.
+    """Options of attention to summaries: the `attn_summaries` of `RingAttention`.
 
     Args:
-        window: a token sees itself and this many tokens before it exactly, and more to the start
-            of the cell in which the farthest of them is. Beyond that it sees summaries.
+        window: a token sees itself and this many tokens before it exactly, and on to the start of
+            the cell in which the window ends. Beyond that it sees summaries.
         stride: tokens of a cell; each cell has one summary.
-        block: tokens that a summary is made of, the last ones up to the cell's end. None is
-            stride; more than that lets summaries overlap.
-        distance: how far back summaries are seen: window and a multiple of stride. None sees all.
-        pool: "mean" weighs the tokens of a block by their places, "attention" also by what they
-            are. Weights are learned, those of keys and of values apart.
-        gates: instead of one softmax over near and far there are two, and each token learns how
-            much it takes of either.
-        select: cells before the window that each query group reads exactly, beside their
-            summaries: those whose summaries have most of its attention.
+        block: tokens that a summary is made of, up to the cell's end. None is stride; more than
+            that lets summaries overlap.
+        distance: how far back summaries are seen: window plus a multiple of stride. None sees all.
+        pool: "mean" weighs the tokens of a block by their places, "attention" also by their
+            content. Weights are learned, separately for keys and values.
+        gates: near and far keys get a softmax each, and each token learns how much it takes of
+            both results. If False, one softmax covers both.
+        select: cells before the window that each query group also reads exactly: the ones whose
+            summaries get most of its attention.
 
     Raises:
-        ValueError: numbers can't be, or there is no such pool.
+        ValueError: numbers are out of range, or there is no such pool.
 
     >>> Summaries(window=512, stride=16).rule.span is None
     True
@@ -73,7 +73,7 @@ class Summaries:
 
     @property
     def rule(self) -> Cells:
-        """What is near and what is far, in ints."""
+        """The options as `Cells`, which decide which tokens are near and far."""
         block = self.stride if self.block is None else self.block
         return Cells(self.window, self.stride, block, self.distance, self.select)
 
@@ -87,10 +87,10 @@ class Summaries:
 
 
 class SummaryLayer(nn.Module):
-    """Attention of q, k and v before rotary embedding: near exactly, far by learned summaries.
+    """Attention of q, k, v before rotary embedding: near exactly, far by learned summaries.
 
-    It begins as a plain mean whose score is raised by log(stride): then a summary weighs as much as
-    `stride` tokens like it do.
+    Initially a summary is a plain mean, and its score is raised by log(stride): it weighs as much
+    as `stride` tokens equal to it.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class SummaryLayer(nn.Module):
         self.rule: Cells = given.rule
         self.key_weights: nn.Parameter = nn.Parameter(torch.zeros(key_heads, self.rule.block))
         self.value_weights: nn.Parameter = nn.Parameter(torch.zeros(key_heads, self.rule.block))
-        self.key_query: nn.Parameter | None = None  # these two if cells are pooled by attention
+        self.key_query: nn.Parameter | None = None  # these two if pool="attention"
         self.value_query: nn.Parameter | None = None
         self.gates: nn.Linear | None = None  # one of these two
         self.bias: nn.Parameter | None = None
@@ -115,30 +115,30 @@ class SummaryLayer(nn.Module):
         self.restart: bool = False
 
     def rotate_by(self, rotary: Callable[[Tensor], Tensor], restart: bool) -> None:
-        """Rotate summaries by their cells' last positions, with `restart` those in documents.
+        """Rotate summaries by the positions of their cells' last tokens.
 
-        `rotary` turns positions `[m]` into angles `[m, d]`, as it does those of tokens.
+        `rotary` turns positions `[m]` into angles `[m, d]`; `restart` counts within documents.
         """
         self.rotary, self.restart = rotary, restart
 
     def plan(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> SummaryPlan:
-        """Make the plan for tensors like these; options are those of a layer's plan."""
+        """Make the plan for tensors like these; `options` are the options of a layer's plan."""
         given = {name: value for name, value in options.items() if name not in _OF_PLAIN}
         return SummaryPlan.make(q, k, v, **self.rule._asdict(), **given)
 
     def forward(
         self, x: Tensor, qkv: list[Tensor], angles: Tensor | None, plan: SummaryPlan
     ) -> Tensor:
-        """Compute `[b, n, h, d]` of tokens x `[b, n, dim]`, with q, k and v as they are projected.
+        """Return `[b, n, h, d]` for tokens x `[b, n, dim]`; q, k, v come without rotary embedding.
 
-        `angles` are those of the tokens, if there is a rotary embedding.
+        `angles` `[n, d]` are the tokens' rotary angles; None rotates nothing.
         """
         q, k, far_k, far_v = self._summarized(qkv, angles, plan)
         gates = self._gates(x)
         return summary_attn(q, k, qkv[2], far_k, far_v, plan=plan, bias=self.bias, gates=gates)
 
     def cache(self, attn: Any, reading: Reading) -> CachedSummaries:
-        """Make what `attn`, the layer that this is of, keeps while its model generates."""
+        """Make the cache for generation; `attn` is the layer that contains this one."""
         return CachedSummaries(attn, reading)
 
     def prefill(
@@ -149,7 +149,7 @@ class SummaryLayer(nn.Module):
         plan: SummaryPlan,
         cache: SummaryCache,
     ) -> Tensor:
-        """Compute `forward` of a prompt, and put it into an empty cache."""
+        """Run `forward` on a prompt, and fill an empty cache with it."""
         q, k, far_k, far_v = self._summarized(qkv, angles, plan)
         _, raw, v = qkv
         cache.read(plan, raw, k, v, [far_k, far_v])
@@ -159,7 +159,7 @@ class SummaryLayer(nn.Module):
     def step(
         self, x: Tensor, qkv: list[Tensor], angles: Tensor | None, cache: SummaryCache
     ) -> Tensor:
-        """Compute `forward` of the next token `[b, 1, dim]`, the same on all ranks."""
+        """Run `forward` on the next token `[b, 1, dim]`, the same on all ranks; cache it."""
         q, raw, v = qkv
         k = raw
         if angles is not None:
@@ -175,14 +175,14 @@ class SummaryLayer(nn.Module):
     def _summarized(
         self, qkv: list[Tensor], angles: Tensor | None, plan: SummaryPlan
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return q, k, summaries of keys and of values, rotated where they have to be."""
+        """Return q, k, and summaries of keys and values; all but values rotated, if angles."""
         q, k, v = qkv
         weights = self.key_weights, self.value_weights
         queries = self.key_query, self.value_query
         far_k, far_v = summarize(k, v, plan=plan, weights=weights, queries=queries)
         if angles is None:
             return q, k, far_k, far_v
-        assert self.rotary is not None  # the layer has seen to that
+        assert self.rotary is not None  # checked by the layer
         of_far = self.rotary(plan.summary_positions(in_documents=self.restart))
         q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
         return q, k, apply_rotary_pos_emb(of_far, far_k), far_v
@@ -190,7 +190,7 @@ class SummaryLayer(nn.Module):
     def _pooled(
         self, k: Tensor, v: Tensor, place: int, last: int, real: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the summary `[b, 1, h_kv, ...]` of one block, as `SummaryCache.append` asks."""
+        """Return the summary `[b, 1, h_kv, ...]` of one block: the `pool` of `SummaryCache`."""
         found = []
         weights = (self.key_weights, self.key_query), (self.value_weights, self.value_query)
         for x, (by_place, query) in zip((k, v), weights):

@@ -1,4 +1,4 @@
-"""`SummaryAttention`: the layer that sees what is near exactly, and the rest in summary."""
+"""`SummaryAttention`: a layer that sees near tokens exactly, and summaries of the rest."""
 
 from typing import Any
 
@@ -19,12 +19,12 @@ def _report(given: dict[str, Any], error: ValueError) -> None:
 
 
 class SummaryAttention(RingAttention):
-    """A causal attention layer whose cost grows linearly: near tokens exactly, others in summary.
+    """A causal attention layer of linear cost: near tokens exactly, others by summaries.
 
     Args:
         dim: model width.
         window, stride, block, distance, pool, gates, select: as for `Summaries`.
-        options: those of `RingAttention`.
+        options: other options of `RingAttention`.
 
     Raises:
         ValueError: arguments are invalid or contradict one another.
@@ -55,16 +55,16 @@ class SummaryAttention(RingAttention):
     @typed(report_to_group_of_module("ring attention"))
     @torch.no_grad()
     def prefill(self, x: Tensor) -> tuple[Tensor, SummaryCache]:
-        """Compute attention of a prompt, and make the cache for the tokens that follow it.
+        """Compute attention of a prompt, and make the cache for `step`.
 
         Args:
             x: `[b, n, dim]`, this rank's part of a prompt, whose samples are equally long.
 
         Returns:
-            `[b, n, dim]` as `forward` gives it, and a cache that this layer alone uses.
+            `[b, n, dim]`, the result of `forward`, and this layer's cache.
 
         Raises:
-            ValueError: the layer has softclamp, auto_shard_seq or select, or x is no such part.
+            ValueError: the layer has softclamp, auto_shard_seq or select, or x is not such a part.
 
         >>> attn = SummaryAttention(32, window=8, stride=4, dim_head=8, heads=4)
         >>> x = torch.randn(1, 37, 32)
@@ -83,12 +83,12 @@ class SummaryAttention(RingAttention):
     @typed(_report)
     @torch.no_grad()
     def step(self, x: Tensor, cache: SummaryCache) -> Tensor:
-        """Compute attention of the next token `[b, 1, dim]`, and put it into the cache.
+        """Compute attention of the next token `[b, 1, dim]`, and add it to the cache.
 
         All ranks of the ring call this with the same x, and get the same result.
 
         Raises:
-            ValueError: x is of another shape than one token of each sample in the cache.
+            ValueError: x is not one token for each sample in the cache.
         """
         want = [len(cache.recent), 1, self.to_out.out_features]
         if list(x.shape) != want:

@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch, for queries that have few keys each. Patterns are einsum's."""
+"""Attention in plain PyTorch, for queries with few keys each; `pattern` is an einsum equation."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from ring_attention_pytorch.runtime.interfaces import ScoreMods
 
 
 def scores_of(pattern: str, q: Tensor, k: Tensor, terms: ScoreMods) -> Tensor:
-    """Return the scores of queries and keys, scaled and clamped."""
+    """Return the scores of queries and keys, scaled and soft-clamped."""
     scores = torch.einsum(pattern, q, k) * terms.scale
     if terms.softclamp is None:
         return scores
@@ -15,7 +15,7 @@ def scores_of(pattern: str, q: Tensor, k: Tensor, terms: ScoreMods) -> Tensor:
 
 
 def attended(pattern: str, scores: Tensor, seen: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out and lse by scores `[..., keys]`; `seen` is bool, and broadcasts to them.
+    """Return out and lse for scores `[..., keys]`; `seen` is bool and broadcasts to scores.
 
     A query that sees no key has out 0, lse -inf and no gradient.
 

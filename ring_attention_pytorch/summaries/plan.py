@@ -1,4 +1,4 @@
-"""The plan of near and far: who pools what, where summaries and queries go, and two `RingPlan`s."""
+"""The plan of attention with summaries: two `RingPlan`s, near and far, and the pooling of cells."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -28,25 +28,25 @@ from ring_attention_pytorch.summaries.cells import (
 from ring_attention_pytorch.summaries.edge import Edge
 from ring_attention_pytorch.summaries.select import Selection
 
-# what near and far attention have in common; documents and masks are told each in its own way
+# options that the near and the far plan share; documents and masks differ between them
 _BOTH = ("scale", "softclamp", "kernel", "transport", "memory", "bucket_size", "check")
 _NEAR = ("key_mask", "documents", "cu_seqlens", "layout", "also")
 
 
 @dataclass(frozen=True, eq=False)
 class Deal:
-    """What this rank does for summaries: tokens `[b * n]` that it pools, queries that it folds."""
+    """The tokens that this rank pools, and the queries that it folds into rows; in `[b * n]`."""
 
-    tokens: Tensor  # [cells that any token here is of, widest]: which tokens they are of
-    places: Tensor  # and where these stand in their blocks
-    real: Tensor  # bool, whether there is a token, and its key may be seen
-    sends: tuple[slice, ...]  # to each rank: which of those cells
-    lands: tuple[Tensor, ...]  # from each rank: which of the cells that are summarised here
-    mine: slice  # the cells that are summarised here
-    ends: tuple[Tensor, Tensor]  # of these, the last tokens' positions in sequence and document
-    queries: Tensor  # the tokens that see any summary
-    slots: Tensor  # and where they go in [rows here * width]
-    rows: Tensor  # the last cell that each row here sees, in order
+    tokens: Tensor  # [cells with tokens on this rank, most tokens]: tokens of each cell's block
+    places: Tensor  # their places in the block
+    real: Tensor  # bool, True for a token whose key is visible, False for an empty slot
+    sends: tuple[slice, ...]  # for each rank, which of these cells it summarises
+    lands: tuple[Tensor, ...]  # for each rank, which cells of `mine` it has tokens of
+    mine: slice  # cells that this rank summarises
+    ends: tuple[Tensor, Tensor]  # their last tokens' positions in sequence and document
+    queries: Tensor  # tokens that see a summary
+    slots: Tensor  # their places in [rows here * width]
+    rows: Tensor  # the last cell that each row here sees, ascending
     width: int  # queries in a row, the same on all ranks
 
     @classmethod
@@ -59,7 +59,7 @@ class Deal:
         key_mask: Tensor | None,
         device: torch.device,
     ) -> "Deal":
-        """Work it out from every rank's tokens; nothing is exchanged."""
+        """Make it from every rank's tokens, without communication."""
         bounds = chunks(places.borders[-1], ring.size)
         begin, end = bounds[ring.rank : ring.rank + 2]
         cell, token, place = shares(rule, held[ring.rank])
@@ -86,7 +86,7 @@ class Deal:
         )  # fmt: skip
 
     def visible(self, ring: Ring) -> Tensor:
-        """Tell which summaries kept here are of any token that may be seen: bool `[cells]`."""
+        """Return a mask of the cells of `mine` that have a visible token: bool `[cells]`."""
         found = self.real.any(dim=1).to(torch.uint8)
         arrived = exchange_rows([found[sent] for sent in self.sends], self.lands, ring)
         seen = torch.zeros(self.mine.stop - self.mine.start, dtype=torch.bool, device=found.device)
@@ -101,7 +101,7 @@ def _between(ascending: Tensor, begin: int, end: int) -> slice:
 
 
 def _padded(pooled: Grouped, token: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens and places by cell, `[cells, widest]`, and where there are any."""
+    """Return tokens and places by cell, `[cells, most tokens]`, and the mask of filled slots."""
     shape = len(pooled.groups), max(1, pooled.width)
     tokens, places = torch.zeros(2, *shape, dtype=torch.long)
     real = torch.zeros(shape, dtype=torch.bool)
@@ -112,16 +112,16 @@ def _padded(pooled: Grouped, token: Tensor, place: Tensor) -> tuple[Tensor, Tens
 
 @dataclass(frozen=True, eq=False)
 class SummaryPlan(RingPlan):
-    """The plan of near attention, with that of the far part beside it.
+    """The plan of near attention, which also contains the plan of the far part.
 
     Make it once per batch with `SummaryPlan.make` and pass it to every layer.
     """
 
     rule: Cells = field(default_factory=lambda: Cells(0, 1, 1))
-    edge: Edge | None = None  # None where all windows end with a cell
-    deal: Deal | Any = None  # None where no query sees a summary, on any rank
+    edge: Edge | None = None  # None if all windows end with a cell
+    deal: Deal | Any = None  # None if no query on any rank sees a summary
     far: RingPlan | None = None
-    selection: Selection | None = None  # None where nothing is selected
+    selection: Selection | None = None  # None if nothing is selected
 
     @classmethod
     @typed(report_to_group("summary attention", ring_of=attention_ring), apart=True)
@@ -144,22 +144,21 @@ class SummaryPlan(RingPlan):
 
         Args:
             q: `[b, n, h, d]`, like this rank's queries; k, v: like its keys and values.
-            window: a query sees exactly this many tokens before it, and more to the start of the
-                cell in which the farthest of them is.
-            stride: tokens of a cell, for each of which there is one summary.
-            block: tokens that a summary is made of, the last ones up to the cell's end; None is
-                `stride`.
-            distance: how far back summaries are seen; window and a multiple of stride. None sees
+            window: a query sees this many tokens before it exactly, and on to the start of the
+                cell in which the window ends.
+            stride: tokens of a cell; each cell has one summary.
+            block: tokens that a summary is made of, up to the cell's end; None is `stride`.
+            distance: how far back summaries are seen: window plus a multiple of stride. None sees
                 all.
             group: the ring, as for `ring_attn`.
-            select: so many cells of those seen in summary are read exactly, too, chosen by each
-                query group; 0 is none.
+            select: number of cells before the window that each query group also reads exactly,
+                chosen by their summaries; 0 is none.
             options: of `ring_attn`: key_mask, documents, cu_seqlens, layout, scale, softclamp,
-                kernel, transport, memory, bucket_size, check; and `also`, what else all ranks must
-                have the same, by name.
+                kernel, transport, memory, bucket_size, check; and `also`, further values by name
+                that must be the same on all ranks.
 
         Raises:
-            ValueError: arguments can't be, or differ between ranks; the same text on all ranks.
+            ValueError: an argument is invalid or differs between ranks; same text on all ranks.
 
         >>> q = torch.randn(1, 40, 2, 4)
         >>> plan = SummaryPlan.make(q, q, q, window=8, stride=4)
@@ -191,9 +190,9 @@ class SummaryPlan(RingPlan):
 
     @checked
     def summary_positions(self, *, in_documents: bool = False) -> Tensor:
-        """Return the position of each summary that this rank keeps, int64 `[m]`.
+        """Return the position of each summary on this rank, int64 `[m]`.
 
-        It is that of the cell's last token: in the sequence, or in its document.
+        It is the position of the cell's last token, in the sequence or in its document.
         """
         if self.deal is None:
             return torch.empty(0, dtype=torch.long, device=self.device)
@@ -208,7 +207,7 @@ def _far_plan(
     qkv: tuple[Tensor, Tensor, Tensor],
     options: Mapping[str, Any],
 ) -> RingPlan:
-    """Make the plan of causal attention of rows to cells: a short sequence of all documents."""
+    """Make the plan of causal attention of rows to cells, one short sequence with documents."""
     q, k, v = qkv
     ring = near.ring
     given = {name: options[name] for name in _BOTH if name in options}
@@ -229,7 +228,7 @@ def _far_plan(
 
 
 def _check(rule: Cells, options: Mapping[str, Any]) -> None:
-    """Raise ValueError for what is wrong with this rank's arguments."""
+    """Raise ValueError if this rank's arguments are invalid."""
     unknown = [name for name in options if name not in (*_BOTH, *_NEAR)]
     if unknown:
         raise ValueError(f"there is no option {', '.join(unknown)}; see SummaryPlan.make")

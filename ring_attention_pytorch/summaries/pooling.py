@@ -1,8 +1,7 @@
-"""Summaries of blocks: softmax-weighted means, made in parts where their tokens are.
+"""Summaries of blocks: softmax-weighted means, made in parts on the ranks that hold the tokens.
 
-A part is a mean and the log-sum-exp of its weights, as in flash attention. So parts of ranks are
-merged by the same function that made them, and only parts travel: one for each cell, however many
-tokens it is of.
+A part is a mean and the lse of its weights, as in flash attention. The same function makes the
+parts of each rank and merges them. Ranks send one part per cell, however many tokens it has.
 """
 
 from functools import partial
@@ -17,9 +16,9 @@ from ring_attention_pytorch.summaries.plan import Deal, SummaryPlan
 
 
 def softmax_mean(x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean `[c, h, d]` of x `[c, s, h, d]` by a softmax of logits `[c, s, h]`, and lse.
+    """Average x `[c, s, h, d]` by softmax(logits `[c, s, h]`); return `[c, h, d]` and lse.
 
-    Where all logits are -inf the mean is 0 and lse -inf, and there is no gradient.
+    If all logits are -inf, the mean is 0, lse is -inf, and there is no gradient.
 
     >>> mean, lse = softmax_mean(torch.ones(1, 2, 1, 3), torch.tensor([[[0.0], [-torch.inf]]]))
     >>> mean.tolist(), lse.tolist()
@@ -38,24 +37,24 @@ def summarize(
     weights: tuple[Tensor | None, Tensor | None] = (None, None),
     queries: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    """Make the summaries of keys and of values that this rank keeps.
+    """Make this rank's summaries of keys and of values.
 
     Args:
         k: `[b, n, h_kv, d]`, this rank's keys, before rotary embedding.
         v: `[b, n, h_kv, d_v]`, its values.
-        plan: of near and far attention of these tokens.
-        weights: of keys and of values, each `[h_kv, block]`: the logits of a block's tokens by
+        plan: the `SummaryPlan` of these tokens.
+        weights: for keys and for values, each `[h_kv, block]`: the logits of a block's tokens by
             place. None is 0, a plain mean.
-        queries: of keys and of values, `[h_kv, d]` and `[h_kv, d_v]`: what a token's logit is
-            raised by is its product with these (attention pooling). None is 0.
+        queries: for keys and for values, `[h_kv, d]` and `[h_kv, d_v]`: a token's product with
+            its query is added to its logit (attention pooling). None is 0.
 
     Returns:
         Keys `[1, m, h_kv, d]` and values `[1, m, h_kv, d_v]` in the dtypes of k and v, of all
         samples, in the order of `plan.summary_positions()`.
 
     Raises:
-        ValueError: the plan was made for other keys or values, or weights or queries are of other
-            shapes.
+        ValueError: the plan was made for other keys or values, or weights or queries have a
+            wrong shape.
 
     >>> k = torch.arange(6.0).view(1, 6, 1, 1)
     >>> plan = SummaryPlan.make(k, k, k, window=0, stride=2)
@@ -68,7 +67,7 @@ def summarize(
     deal = plan.deal
     if deal is None:
         return k.new_empty(1, 0, *k.shape[2:]), v.new_empty(1, 0, *v.shape[2:])
-    k, v = plan.keys(k, v)[:2]  # weight 0 times NaN in what is hidden would be NaN
+    k, v = plan.keys(k, v)[:2]  # zeros hidden keys: weight 0 times NaN would be NaN
     parts: list[Tensor] = []
     for x, by_place, query in zip((k, v), weights, queries):
         parts += _own_parts(deal, x, by_place, query)
@@ -84,7 +83,7 @@ def _check(
     weights: tuple[Tensor | None, Tensor | None],
     queries: tuple[Tensor | None, Tensor | None],
 ) -> None:
-    """Raise ValueError for what is not of the shape that the plan was made for."""
+    """Raise ValueError if a shape doesn't fit the plan."""
     b, _, n, _, heads, d, d_v, *_ = plan.signature
     by_place = heads, plan.rule.block
     found = (("k", k), ("v", v), *zip(("weights of keys", "weights of values"), weights))
@@ -100,7 +99,7 @@ def _check(
 def _own_parts(
     deal: Deal, x: Tensor, by_place: Tensor | None, query: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return mean `[c, h, d]` and lse `[c, h]` of the tokens here, for each cell that has any."""
+    """Return mean `[c, h, d]` and lse `[c, h]` of this rank's tokens, for each cell with any."""
     wide = accumulation_dtype(x.dtype)
     x = x.flatten(0, 1)[deal.tokens].to(wide)
     logits = x.new_zeros(x.shape[:3])
@@ -112,7 +111,7 @@ def _own_parts(
 
 
 def _merged(parts: list[Tensor], plan: SummaryPlan) -> list[Tensor]:
-    """Send parts of cells to the ranks that keep their summaries; return those kept here, whole."""
+    """Send parts of cells to the ranks that summarise them; return this rank's merged summaries."""
     deal = plan.deal
     keys, key_lse, values, value_lse = parts
     packed = torch.cat((keys, key_lse[..., None], values, value_lse[..., None]), -1)

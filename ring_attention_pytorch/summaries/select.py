@@ -1,13 +1,13 @@
-"""Selected cells: the few whose summaries a query likes best are read exactly, too.
+"""Selected cells: a query also reads exactly the few cells whose summaries score best.
 
-    1  every rank gets all summary keys, and scores them for its queries, some at a time
+    1  every rank gathers all summary keys, and scores them for its queries, some at a time
     2  each query group chooses its best cells; ties go to the earlier one
-    3  ranks tell which cells they need, and get the keys and values of these
+    3  ranks exchange which cells they need, then their keys and values
     4  attention of each query to the tokens of its cells
 
-The choice has no gradient; what is read has. It is plain PyTorch, some queries at a time, which
-backward computes again: so memory is that of the keys that are fetched. Of the summaries only those
-are scored that some query of the same part may see.
+The choice has no gradient; the keys and values that are read have one. It runs in plain PyTorch,
+some queries at a time, and backward computes it again, so the fetched keys are all the memory that
+it needs. A part of the queries scores only summaries that one of them can see.
 
 Yuan et al. 2025, "Native Sparse Attention", section 3.3.2.
 """
@@ -29,28 +29,28 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.summaries.cells import Cells, chunks, rows_of
 from ring_attention_pytorch.summaries.plain import attended, scores_of
 
-_NUMBERS = 2**24  # of scores, or of gathered keys, that are in memory at once
+_NUMBERS = 2**24  # most scores, or numbers of gathered keys, in memory at once
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """Who may choose what, and where each token is in its cell; tokens are `[b * n]`."""
+    """The cells that each query can choose from, and each token's place; tokens `[b * n]`."""
 
     rule: Cells
-    cells: int  # of all documents and samples
+    cells: int  # number of cells of all documents and samples
     ring: Ring
-    queries: Tensor  # the tokens that see any summary
-    seen: Tensor  # [2, queries]: the first cell that each sees, and the one after the last
-    reach: Tensor  # the same, on the host
-    places: tuple[Tensor, ...]  # of each rank's tokens: cell * stride + place; or cells * stride
-    key_mask: Tensor | None  # [b, n], which keys may be seen
-    summaries: Tensor | None  # [1, m], which summaries kept here may be
+    queries: Tensor  # tokens that see a summary
+    seen: Tensor  # [2, queries]: the first cell that each sees, and the end
+    reach: Tensor  # `seen` on the host
+    places: tuple[Tensor, ...]  # per rank and token: cell * stride + place, or cells * stride
+    key_mask: Tensor | None  # [b, n], visible keys
+    summaries: Tensor | None  # [1, m], visible summaries of this rank
 
     @classmethod
     def make(
         cls, rule: Cells, cells: int, held: Sequence[Tensor], ring: Ring, device: torch.device
     ) -> "Selection":
-        """Work it out from every rank's tokens; nothing is exchanged."""
+        """Make it from every rank's tokens, without communication."""
         last, queries = rows_of(rule, held[ring.rank])
         first = held[ring.rank][queries, 1]
         if rule.span is not None:
@@ -67,7 +67,7 @@ class Selection:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, summary_k: Tensor, terms: ScoreMods
     ) -> tuple[Tensor, Tensor]:
-        """Return out `[x, h, d_v]` and lse `[x, h]` of the queries, in wide numbers."""
+        """Return out `[x, h, d_v]` and lse `[x, h]` of `queries`, in the accumulation dtype."""
         wide = accumulation_dtype(q.dtype)
         q = rearrange(q.flatten(0, 1)[self.queries].to(wide), "x (g h) d -> x g h d", g=k.shape[2])
         with torch.no_grad():
@@ -77,13 +77,13 @@ class Selection:
         return out.flatten(1, 2), lse.flatten(1, 2)
 
     def _everyones(self, mine: Tensor) -> Tensor:
-        """Return what all ranks keep of their summaries, `[cells, ...]`."""
+        """Gather a tensor of summaries from all ranks, `[cells, ...]`; no gradient."""
         bounds = chunks(self.cells, self.ring.size)
         shapes = [(b - a, *mine.shape[1:]) for a, b in pairwise(bounds)]
         return torch.cat(all_gather(mine.detach(), shapes, self.ring))
 
     def _chosen(self, q: Tensor, keys: Tensor, terms: ScoreMods) -> Tensor:
-        """Return the cells that each query group chooses, `[x, g, select]`; `cells` is none."""
+        """Return the cells that each query group chooses, `[x, g, select]`; `self.cells`: none."""
         visible = torch.ones(self.cells, dtype=torch.bool, device=q.device)
         if self.summaries is not None:
             visible = self._everyones(self.summaries[0].to(torch.uint8)).bool()
@@ -94,21 +94,21 @@ class Selection:
             first, stop = self.seen[:, part, None]
             cell = every[near]
             unseen = ~((first <= cell) & (cell < stop) & visible[near])
-            # [g, x, h, cells], as it comes from a product of matrices: nothing is copied
+            # [g, x, h, cells] is the matrix product's own order: no copy
             scores = scores_of("xghd,cgd->gxhc", q[part], keys[near], terms)
             shares = scores.masked_fill_(unseen[None, :, None], -torch.inf).softmax(-1).sum(2)
             shares = shares.masked_fill_(unseen, -1.0).transpose(0, 1)
             for best in found[part].unbind(-1):
-                share, which = shares.max(-1)  # of equal ones the first
+                share, which = shares.max(-1)  # of equal cells the first
                 best.copy_((which + near.start).masked_fill(share < 0, self.cells))
                 shares.scatter_(-1, which[..., None], -1.0)
         return found
 
     def _fetched(self, kv: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Bring the cells that are chosen here.
+        """Fetch the cells that this rank's queries have chosen.
 
-        Returns their keys beside values `[c + 1, g, stride, d + d_v]`, which of them may be seen
-        `[c + 1, stride]`, and the number of each cell among these; the last one is nothing.
+        Returns their keys and values `[c + 1, g, stride, d + d_v]`, the mask of visible keys
+        `[c + 1, stride]`, and each cell's index among them. The last index is an empty cell.
         """
         stride, mine = self.rule.stride, self.ring.rank
         needed = torch.zeros(self.cells + 1, dtype=torch.uint8, device=kv.device)
@@ -136,15 +136,15 @@ class Selection:
 
 
 def _parts(queries: int, numbers: int) -> list[slice]:
-    """Return slices of the queries, which have so many numbers each."""
+    """Cut queries with `numbers` numbers each into slices of at most `_NUMBERS`."""
     size = max(1, _NUMBERS // numbers)
     return [slice(i, i + size) for i in range(0, queries, size)]
 
 
 def _within(reach: Tensor, heads: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of queries, with the cells from the first to the last that any of them sees.
+    """Yield slices of queries, each with the range of cells that any of them sees.
 
-    `reach` is `[2, queries]`: the first cell that each sees, and the one after the last.
+    `reach` is `[2, queries]`: the first cell that each sees, and the end.
     """
     waiting = [slice(0, reach.shape[1])] if reach.numel() else []
     while waiting:
@@ -160,8 +160,8 @@ def _within(reach: Tensor, heads: int) -> Iterator[tuple[slice, slice]]:
 class _OfChosen(torch.autograd.Function):
     """Attention of queries `[x, g, h, d]` to the tokens of their cells, some at a time.
 
-    It keeps what it was given, and computes again in backward. That adds gradients of keys where
-    they belong: autograd would make those of all keys for each part of the queries.
+    It saves its inputs only, and backward computes attention again. Backward adds gradients to the
+    keys that were read: autograd would make gradients of all keys for each part of the queries.
     """
 
     @staticmethod
@@ -194,7 +194,7 @@ class _OfChosen(torch.autograd.Function):
 
 
 def _gathered(kv: Tensor, real: Tensor, number: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield parts of the queries, rows of kv `[cells * g]` of their cells, and which keys are real.
+    """Yield slices of queries, the rows of kv `[cells * g]` that they read, and the key mask.
 
     kv is `[cells, g, stride, e]`, real `[cells, stride]`, numbers of cells `[x, g, select]`.
     """
@@ -205,7 +205,7 @@ def _gathered(kv: Tensor, real: Tensor, number: Tensor) -> Iterator[tuple[slice,
 
 
 def _attention(q: Tensor, kv: Tensor, seen: Tensor, terms: ScoreMods) -> tuple[Tensor, Tensor]:
-    """Compute out `[x, g, h, d_v]` and lse `[x, g, h]` of tokens `[x, g, select, stride, e]`."""
+    """Compute out `[x, g, h, d_v]` and lse `[x, g, h]` over kv `[x, g, select, stride, e]`."""
     k, v = kv.flatten(2, 3).split((q.shape[-1], kv.shape[-1] - q.shape[-1]), -1)
     scores = scores_of("xghd,xgjd->xghj", q, k, terms)
     return attended("xghj,xgje->xghe", scores, seen[:, :, None], v)
