@@ -1,6 +1,6 @@
 """Conditional routing (CoLT5, Ainslie et al. 2023): light branch for all tokens, heavy for a few.
 
-The layers run on one process, or on a sequence that is spread over a ring, with equal results.
+The layers run on one process, or on a sequence sharded over a ring, with equal results.
 """
 
 from ring_attention_pytorch.routing.attention import ConditionalRoutedAttention

@@ -1,7 +1,7 @@
 """Light attention of all tokens in a local window, plus heavy attention of routed tokens (CoLT5).
 
 Ainslie et al. 2023, "CoLT5: Faster Long-Range Transformers with Conditional Computation",
-https://arxiv.org/abs/2303.09752. Names and parameters are those of CoLT5-attention.
+https://arxiv.org/abs/2303.09752. Names and parameters match CoLT5-attention.
 """
 
 from collections.abc import Hashable
@@ -35,9 +35,9 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
 class HeavyAttention(nn.Module):
-    """An attention layer of routed queries to r sets of routed keys; each serves heads / r heads.
+    """An attention layer of routed queries to r sets of routed keys, each for heads / r heads.
 
-    A learned null key and value, which every query sees, is merged on the rank of the query.
+    Every query also sees a learned null key and value, merged on the rank of the query.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class HeavyAttention(nn.Module):
         return self._rotate(q, positions)
 
     def routed_queries(self, routed: Routed) -> Tensor:
-        """Compute the queries `[b, K, h, d]` of routed tokens, which have one route."""
+        """Compute the queries `[b, K, h, d]` of tokens routed by a router with one route."""
         tokens, gates = routed.tokens.squeeze(1), routed.gates.squeeze(1)
         return self.queries(tokens, routed.positions.squeeze(1), gates)
 
     def keys(self, routed: Routed) -> tuple[Tensor, Tensor]:
-        """Compute k and v `[b, K, h, d]` of routed tokens; gates are multiplied into the values."""
+        """Compute k and v `[b, K, h, d]` of routed tokens; values are multiplied by gates."""
         weight = rearrange(self.to_kv.weight, "(two r e) d -> r (two e) d", two=2, r=self.routes)
         both = torch.einsum("brkd,red->brke", self.norm(routed.tokens), weight)
         k, v = rearrange(both, "b r k (two h d) -> two b r k h d", two=2, d=self.dim_head)
@@ -106,9 +106,9 @@ class HeavyAttention(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Compute attention of q `[b, K, h, d]`, over the plan's ring, as `[b, K, h * d]`.
 
-        `seen`, bool `[b, M]`, is the mask of keys. `counts` are the numbers of queries and keys of
-        each rank. They are part of the key of the attention plan, and this rank's shapes are not:
-        by these a rank might find a plan that another rank would not find.
+        `seen`, bool `[b, M]`, is the key mask. `counts` are the numbers of queries and keys of all
+        ranks. The attention plan's cache key has these instead of this rank's shapes, so that all
+        ranks find a cached plan or none does.
         """
         dtype = q.dtype
         key = ("heavy", causal, counts, q.shape[2:], k.shape[2:], dtype, self.kernel)
@@ -122,10 +122,10 @@ class HeavyAttention(nn.Module):
         return self.with_null(q, out, lse)
 
     def with_null(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-        """Add the null key to attention out `[b, K, h, d]`, lse `[b, h, K]`: `[b, K, h * d]`.
+        """Merge the null key into out `[b, K, h, d]`, lse `[b, h, K]`: `[b, K, h * d]`.
 
-        As in `rowwise.merge_` its weight is a sigmoid of the difference to lse. Every query sees
-        it, so no weight is of nothing.
+        As in `rowwise.merge_`, its weight is the sigmoid of its score minus lse. Every query sees
+        it, so no weight is NaN.
         """
         wide = accumulation_dtype(q.dtype)
         null_k, null_v = self.null_kv.to(wide)
@@ -137,7 +137,7 @@ class HeavyAttention(nn.Module):
         return rearrange(out.to(q.dtype), "b k h d -> b k (h d)")
 
     def _rotate(self, t: Tensor, positions: Tensor) -> Tensor:
-        """Rotate t `[..., K, h, d]` by the positions `[..., K]` of its tokens in the sequence."""
+        """Rotate t `[..., K, h, d]` by its tokens' positions `[..., K]` in the sequence."""
         if self.rotary_embed is None:
             return t
         angles = self.rotary_embed(positions.flatten().clamp(min=0))
@@ -146,7 +146,7 @@ class HeavyAttention(nn.Module):
 
 
 def base_for(x: Tensor, null: Tensor | None) -> Tensor:
-    """Return the heavy branch's result for tokens not routed, like x: the null token, or 0."""
+    """Return the heavy branch's result for unrouted tokens, shaped like x: null token, or 0."""
     if null is None:
         return torch.zeros_like(x)
     b, n, _ = x.shape
@@ -154,7 +154,7 @@ def base_for(x: Tensor, null: Tensor | None) -> Tensor:
 
 
 def light_attention(attn: RingAttention, x: Tensor, plan: RoutingPlan) -> Tensor:
-    """Compute the light branch for the tokens x held here."""
+    """Compute the light branch for this rank's tokens x."""
     key = ("light", attn.causal, attn.window, attn.heads, attn.dim_head, attn.kernel, x.dtype)
     made = plan.attention.of(key, lambda: attn.plan_over(plan.ring, x, plan.mask))
     return attn(x, plan=made)
@@ -184,19 +184,19 @@ class ConditionalRoutedAttention(nn.Module):
         num_heavy_tokens_q, num_heavy_tokens_kv: queries and keys of each sample that are routed;
             a float is a share of its real tokens.
         num_routed_kv: number of sets of routed keys; heavy heads are split evenly among them.
-        has_light_attn: whether there is a light branch.
+        has_light_attn: add a light branch.
         light_dim_head, light_heads: size and number of its heads.
         light_window_size: a token sees half of this before it and half after it.
         heavy_dim_head, heavy_heads: size and number of the heavy branch's heads.
         router_straight_through, router_kwargs, use_triton: options of `CoordinateDescentRouter`.
         multiply_keys_by_score, multiply_queries_by_score: multiply keys or queries by gates too,
             and not only values and outputs.
-        use_null_q_tokens: the heavy branch gives tokens that are not routed as queries a learned
-            token, else 0.
-        use_flash_attn: has no effect, as the fastest kernel is taken; not with kernel="eager".
+        use_null_q_tokens: the heavy branch's result for tokens that are not routed as queries is
+            a learned token; if False, 0.
+        use_flash_attn: has no effect: the fastest kernel runs anyway; not with kernel="eager".
         rotary_emb: rotate by positions in the sequence, in both branches.
         ring_attn: x is this rank's part of a sequence over a ring.
-        layout, group: those of that ring.
+        layout, group: the layout of that sequence, and its ring.
         kernel: as for `ring_attn`.
 
     Raises:
@@ -209,7 +209,7 @@ class ConditionalRoutedAttention(nn.Module):
     torch.Size([1, 20, 16])
     """
 
-    causal = False  # whether no token sees or moves a later one
+    causal = False  # True if later tokens change neither results nor routing
 
     @checked
     def __init__(  # noqa: PLR0913 - a public entry point
@@ -286,10 +286,10 @@ class ConditionalRoutedAttention(nn.Module):
         """Compute the sum of both branches.
 
         Args:
-            x: `[b, n, dim]`, the tokens held here.
+            x: `[b, n, dim]`, this rank's tokens.
             num_heavy_tokens_q, num_heavy_tokens_kv: override the module's numbers in this call.
             mask: bool `[b, n]`, True where a token is real; only real ones are seen and routed.
-            plan: the plan of this batch, which then has the mask.
+            plan: the plan of this batch, made with the mask; pass no mask with it.
 
         Returns:
             `[b, n, dim]`, of the tokens x.
@@ -317,9 +317,9 @@ class ConditionalRoutedAttention(nn.Module):
         k_kv: Tokens | None,
         **also: Any,
     ) -> tuple[RoutingPlan, Tokens, Tokens]:
-        """Return the plan of a call that all ranks agree on, and its numbers of queries and keys.
+        """Agree on a call over all ranks; return its plan and its numbers of queries and keys.
 
-        `also` is what else must be the same on all ranks.
+        `also` are further values that must be the same on all ranks.
         """
         if k_q is None:
             k_q = self.num_heavy_tokens_q
@@ -336,7 +336,7 @@ class ConditionalRoutedAttention(nn.Module):
         return plan, k_q, k_kv
 
     def _sum(self, x: Tensor, queries: Routed, out: Tensor, plan: RoutingPlan) -> Tensor:
-        """Compute the sum of both branches; `out` is the heavy attention of the routed queries."""
+        """Sum both branches; `out` is the heavy attention of the routed queries."""
         heavy = queries.home(self.heavy_attn.to_out(out), base_for(x, self.null_q_token))
         if self.light_attn is None:
             return heavy

@@ -1,9 +1,9 @@
 """Causal conditional routing: no later token changes a result, or the choice of a routed token.
 
-Keys are the best tokens of each window, seen from later windows only: when a query looks at them,
-the choice among them is final. A query is chosen by its own score and those of the window before.
-Choosing the best queries of a window would not be causal, since they are known only at its end.
-The original chooses so, and later tokens leak into earlier ones there; that form is left out here.
+Keys are the best tokens of each window. Only later windows see them, when the choice is final. A
+query is chosen by its own score and the scores of the window before. The original takes the best
+queries of a window, which are known only at its end, so that later tokens leak into earlier ones;
+that is not causal, and not available here.
 """
 
 from typing import Any, NamedTuple
@@ -23,10 +23,10 @@ from ring_attention_pytorch.routing.selection import slots
 class Turns(NamedTuple):
     """The order of the routed sequence: for each window its queries, then its keys.
 
-    A query comes after exactly the keys that it may see, so plain causal attention is right. The
-    sequence is dealt to ranks in layout "striped". Each list has a tensor for each rank: `queries`
-    and `keys` are the slots that it works on, `queries_at` and `keys_at` the places of these among
-    its tokens of the routed sequence.
+    Exactly the keys that a query sees precede it, so plain causal attention is correct. Ranks hold
+    the sequence in layout "striped". Each list has a tensor per rank: `queries` and `keys` are the
+    rank's slots, `queries_at` and `keys_at` their places among the rank's tokens of the routed
+    sequence.
     """
 
     queries: list[Tensor]
@@ -38,7 +38,7 @@ class Turns(NamedTuple):
     def make(
         cls, windows: int, queries: int, keys: int, ring_size: int, device: torch.device
     ) -> "Turns":
-        """Make the order for a number of windows, with a number of queries and keys in each.
+        """Make the order for `windows` windows with `queries` queries and `keys` keys each.
 
         >>> turns = Turns.make(2, 1, 2, ring_size=2, device=torch.device("cpu"))  # q k k q k k
         >>> [t.tolist() for t in turns.queries], [t.tolist() for t in turns.keys]
@@ -68,10 +68,10 @@ class ConditionalRoutedAutoregressiveAttention(ConditionalRoutedAttention):
     memory is linear.
 
     Args:
-        num_heavy_tokens_q, num_heavy_tokens_kv: numbers for each window; a float is a share of it.
+        num_heavy_tokens_q, num_heavy_tokens_kv: numbers per window; a float is a share of it.
         light_window_size: a token sees itself and this many tokens before it.
         heavy_window_size: tokens of a routing window; None is light_window_size.
-        options: as for `ConditionalRoutedAttention`, but there always is a light branch.
+        options: as for `ConditionalRoutedAttention`; there is always a light branch.
 
     Raises:
         ValueError: arguments are invalid or contradict one another.
@@ -94,7 +94,7 @@ class ConditionalRoutedAutoregressiveAttention(ConditionalRoutedAttention):
         heavy_window_size: int | None = None,
         **options: Any,
     ):
-        # has_light_attn is given here, so that Python refuses it among the options
+        # has_light_attn is passed here so that Python refuses it among the options
         super().__init__(dim, has_light_attn=True, light_window_size=light_window_size, **options)
         self.window: int = light_window_size if heavy_window_size is None else heavy_window_size
         check_least(1, heavy_window_size=self.window)
@@ -114,11 +114,11 @@ class ConditionalRoutedAutoregressiveAttention(ConditionalRoutedAttention):
         """Compute the sum of both branches; no later token changes a token's result.
 
         Args:
-            x: `[b, n, dim]`, the tokens held here.
+            x: `[b, n, dim]`, this rank's tokens.
             num_heavy_tokens_q, num_heavy_tokens_kv: override the module's numbers in this call.
             random_route: choose tokens at random, with gates 1.
             mask: bool `[b, n]`, True where a token is real; only real ones are seen and routed.
-            plan: the plan of this batch, which then has the mask.
+            plan: the plan of this batch, made with the mask; pass no mask with it.
 
         Returns:
             `[b, n, dim]`, of the tokens x.
@@ -160,6 +160,6 @@ class ConditionalRoutedAutoregressiveAttention(ConditionalRoutedAttention):
 
 
 def _placed(t: Tensor, places: Tensor, n: int) -> Tensor:
-    """Put t `[b, K, ...]` at its places among n tokens, with zeros elsewhere."""
+    """Scatter t `[b, K, ...]` to its places among n tokens, with zeros elsewhere."""
     b, _, *width = t.shape
     return t.new_zeros((b, n, *width)).index_copy(1, places, t)

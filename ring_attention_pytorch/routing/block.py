@@ -22,9 +22,8 @@ class ConditionalRoutedTransformerBlock(nn.Module):
 
     Args:
         dim: model width.
-        num_heavy_attn_tokens_q, num_heavy_attn_tokens_kv, num_heavy_ff_tokens: tokens that are
-            routed of each sample, or of each window if causal; a float is a share of its real
-            tokens.
+        num_heavy_attn_tokens_q, num_heavy_attn_tokens_kv, num_heavy_ff_tokens: routed tokens per
+            sample, or per window if causal; a float is a share of its real tokens.
         causal: no token sees a later one, and later tokens do not change which are routed.
         heavy_window_size: tokens of a causal block's routing window; None is light_window_size.
         attention_options: other options of `ConditionalRoutedAttention`.
@@ -89,12 +88,12 @@ class ConditionalRoutedTransformerBlock(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, *, plan: RoutingPlan | None = None
     ) -> Tensor:
-        """Compute the block for the tokens held here.
+        """Compute the block for this rank's tokens.
 
         Args:
-            x: `[b, n, dim]`, the tokens held here.
+            x: `[b, n, dim]`, this rank's tokens.
             mask: bool `[b, n]`, True where a token is real.
-            plan: the plan of this batch, which then has the mask.
+            plan: the plan of this batch, made with the mask; pass no mask with it.
 
         Returns:
             `[b, n, dim]`.

@@ -33,22 +33,22 @@ class ConditionalRoutedCrossAttention(nn.Module):
 
     Args:
         dim: width of x and of the context.
-        num_tokens_q: queries of each sample that are routed; a float is a share of its real
-            tokens, None is all of them, without gates.
+        num_tokens_q: routed queries per sample; a float is a share of its real tokens. None takes
+            all tokens as queries, without gates.
         num_tokens_kv: tokens of each sample's context that are routed as keys.
-        num_sets_kv: has no effect: kv_routing_tokens decides; must be 1 or equal to that.
+        num_sets_kv: has no effect; must be 1 or equal to kv_routing_tokens.
         dim_head, heads: size and number of the heads.
         router_straight_through, router_kwargs, use_triton: options of `CoordinateDescentRouter`.
         kv_routing_tokens: number of sets of routed keys; heads are split evenly among them.
         multiply_keys_by_score: multiply keys by gates too, and not only values.
-        use_null_q_tokens: tokens that are not routed as queries get a learned token, else 0.
-        use_flash_attn: has no effect, as the fastest kernel is taken; not with kernel="eager".
+        use_null_q_tokens: tokens that are not routed as queries get a learned token; if False, 0.
+        use_flash_attn: has no effect: the fastest kernel runs anyway; not with kernel="eager".
         route_block_size: choose an equal share of the keys from each block of this many tokens of
             the context.
         route_kv_by_source: choose keys by x: their routing tokens are a projection of the mean
             token of x.
         ring_attn: x and the context are this rank's parts of sequences over a ring.
-        layout, group: those of that ring.
+        layout, group: the layout of these sequences, and their ring.
         kernel: as for `ring_attn`.
 
     Raises:
@@ -130,7 +130,7 @@ class ConditionalRoutedCrossAttention(nn.Module):
         """Compute attention of the routed tokens of x to the routed tokens of the context.
 
         Args:
-            x, context: `[b, n, dim]` and `[b, m, dim]`, the tokens held here.
+            x, context: `[b, n, dim]` and `[b, m, dim]`, this rank's tokens.
             num_tokens_q, num_tokens_kv: override the module's numbers in this call.
             mask, context_mask: bool `[b, n]` and `[b, m]`, True where a token is real.
 
@@ -204,7 +204,7 @@ class ConditionalRoutedCrossAttention(nn.Module):
 
 
 def mean_token(x: Tensor, plan: RoutingPlan) -> Tensor:
-    """Compute the mean `[b, dim]` of each sample's real tokens, on every rank; 0 for none."""
+    """Compute the mean `[b, dim]` of each sample's real tokens over all ranks; 0 if it has none."""
     mine = x.to(accumulation_dtype(x.dtype))
     if plan.mask is not None:
         mine = mine.masked_fill(~plan.mask.unsqueeze(-1), 0.0)

@@ -1,8 +1,8 @@
 """Passes over many scores in Triton: one launch for each step of descent, one for all of backward.
 
-A row may have millions of scores; a few small PyTorch operations join the partial results of its
-blocks. All is in float64, so results equal those of `passes.PLAIN` up to rounding. The kernels
-are in `_triton_descent.py`, which only the functions here import: Triton is optional.
+A row can have millions of scores; a few small PyTorch operations join the partial results of its
+blocks. All is in float64, so results equal `passes.PLAIN` up to rounding. The kernels are in
+`_triton_descent.py`, which is imported inside the functions because Triton is optional.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ _BLOCK = 1024
 
 
 def check(device: torch.device) -> None:
-    """Raise ValueError where Triton can't be used for scores on that device."""
+    """Raise ValueError if Triton can't be used for scores on that device."""
     if importlib.util.find_spec("triton") is None:
         raise ValueError('use_triton needs triton (pip install "triton>=3.4")')
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -27,7 +27,7 @@ def check(device: torch.device) -> None:
 
 
 def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute `passes.partition`: how many float64 scores are >= -a, and LSE of the others."""
+    """Compute `passes.partition`: the number of float64 scores >= -a, and LSE of the others."""
     from ring_attention_pytorch.routing._triton_descent import partition_kernel
 
     n = scores.shape[-1]

@@ -1,7 +1,7 @@
 """Exchange of routed tokens: to the ranks that work on them, and results back to the owners.
 
-The routed tokens of a sequence are a short sequence themselves, of K slots. It is dealt in layout
-"striped", slot i to rank i mod P, so that ranks have equal numbers and equal causal work.
+The routed tokens form a short sequence of K slots. Its layout is "striped", slot i on rank i mod P,
+so that ranks have equal numbers of tokens and equal causal work.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from ring_attention_pytorch.routing.plan import RoutingPlan
 
 
 def dealt(total: int, ring_size: int, device: torch.device) -> list[Tensor]:
-    """List for each rank which of `total` slots it works on, int64."""
+    """List for each rank the slots that it works on, of `total`, int64."""
     return [segment_positions(s, device) for s in all_segments("striped", ring_size, total)]
 
 
@@ -26,11 +26,11 @@ class Dispatch:
     """An assignment of routed tokens to slots of ranks, which every rank derives from the choice.
 
     Attributes:
-        counts: how many slots each rank has.
-        positions: `[b, r, K]`, the positions of the tokens in this rank's slots, -1 where empty.
-        sends: for each rank t, which of the tokens `[b * n]` held here go to it.
+        counts: number of slots of each rank.
+        positions: `[b, r, K]`, positions of the tokens in this rank's slots, -1 for empty slots.
+        sends: for each rank t, this rank's tokens, of `[b * n]`, that go to it.
         routes: for each rank t, the route of each token in `sends[t]`.
-        lands: for each rank s, the slots `[b * r * K]` here where its tokens arrive.
+        lands: for each rank s, this rank's slots, of `[b * r * K]`, where its tokens arrive.
     """
 
     ring: Ring
@@ -42,7 +42,7 @@ class Dispatch:
 
     @classmethod
     def make(cls, positions: Tensor, plan: RoutingPlan, slots: Sequence[Tensor]) -> "Dispatch":
-        """Make it from positions `[b, r, K]` of all slots, -1 for none, and each rank's slots."""
+        """Make it from positions `[b, r, K]` of all slots, -1 if empty, and each rank's slots."""
         ring = plan.ring
         b, r, _ = positions.shape
         owners, places = plan.homes(positions)
@@ -64,7 +64,7 @@ class Dispatch:
         return way
 
     def out(self, x: Tensor, *, by_route: bool = False) -> Tensor:
-        """Send tokens x held here to their ranks; return those in this rank's slots.
+        """Send this rank's tokens x to the ranks of their slots; return this rank's slots.
 
         x is `[b, n, ...]`, or `[b, r, n, ...]` with by_route; the result is `[b, r, K, ...]`. Empty
         slots are 1: a token of zeros has no direction, and its norm in 16 bits would be NaN.
@@ -83,9 +83,9 @@ class Dispatch:
         return filled.view(*self.positions.shape, *width)
 
     def home(self, y: Tensor, base: Tensor) -> Tensor:
-        """Send y `[b, 1, K, ...]` of the slots here to the owners; return base with what came.
+        """Send results y `[b, 1, K, ...]` of this rank's slots to the owners; put them into base.
 
-        base `[b, n, ...]` has the results of tokens that are not routed.
+        base `[b, n, ...]` has the results of tokens that are not routed. Returns the filled base.
         """
         flat = y.flatten(0, 2)
         pieces = [flat.index_select(0, land) for land in self.lands]

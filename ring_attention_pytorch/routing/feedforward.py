@@ -28,15 +28,15 @@ class ConditionalRoutedFeedForward(nn.Module):
 
     Args:
         dim: model width.
-        num_heavy_tokens: how many tokens of each sample are routed; a float is a share of its
-            real tokens. With heavy_window_size, at most this many of each window.
+        num_heavy_tokens: routed tokens per sample; a float is a share of its real tokens. With
+            heavy_window_size, at most this many per window.
         light_ff_mult, heavy_ff_mult: width of the two branches, as a multiple of dim.
         router_straight_through, router_kwargs, use_triton: options of `CoordinateDescentRouter`.
-        heavy_window_size: None chooses among the whole sequence, later tokens included. Else the
-            choice is causal: a token is routed if its score would be among the best of the window
-            before its own, until its own window is full; the first window has none.
+        heavy_window_size: None chooses among the whole sequence, later tokens included. An int
+            makes the choice causal: a token is routed if its score would be among the best of the
+            window before its own, until its own window is full; the first window has none.
         ring_attn: x is this rank's part of a sequence over a ring.
-        layout, group: those of that ring.
+        layout, group: the layout of that sequence, and its ring.
 
     Raises:
         ValueError: arguments are invalid or contradict one another.
@@ -89,10 +89,10 @@ class ConditionalRoutedFeedForward(nn.Module):
         """Compute the sum of both branches.
 
         Args:
-            x: `[b, n, dim]`, the tokens held here.
+            x: `[b, n, dim]`, this rank's tokens.
             mask: bool `[b, n]`, True where a token is real; others are never routed.
             num_heavy_tokens: overrides the module's number in this call.
-            plan: the plan of this batch, which then has the mask.
+            plan: the plan of this batch, made with the mask; pass no mask with it.
 
         Returns:
             `[b, n, dim]`, of the tokens x.

@@ -1,13 +1,13 @@
-"""Generation by causal routed blocks, whose keys stay spread over the ranks.
+"""Generation by causal routed blocks, with keys sharded over the ranks.
 
-Tokens are read in pieces, none of which goes beyond the end of a window:
+Tokens are read in pieces that never cross the end of a window:
 
     windows      | 0 1 2 3 | 4 5 6 7 | 8 9 ..
-    pieces         0 1 2 3   4 5 6 7   8   9    at 8, what is kept of tokens: 4 to 8
+    pieces         0 1 2 3   4 5 6 7   8   9    at 8, tokens 4 to 8 are kept
 
-To route a token, its own window and the one before must be known. So each layer keeps the tokens of
-these, on all ranks. A window's heavy keys are chosen when it is full, and appended to a cache that
-has the chosen ones only. All ranks compute the same, but for attention to what each holds.
+Routing a token needs its own window and the one before, so each layer keeps their tokens on all
+ranks. A window's heavy keys are chosen when it is full, and appended to a cache that has only
+chosen keys. All ranks compute the same, except for attention to their share of the keys.
 """
 
 from dataclasses import replace
@@ -31,13 +31,13 @@ from ring_attention_pytorch.routing.selection import slots
 
 
 class Recent:
-    """The tokens `[b, n, dim]` of the last window, which may not be full, and of the one before."""
+    """The tokens `[b, n, dim]` of the last window, full or not, and of the one before."""
 
     def __init__(self, size: int) -> None:
         self.size, self.tokens, self.length = size, torch.empty(0), 0
 
     def add(self, x: Tensor) -> None:
-        """Add tokens, all of one window."""
+        """Add tokens that are all in one window."""
         kept = self.tokens if self.length else x[:, :0]
         self.tokens = torch.cat((kept[:, self.size :] if self._full else kept, x), 1)
         self.length += x.shape[1]
@@ -48,21 +48,21 @@ class Recent:
 
     @property
     def window(self) -> Tensor | None:
-        """The tokens of the last window if it is full, else None."""
+        """The tokens of the last window if it is full; if not, None."""
         return None if self.length % self.size else self.tokens[:, -self.size :]
 
 
 class Picked(NamedTuple):
-    """Tokens `[b, K, dim]` that are routed of a piece, their places there and their gates."""
+    """The routed tokens `[b, K, dim]` of a piece, their places in it and their gates."""
 
     tokens: Tensor
     places: Tensor  # [b, K]
     gates: Tensor  # [b, K]
-    real: Tensor  # bool [b, K], False where a slot is empty
+    real: Tensor  # bool [b, K], False for empty slots
 
     @classmethod
     def of(cls, x: Tensor, recent: Recent, router: CoordinateDescentRouter, k: Tokens) -> "Picked":
-        """Choose of the tokens x, which were added last."""
+        """Choose among the tokens x, which were the last to be added to `recent`."""
         n, plan = x.shape[1], RoutingPlan.make(recent.tokens, group=Ring.alone())
         found = router.choose(recent.tokens, plan, k, size=recent.size, causal=True)
         places = found.positions[:, 0] - (plan.length - n)
@@ -73,7 +73,7 @@ class Picked(NamedTuple):
         return cls(x.gather(1, at), places, gates, real)
 
     def home(self, y: Tensor, base: Tensor) -> Tensor:
-        """Return base `[b, n, dim]` with y `[b, K, dim]`, times gates, where it is of."""
+        """Return base `[b, n, dim]` with y `[b, K, dim]`, times gates, at the tokens' places."""
         gated = (y * self.gates.unsqueeze(-1).to(y.dtype)).to(base.dtype)
         n = base.shape[1]
         places = self.places.masked_fill(~self.real, n).unsqueeze(-1).expand_as(gated)
@@ -82,7 +82,7 @@ class Picked(NamedTuple):
 
 
 class CachedRoutedTransformer:
-    """A causal `ConditionalRoutedTransformer` with what it must know of the tokens it has read."""
+    """A causal `ConditionalRoutedTransformer` with the caches of its layers."""
 
     def __init__(self, model: Any, reading: Reading) -> None:
         self.model, self.kernel, self.length = model, reading.kernel, 0
@@ -101,7 +101,7 @@ class CachedRoutedTransformer:
                 self.hidden(piece)
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """Read ids `[b, n]`, all of one window; return what the last one's logits are made of."""
+        """Read ids `[b, n]`, all in one window; return the last one's hidden state."""
         at = torch.arange(ids.shape[1], device=ids.device) + self.length
         tokens = self.model.token_emb(ids)
         for layer, block in enumerate(self.model.layers):
@@ -118,7 +118,7 @@ class CachedRoutedTransformer:
         picked = Picked.of(x, recent, attn.q_router, attn.num_heavy_tokens_q)
         heavy, light = attn.heavy_attn, attn.light_attn
         q = heavy.queries(picked.tokens, at[picked.places], picked.gates)
-        # as heads of one token, for all queries see all of these keys
+        # all queries see all of these keys, so they can be heads of one token
         rows = rearrange(q, "b k h d -> b 1 (h k) d")
         rows = rows.to(self.heavy.taken_as(rows.dtype))
         out, lse = ring_attn_with_cache(
@@ -134,7 +134,7 @@ class CachedRoutedTransformer:
         return found + self.light[layer].attend(x, Chunk(at, angles, None))
 
     def _append_keys(self, attn: RoutedAttention, window: Tensor, start: int, layer: int) -> None:
-        """Choose the heavy keys of a full window, whose first token is `start`, and append them."""
+        """Choose the heavy keys of a full window that starts at `start`, and append them."""
         plan = RoutingPlan.make(window, group=Ring.alone())
         chosen = attn.kv_router.choose(window, plan, attn.num_heavy_tokens_kv, size=self.window)
         routed = Routed.gather(window, chosen, plan)
@@ -146,7 +146,7 @@ class CachedRoutedTransformer:
 
 
 def feed_forward(ff: ConditionalRoutedFeedForward, x: Tensor, recent: Recent) -> Tensor:
-    """Compute a causal routed feed-forward for tokens x, which follow the recent ones."""
+    """Compute a causal routed feed-forward for tokens x, which follow the `recent` tokens."""
     recent.add(x)
     picked = Picked.of(x, recent, ff.router, ff.num_heavy_tokens)
     return ff.light_ff(x) + picked.home(ff.heavy_ff(picked.tokens), base_for(x, None))

@@ -21,7 +21,7 @@ Size = tuple[int, int]
 def window_slots(size: Size, window: int, device: torch.device) -> Tensor:
     """List the positions in each window of an image, `[W, window ** 2]`; -1 beyond the edge.
 
-    Positions count the image's tokens row by row.
+    Positions number the image's tokens row by row.
 
     >>> window_slots((2, 3), 2, torch.device("cpu")).tolist()
     [[0, 1, 3, 4], [2, -1, 5, -1]]
@@ -38,8 +38,8 @@ class ConditionalRoutedImageAttention(ConditionalRoutedAttention):
     """An attention layer for images: full attention in square windows, plus among routed tokens.
 
     Args:
-        light_window_size: side of a window, in tokens; the edge may cut off the last ones.
-        channel_first: images are `[b, dim, height, width]`, else `[b, height, width, dim]`.
+        light_window_size: side of a window, in tokens; windows at the edge can be smaller.
+        channel_first: images are `[b, dim, height, width]`; if False `[b, height, width, dim]`.
         The rest: as for `ConditionalRoutedAttention`.
 
     Raises:
@@ -86,8 +86,8 @@ class ConditionalRoutedImageAttention(ConditionalRoutedAttention):
         """Compute the sum of both branches.
 
         Args:
-            x: a whole image, on one process; or, with image_size (height, width), its tokens held
-                here `[b, n, dim]`, where positions count row by row.
+            x: a whole image, on one process; or, with image_size (height, width), this rank's
+                tokens `[b, n, dim]` of it, with positions row by row.
             mask: bool `[b, n]`, True where a token is real; n = height * width of a whole image.
             The rest: as for `ConditionalRoutedAttention.forward`.
 

@@ -1,6 +1,6 @@
 """Passes over all scores, which take nearly all the time of coordinate descent.
 
-`PLAIN` is the implementation in PyTorch, `descent_triton.TRITON` the one in Triton.
+`PLAIN` is the PyTorch implementation, `descent_triton.TRITON` the Triton one.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ class Passes(NamedTuple):
 
     partition: Partition
     slope: Slope
-    check: Callable[[torch.device], None]  # raises ValueError where a device can't be used
+    check: Callable[[torch.device], None]  # raises ValueError if a device can't be used
 
 
 def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,7 @@ def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def slope(scores: Tensor, terms: Sequence[Tensor], window: Tensor) -> Tensor:
-    """Compute -da/ds of scores `[..., n]` by the terms coef, bound, shift, e of their windows."""
+    """Compute -da/ds of scores `[..., n]` from their windows' terms coef, bound, shift, e."""
     coefs, bounds, shifts, es = terms
     total = torch.zeros_like(scores)
     for step, e in enumerate(es):

@@ -1,4 +1,4 @@
-"""A plan that all routed layers of a batch share: where each token is, and which are real."""
+"""A plan that all routed layers of a batch share: each token's owner, and the mask."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -36,16 +36,16 @@ class RoutingPlan:
     """A plan of a batch's sequence over a ring, agreed by all ranks; it serves all routed layers.
 
     Every rank knows the whole mask and the owner of every token, so all ranks choose the same
-    tokens and know who holds them. Plans of attention are made once, on all ranks together, and
-    kept here.
+    tokens and know their owners. Attention plans are made once, on all ranks together, and cached
+    here.
 
-    Layers that are given a plan check nothing between ranks: they must be the same on all ranks.
+    Layers that get a plan check nothing between ranks: their arguments must be equal on all ranks.
     """
 
     ring: Ring
     layout: str
     segments: tuple[Segments, ...]
-    mask: Tensor | None  # bool [b, n], of the tokens held here
+    mask: Tensor | None  # bool [b, n], of this rank's tokens
     real: Tensor  # bool [b, N], of all tokens by position
     order: Tensor  # int64 [N]: for each position, the token's place in the order of ranks
     attention: PlanCache[RingPlan] = field(default_factory=PlanCache)
@@ -63,15 +63,15 @@ class RoutingPlan:
         also: Mapping[str, Any] | None = None,
         check: Callable[[], object] | None = None,
     ) -> "RoutingPlan":
-        """Make the plan for tokens x `[b, n, dim]` held here; all ranks of the ring must call this.
+        """Make the plan for this rank's tokens x `[b, n, dim]`; all ranks of the ring call this.
 
         Args:
             mask: bool `[b, n]`, True where a token is real.
             layout: which tokens a rank holds.
             group: the ring; None is the default group.
-            caller: the name of the caller, for messages.
-            also: what else must be the same on all ranks, by name.
-            check: raises what the caller finds wrong with this rank's arguments, on all ranks.
+            caller: the caller's name, for error messages.
+            also: further values, by name, that must be the same on all ranks.
+            check: the caller's check of this rank's arguments; its error is raised on all ranks.
 
         Raises:
             ValueError: an argument is invalid, or differs between ranks; on every rank.
@@ -112,10 +112,10 @@ class RoutingPlan:
         also: Mapping[str, Any],
         check: Callable[[], object],
     ) -> "RoutingPlan":
-        """Return the plan that a module was given, once checked, or make one if it is None."""
+        """Check and return a plan passed to a module; if it is None, make one."""
         if plan is None:
             ring = spread.ring(spread.ring_attn, None)
-            layout: Any = spread.layout  # its name: routed layers take no other
+            layout: Any = spread.layout  # routed layers only take a layout's name
             return cls.make(
                 x, mask, layout=layout, group=ring, caller=caller, also=also, check=check
             )
@@ -127,7 +127,7 @@ class RoutingPlan:
         return plan
 
     def check(self, x: Tensor) -> None:
-        """Raise ValueError where the plan was made for other tokens than these."""
+        """Raise ValueError if the plan was made for other tokens."""
         mine = self.segments[self.ring.rank]
         want = [self.real.shape[0], count(mine)]
         if x.ndim != 3 or list(x.shape[:2]) != want:
@@ -142,7 +142,7 @@ class RoutingPlan:
 
     @checked
     def positions(self, device: torch.device | str | int | None = None) -> Tensor:
-        """Return the positions of the tokens held here, int64 `[n]`."""
+        """Return this rank's positions, int64 `[n]`."""
         return segment_positions(self.segments[self.ring.rank], known_device(device))
 
     def whole(self, x: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class RoutingPlan:
         return torch.cat(parts, -1).index_select(-1, self.order)
 
     def homes(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each position's owner and its place there; owner -1 for negative positions."""
+        """Return each position's owner and place on it; owner -1 for negative positions."""
         if self.length == 0:
             return torch.full_like(positions, -1), torch.zeros_like(positions)
         held = torch.tensor([count(s) for s in self.segments], device=positions.device)
@@ -164,7 +164,7 @@ class RoutingPlan:
 
 
 def _check(x: Tensor, mask: Tensor | None, layout: str) -> None:
-    """Raise ValueError for what this rank finds wrong by itself."""
+    """Raise ValueError if this rank's arguments are invalid."""
     if x.ndim != 3 or x.dtype not in DTYPES or x.is_meta:
         raise ValueError(
             "tokens must be floating [batch, tokens, dim] and have values, "

@@ -1,7 +1,7 @@
-"""A router: it scores tokens, chooses the best ones, and gives them gates by a soft top-k.
+"""A router: it scores tokens, chooses the best ones, and computes gates by a soft top-k.
 
-Parameter names and defaults are those of CoLT5-attention; eps is that of its version 0.4.3, since
-the exact solution at a small eps is a hard choice without a gradient.
+Parameter names and defaults match CoLT5-attention. eps is from its version 0.4.3, because the
+exact solution at a small eps is a hard choice without a gradient.
 """
 
 import math
@@ -37,25 +37,25 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, has_trito
 from ring_attention_pytorch.runtime.torch_func import refuse_second_order
 
 Tokens = int | float
-_AT_ONCE = 65536  # tokens that are widened at a time
+_AT_ONCE = 65536  # tokens that are cast to the wide dtype at a time
 _BITS = {torch.float64: 32, torch.float32: 12}  # rounding changes far lower bits
 
 
 class Routing(NamedTuple):
-    """The positions of all routed tokens, on every rank, and the gates of the tokens held here."""
+    """The positions of all routed tokens, on every rank, and the gates of this rank's tokens."""
 
-    positions: Tensor  # [b, r, W * K], -1 where a slot is empty
+    positions: Tensor  # [b, r, W * K], -1 for empty slots
     gates: Tensor  # [b, r, n]
 
 
 class RouterReturn(NamedTuple):
-    """The routed tokens that this rank works on: for each route, the K slots dealt to it.
+    """The routed tokens that this rank works on: its K slots of each route.
 
     Shapes are `[b, K]` and `[b, K, dim]`, or `[b, r, K]` and `[b, r, K, dim]` with a route
-    dimension. `dispatch` brings results back to the owners (`route_back`).
+    dimension. `route_back` returns results to the owners by `dispatch`.
     """
 
-    indices: Tensor  # positions in the whole sequence, -1 where a slot is empty
+    indices: Tensor  # positions in the whole sequence, -1 for empty slots
     scores: Tensor
     routed_tokens: Tensor
     routed_mask: Tensor
@@ -73,7 +73,7 @@ class Routed(NamedTuple):
     def gather(
         cls, x: Tensor, routing: Routing, plan: RoutingPlan, slots: list[Tensor] | None = None
     ) -> "Routed":
-        """Fetch the tokens routed to this rank; x `[b, n, dim]` are the tokens held here."""
+        """Fetch the tokens routed to this rank; x `[b, n, dim]` are this rank's own tokens."""
         if slots is None:
             slots = dealt(routing.positions.shape[-1], plan.ring.size, x.device)
         way = Dispatch.make(routing.positions, plan, slots)
@@ -85,11 +85,11 @@ class Routed(NamedTuple):
 
     @property
     def real(self) -> Tensor:
-        """A mask of the slots that have a token, bool `[b, K]`; all routes fill the same ones."""
+        """Mask of filled slots, bool `[b, K]`; all routes fill the same slots."""
         return self.positions[:, 0] >= 0
 
     def home(self, y: Tensor, base: Tensor) -> Tensor:
-        """Send y `[b, K, dim]`, times gates, to the owners; return base `[b, n, dim]` with it."""
+        """Send y `[b, K, dim]`, times gates, to the owners; return base `[b, n, dim]` filled."""
         gates = rearrange(self.gates, "b 1 k -> b k 1")
         gated = y * gates.to(y.dtype)
         return self.way.home(gated.unsqueeze(1), base)
@@ -98,8 +98,8 @@ class Routed(NamedTuple):
 class _Scores(Function):
     """(tokens `[b, n, dim]`, directions `[b or 1, r, dim]`) -> their products `[b, r, n]`.
 
-    The result has the dtype of the directions. Tokens are widened to it some at a time, so that no
-    wide copy of all of them is made or kept.
+    The result has the dtype of the directions. Tokens are cast to it some at a time, so that there
+    is never a wide copy of all of them.
     """
 
     @staticmethod
@@ -141,19 +141,19 @@ class CoordinateDescentRouter(nn.Module):
     Args:
         dim: model width.
         straight_through: gates are 1 in forward and soft in backward; if False, soft in both.
-        n_iters: None solves for the exact fixed point; else this many steps of the published
-            descent.
+        n_iters: None solves for the exact fixed point; an int takes this many steps of the
+            published descent.
         fetch_k_ratio: soft gates sum to this many times the number of routed tokens.
         eps: how soft the gates are; tokens of mean square 1 have scores of size sqrt(dim).
         eps_decay, eps_init, use_triton: options of the descent, so they need n_iters.
-        num_routing_tokens: how many sets of tokens are chosen, each along its own direction.
-        learned_routing_tokens: the router has no direction of its own; `forward` is given it as
-            routing_tokens.
+        num_routing_tokens: number of sets of tokens to choose, each along its own direction.
+        learned_routing_tokens: the router has no direction of its own; pass routing_tokens to
+            `forward`.
         cosine_sim_routing, cosine_sim_scale: scores are cosine_sim_scale times the cosine.
         route_block_size: choose an equal share, rounded up, from each block of this many tokens.
         triton_checkpoint_segments: backward needs no checkpoints; only None is accepted.
         ring_attn: x is this rank's part of a sequence over a ring.
-        layout, group: those of that ring.
+        layout, group: the layout of that sequence, and its ring.
 
     Raises:
         ValueError: arguments are invalid or contradict one another.
@@ -234,13 +234,13 @@ class CoordinateDescentRouter(nn.Module):
         """Choose tokens, and return the routed ones that this rank works on.
 
         Args:
-            x: `[b, n, dim]`, the tokens held here.
-            num_tokens: how many tokens of each sample; a float is a share of its real tokens.
+            x: `[b, n, dim]`, this rank's tokens.
+            num_tokens: tokens to choose per sample; a float is a share of its real tokens.
             mask: bool `[b, n]`, True where a token is real.
             random_route: choose tokens at random, with gates 1.
             routing_tokens: directions `[b, dim]` or `[b, r, dim]`, with learned_routing_tokens.
             keep_one_route_dim: keep the route dimension even if there is one route.
-            plan: the plan of this batch, which then has the mask.
+            plan: the plan of this batch, made with the mask; pass no mask with it.
 
         Raises:
             ValueError: an argument is invalid, or differs between ranks; on every rank.
@@ -265,11 +265,11 @@ class CoordinateDescentRouter(nn.Module):
     @staticmethod
     @checked
     def route_back(src: Tensor, routed_tokens: Tensor, dispatch: Dispatch) -> Tensor:
-        """Return src `[b, n, ...]` with one route's tokens `[b, K, ...]` where they came from."""
+        """Return src `[b, n, ...]` with one route's tokens `[b, K, ...]` at their own places."""
         return dispatch.home(routed_tokens.unsqueeze(1), src)
 
     def check(self, x: Tensor, routing_tokens: Tensor | None = None) -> None:
-        """Raise ValueError for what this rank finds wrong by itself."""
+        """Raise ValueError if this rank's arguments are invalid."""
         if x.ndim != 3 or x.shape[2] != self.dim:
             raise ValueError(f"tokens must be [batch, tokens, {self.dim}], got {list(x.shape)}")
         self.passes.check(x.device)
@@ -295,8 +295,8 @@ class CoordinateDescentRouter(nn.Module):
     ) -> Routing:
         """Choose k tokens of the whole sequence, or of each window of `size` tokens.
 
-        x `[b, n, dim]` are the tokens held here. If causal, `selection.causal_choice` chooses, and
-        a token's gate is what the soft top-k of the window before its own gives for its score.
+        x `[b, n, dim]` are this rank's tokens. If causal, `selection.causal_choice` chooses, and a
+        token's gate follows from its score by the soft top-k of the window before its own.
         """
         if size is None and self.route_block_size is not None:
             size = self.route_block_size
@@ -331,7 +331,7 @@ class CoordinateDescentRouter(nn.Module):
     def scores(self, x: Tensor, routing_tokens: Tensor | None = None) -> Tensor:
         """Compute the scores `[b, r, n]` of tokens x, in float32 at least.
 
-        Products are summed for each token by itself: equal tokens have equal scores on any ring.
+        Products are summed per token, so that equal tokens have equal scores on any ring.
         """
         toward = self._toward(accumulation_dtype(x.dtype), routing_tokens)
         if self.cosine_scale is not None:
@@ -340,7 +340,7 @@ class CoordinateDescentRouter(nn.Module):
         return _Scores.apply(x, toward.squeeze(-2))
 
     def _toward(self, dtype: torch.dtype, routing_tokens: Tensor | None) -> Tensor:
-        """Return the directions `[b or 1, r, 1, dim]` that tokens are multiplied by for scores."""
+        """Return the directions `[b or 1, r, 1, dim]`; scores are tokens times directions."""
         toward: Any = self.routing_token if routing_tokens is None else routing_tokens
         toward = toward.to(dtype).reshape(-1, self.routes, 1, self.dim)
         if self.cosine_scale is None:
@@ -364,7 +364,7 @@ class CoordinateDescentRouter(nn.Module):
         if padding is not None:
             hidden = wide.masked_fill(padding, -torch.inf)
         a = threshold(hidden, solution, window, plan.ring, self.passes.slope)
-        if a.shape[-1] > 1:  # else all share one a: picking it would add gradients one by one
+        if a.shape[-1] > 1:  # with one a for all, index_select would add gradients one by one
             decisive = (window - int(causal)).clamp(min=0)
             a = a.index_select(-1, decisive)
         p = gates(wide, a, solution.eps)
@@ -377,12 +377,12 @@ class CoordinateDescentRouter(nn.Module):
 
 
 def rounded(scores: Tensor, toward: Tensor) -> Tensor:
-    """Round scores `[b, r, W, n]` for comparison, `_BITS` bits below the size of a usual score.
+    """Round scores `[b, r, W, n]` for comparison, `_BITS` bits below a typical score.
 
-    Tokens in equal surroundings, as in a long run of blanks, should have equal scores, but rounding
-    makes them differ, and differently on another ring. Once rounded they are ties, which go to the
-    earlier token. `toward` `[b or 1, r, 1, dim]` are the directions; a usual score is their norm,
-    for tokens of mean square 1.
+    Tokens in equal surroundings, such as a long run of blanks, should have equal scores. Rounding
+    errors make them differ, and differently on another ring. Rounded scores are ties, which go to
+    the earlier token. `toward` `[b or 1, r, 1, dim]` are the directions; their norm is a typical
+    score for tokens of mean square 1.
     """
     usual = toward.norm(dim=-1, keepdim=True)
     exponent = torch.frexp(usual).exponent - _BITS[scores.dtype]
@@ -392,7 +392,7 @@ def rounded(scores: Tensor, toward: Tensor) -> Tensor:
 
 
 def router_options(given: dict | None, straight_through: bool, use_triton: bool) -> dict[str, Any]:
-    """Return the options of a module's router: those given as `router_kwargs`, and the module's."""
+    """Merge `router_kwargs` with the module's own options for its router."""
     options = dict(given or {}, straight_through=straight_through)
     if use_triton:
         options["use_triton"] = True
@@ -400,6 +400,6 @@ def router_options(given: dict | None, straight_through: bool, use_triton: bool)
 
 
 def refuse_blocks(router: CoordinateDescentRouter, windows: str) -> None:
-    """Raise ValueError where a router has blocks of its own beside a module's windows."""
+    """Raise ValueError if a router has route_block_size, which contradicts a module's windows."""
     if router.route_block_size is not None:
         raise ValueError(f"route_block_size: the module already chooses by {windows}")

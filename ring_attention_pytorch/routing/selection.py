@@ -18,10 +18,10 @@ from ring_attention_pytorch.routing.soft_topk import Count, check_count, counts
 
 
 class Selection(NamedTuple):
-    """The chosen tokens, ascending within their window; -1 where fewer could be chosen.
+    """The chosen tokens, ascending within their window; -1 for slots that stay empty.
 
-    All are int64 `[..., W * K]`: positions in the whole sequence, the ranks that hold these, and
-    the places among the tokens of those ranks.
+    All are int64 `[..., W * K]`: positions in the whole sequence, the ranks that own them, and
+    the places among the owners' tokens.
     """
 
     positions: Tensor
@@ -39,12 +39,12 @@ def windows(x: Tensor, size: int, fill: float | bool) -> Tensor:
 
 
 def slots(k: float | Any, size: int) -> int:
-    """Return how many tokens at most are chosen of a window of `size` tokens."""
+    """Return the most tokens that are chosen from a window of `size` tokens."""
     return min(k, size) if isinstance(k, int) else math.ceil(k * size - 1e-9)
 
 
 def best(scores: Tensor, count: Tensor, most: int) -> Tensor:
-    """Choose the `count` `[..., W]` best of `[..., W, size]`: positions `[..., W * most]`."""
+    """Choose the `count` `[..., W]` best scores `[..., W, size]`; positions `[..., W * most]`."""
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     rank = torch.arange(most, device=scores.device)
     chosen = rank < count.unsqueeze(-1)
@@ -55,7 +55,7 @@ def causal_choice(scores: Tensor, real: Tensor, count: Tensor, most: int) -> Ten
     """Choose tokens by their own score and earlier ones; return positions `[..., W * most]`.
 
     A token is chosen if its score would be among the `count` best of the window before its own,
-    until its own window has `most`. The first window has no window before it, so none is chosen.
+    until its own window has `most`. None is chosen in the first window: there is none before it.
     """
     size = scores.shape[-1]
     ordered = scores.sort(-1, descending=True).values
@@ -69,14 +69,14 @@ def causal_choice(scores: Tensor, real: Tensor, count: Tensor, most: int) -> Ten
     least = torch.cat((never, least[..., :-1]), -1).unsqueeze(-1)
     chosen = real & (scores >= least) & (least < torch.inf)
     places = torch.arange(size, device=scores.device).expand(chosen.shape)
-    # the chosen ones first, in order; those beyond `most` are left out
+    # chosen places first, in order; places beyond `most` are dropped
     places = places.masked_fill(~chosen, size).sort(-1).values
     places = places[..., :most]
     return _ascending(places, places < size, size)
 
 
 def _ascending(places: Tensor, chosen: Tensor, size: int) -> Tensor:
-    """Turn places in windows into ascending positions, -1 for those not chosen."""
+    """Turn places in windows into ascending positions, -1 where not chosen."""
     places = places.masked_fill(~chosen, size).sort(-1).values
     starts = torch.arange(places.shape[-2], device=places.device) * size
     positions = places + starts.unsqueeze(-1)
@@ -95,8 +95,8 @@ def select_topk(
     """Choose the k largest scores of a sequence over a ring; ties go to the earlier token.
 
     Args:
-        scores: `[b, n]`, the scores of the tokens held here.
-        k: int, how many; float in (0, 1], that share of each sample's real tokens, rounded up.
+        scores: `[b, n]`, the scores of this rank's tokens.
+        k: int, a number; float in (0, 1], a share of each sample's real tokens, rounded up.
         mask: bool `[b, n]`, True where a token is real; others are never chosen.
         layout: which tokens a rank holds.
         group: the ring; None is the default group.

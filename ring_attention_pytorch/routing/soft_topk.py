@@ -48,7 +48,7 @@ class Solution(NamedTuple):
 
 
 def fixed_point(scores: Tensor, k: Tensor, eps: float) -> Solution:
-    """Solve soft top-k exactly for scores `[..., n]`, -inf for no token, and k `[...]`."""
+    """Solve soft top-k exactly for scores `[..., n]`, -inf where masked, and k `[...]`."""
     u = scores.double() / eps
     k = k.double()
     real = (scores > -torch.inf).sum(-1)
@@ -61,7 +61,7 @@ def fixed_point(scores: Tensor, k: Tensor, eps: float) -> Solution:
     below_one = k.unsqueeze(-1) - at_one
     alpha = below_one.clamp(min=0).log() - rest
     most = k.ceil().long() - 1
-    most = most.clamp(0, n - 1)  # where the tail is below rounding
+    most = most.clamp(0, n - 1)  # if the tail is below rounding
     m = (top + alpha >= 0).sum(-1).minimum(most)
     alpha = alpha.gather(-1, m.unsqueeze(-1))
     a = eps * alpha.squeeze(-1)
@@ -84,7 +84,7 @@ def descent(
     eps_decay: float,
     by: Partition = partition,
 ) -> Solution:
-    """Run n_iters steps of coordinate descent on scores `[..., n]`, -inf for no token."""
+    """Run n_iters steps of coordinate descent on scores `[..., n]`, -inf where masked."""
     scores = scores.double()
     k = k.double()
     log_k = k.log()
@@ -93,7 +93,7 @@ def descent(
     log_real = real.clamp(min=1).double().log()
     a = e * (log_k - log_real)
     es, bounds, shifts = [], [], []
-    shares = []  # the share of the next a that comes from scores at the bound
+    shares = []  # the share of the next a due to scores at the bound
     for _ in range(n_iters - 1):
         e = max(e * eps_decay, eps)
         count, rest = by(scores, a, e)
@@ -130,7 +130,7 @@ def _steps(terms: list[Tensor], like: Tensor) -> Tensor:
 class _Threshold(Function):
     """(this rank's scores `[..., n]`, solution, window, ring, by) -> a `[..., W]` of all scores.
 
-    `window` `[n]` is the number of each score's window, of W. Gradients go to this rank's scores.
+    `window` `[n]` is the index of each score's window, of W. Gradients go to this rank's scores.
     """
 
     @staticmethod
@@ -176,15 +176,15 @@ def soft_topk(
     """Compute gates in [0, 1] that sum to k, near 1 for the k largest scores; exact on any ring.
 
     Args:
-        scores: `[..., n]`, this rank's part of the scores, in shards of any lengths.
-        k: int, how many; float in (0, 1], the share of each sample's real scores; or a tensor
-            `[...]`, how many of each sample, not necessarily integers.
-        eps: how soft; if it is below the distances of scores, gates are nearly 0 or 1.
+        scores: `[..., n]`, this rank's part of the scores; parts can have any lengths.
+        k: int, a number; float in (0, 1], a share of each sample's real scores; or a tensor
+            `[...]`, a number per sample, not necessarily an integer.
+        eps: softness; if it is below the distances of scores, gates are nearly 0 or 1.
         mask: bool `[..., n]`, True where the score is real; elsewhere the gate is 0.
         group: the ranks that share the scores; None is the default group, or this process alone.
 
     Returns:
-        Gates `[..., n]` in the dtype of the scores; solved in float64. Where k is at least the
+        Gates `[..., n]` in the dtype of the scores; solved in float64. If k is at least the
         number of real scores, all their gates are 1.
 
     Raises:
@@ -225,7 +225,7 @@ def soft_topk(
 def _apply(
     scores: Tensor, mask: Tensor | None, solution: Solution, ring: Ring, by: Slope = slope
 ) -> Tensor:
-    """Compute the gates of this rank's scores, by a solution for all ranks' scores."""
+    """Compute the gates of this rank's scores from the solution for all ranks' scores."""
     one_window = solution._replace(
         a=solution.a.unsqueeze(-1), coef=solution.coef.unsqueeze(-2),
         bound=solution.bound.unsqueeze(-2), shift=solution.shift.unsqueeze(-2),
@@ -265,7 +265,7 @@ def coordinate_descent(
         use_triton: one launch for a step and one for backward; for a million scores on a GPU.
 
     Returns:
-        Gates `[..., n]` in the dtype of the scores; their gradient is that of the steps made.
+        Gates `[..., n]` in the dtype of the scores; backward differentiates the steps taken.
 
     Raises:
         ValueError: an argument is invalid, or Triton has no GPU.
@@ -290,7 +290,7 @@ def coordinate_descent(
 
 
 def counts(k: Count, real: Tensor) -> Tensor:
-    """Return how many of `real` `[...]` scores to choose: k or the share k, at most all."""
+    """Return how many of `real` `[...]` scores to choose: k, or a share k of them; at most all."""
     if isinstance(k, Tensor):
         wanted = k.to(real.device).double()
         return wanted.expand(real.shape).minimum(real)
@@ -301,7 +301,7 @@ def counts(k: Count, real: Tensor) -> Tensor:
 
 
 def check_count(name: str, k: Count | None) -> None:
-    """Raise ValueError for what is no number and no share of tokens; None says nothing."""
+    """Raise ValueError unless k is a valid number or share of tokens; None passes."""
     if isinstance(k, float):
         if not 0 < k <= 1:
             raise ValueError(f"{name} as a share must be above 0 and at most 1, got {k}")
@@ -310,7 +310,7 @@ def check_count(name: str, k: Count | None) -> None:
 
 
 def _note_of(k: Count, ring: Ring) -> object:
-    """Return k for the check between ranks; of a tensor its numbers, which waits for its device."""
+    """Return k for the ranks' agreement; a tensor's values over a ring, which synchronizes."""
     if not isinstance(k, Tensor):
         return k
     if ring.size == 1:
@@ -319,7 +319,7 @@ def _note_of(k: Count, ring: Ring) -> object:
 
 
 def check_scores(scores: Tensor, k: Count, mask: Tensor | None) -> None:
-    """Raise ValueError where no k of these scores can be chosen."""
+    """Raise ValueError if k of these scores can't be chosen."""
     shape = list(scores.shape)
     if scores.ndim < 1 or not scores.is_floating_point():
         raise ValueError(f"scores must be floating [..., n], got {scores.dtype} {shape}")
@@ -336,14 +336,14 @@ def check_scores(scores: Tensor, k: Count, mask: Tensor | None) -> None:
 
 
 def check_eps(**softness: float | None) -> None:
-    """Raise ValueError for the first of these by which no gates can be softened."""
+    """Raise ValueError for the first of these that is not a valid eps."""
     for name, eps in softness.items():
         if eps is not None and not 0 < eps < float("inf"):
             raise ValueError(f"{name} must be positive, got {eps}")
 
 
 def check_descent(n_iters: int, eps: float, eps_init: float | None, eps_decay: float) -> None:
-    """Raise ValueError for options that coordinate descent can't have."""
+    """Raise ValueError if options of coordinate descent are invalid."""
     if n_iters < 1 or not 0 < eps_decay <= 1:
         raise ValueError(
             "n_iters must be at least 1, and eps_decay above 0 and at most 1, "

@@ -1,4 +1,4 @@
-"""A transformer of conditionally routed blocks, over sequences that may be spread over a ring."""
+"""A transformer of conditionally routed blocks, over sequences that can be sharded over a ring."""
 
 from typing import Any
 
@@ -25,9 +25,8 @@ class ConditionalRoutedTransformer(RingTransformer):
     Args:
         num_tokens, dim, depth: size of the vocabulary, model width, number of blocks.
         causal: a decoder: no later token changes an earlier token's result or routing.
-        num_heavy_attn_tokens_q, num_heavy_attn_tokens_kv, num_heavy_ff_tokens: tokens that are
-            routed of each sample, or of each window if causal; a float is a share of its real
-            tokens.
+        num_heavy_attn_tokens_q, num_heavy_attn_tokens_kv, num_heavy_ff_tokens: routed tokens per
+            sample, or per window if causal; a float is a share of its real tokens.
         ring_attn, ring_seq_size, auto_shard_seq, ignore_index: as for `RingTransformer`.
         block_kwargs: other options of `ConditionalRoutedTransformerBlock`.
         The rest: as for `ConditionalRoutedTransformerBlock`.
@@ -82,7 +81,7 @@ class ConditionalRoutedTransformer(RingTransformer):
             ))  # fmt: skip
 
     @typed(report_to_group_of_module("RingTransformer"))
-    def forward(  # type: ignore[override]  # it has no documents and no plans
+    def forward(  # type: ignore[override]  # without documents and plans
         self,
         x: Tensor,
         mask: Tensor | None = None,
@@ -97,7 +96,7 @@ class ConditionalRoutedTransformer(RingTransformer):
             x, mask, labels, return_loss, force_ring_reduce_off, ring_size, packed=none
         )
         tokens = self.token_emb(batch.ids)
-        # on one rank a sequence is whole, whatever the layout
+        # on one rank the sequence is whole in any layout
         layout: Any = self.spread.layout if batch.ring.size > 1 else "contiguous"
         plan = RoutingPlan.make(tokens, batch.mask, layout=layout, group=batch.ring)
         for block in self.layers:
