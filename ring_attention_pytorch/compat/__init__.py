@@ -1,8 +1,7 @@
-"""Old module paths: those of ring-attention-pytorch 0.5.20.
+"""The module paths of ring-attention-pytorch 0.5.20.
 
-They are files here, imported by their old paths, such as
-`ring_attention_pytorch.ring_attention`: this folder is one of those in which the package looks for
-its modules. Nothing else in the package needs them.
+The package also looks for its modules in this folder, so that old imports such as
+`ring_attention_pytorch.ring_attention` find the files here. Nothing else in the package uses them.
 """
 
 import ring_attention_pytorch

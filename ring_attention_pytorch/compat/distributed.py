@@ -1,9 +1,9 @@
 """Functions of 0.5.20 that gather all ranks' tensors.
 
-Ranks are those of the default group at the time of a call, or this process alone. All ranks must
-make the same calls, and check that their arguments agree before they send. Backward differentiates
-the sum of every rank's result, where each rank's tensors are separate variables, as everywhere in
-this library.
+Ranks are the default group's at the time of a call, or this process alone. All ranks must make
+the same calls, and check that their arguments agree before they send. As everywhere in this
+library, backward differentiates the sum of all ranks' results, and each rank's tensors are
+separate variables.
 """
 
 from collections.abc import Sequence
@@ -35,13 +35,13 @@ def get_world_size() -> int:
 
 @checked
 def is_distributed() -> bool:
-    """Tell whether there are other ranks."""
+    """Return True if there are other ranks."""
     return get_world_size() > 1
 
 
 @checked
 def pad_dim_to(t: Tensor, length: int, dim: int = 0) -> Tensor:
-    """Fill t with zeros, at its end along dim, up to a length.
+    """Pad t with zeros at its end along dim, up to a length.
 
     >>> pad_dim_to(torch.ones(1, 2), 3, dim=1)
     tensor([[1., 1., 0.]])
@@ -56,7 +56,7 @@ def pad_dim_to(t: Tensor, length: int, dim: int = 0) -> Tensor:
 
 @checked
 def has_only_one_value(t: Tensor) -> bool:
-    """Tell whether all elements of t are equal."""
+    """Return True if all elements of t are equal."""
     return bool((t == t.flatten()[:1]).all())
 
 
@@ -71,7 +71,7 @@ def gather_sizes(t: Tensor, *, dim: int) -> Tensor:
 
 @typed(report_to_group("all_gather"))
 def all_gather_same_dim(t: Tensor) -> list[Tensor]:
-    """Gather every rank's t as `all_gather` does, as a list by rank; all are of one shape."""
+    """Gather every rank's t, all of one shape, as a list by rank."""
     return list(all_gather(t.unsqueeze(0))[0])
 
 
@@ -79,14 +79,14 @@ def all_gather_same_dim(t: Tensor) -> list[Tensor]:
 def all_gather_variable_dim(
     t: Tensor, dim: int = 0, sizes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gather every rank's t, and join them along dim in the order of ranks.
+    """Gather every rank's t, and concatenate them along dim in rank order.
 
     Args:
-        t: any tensor, also bool; its length along dim may differ between ranks, and may be 0.
+        t: any tensor, also bool; its length along dim can differ between ranks, and can be 0.
         sizes: these lengths, `[ranks]`, if they are known; they are checked.
 
     Returns:
-        The joined tensor, the same on every rank, and the lengths, int64 `[ranks]`. Backward sums
+        The whole tensor, the same on every rank, and the lengths, int64 `[ranks]`. Backward sums
         all ranks' gradients of a rank's t, on that rank (0.5 took the rank's own gradient alone).
 
     Raises:
@@ -104,7 +104,7 @@ AllGatherFunction = SimpleNamespace(apply=all_gather)
 
 
 class AllGather(nn.Module):
-    """A module that calls `all_gather` along dim: (x, sizes) -> (joined tensor, sizes)."""
+    """A module for `all_gather_variable_dim` along dim: (x, sizes) -> (whole tensor, sizes)."""
 
     @checked
     def __init__(self, *, dim: int = 0):
@@ -125,9 +125,9 @@ def split_by_rank(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
     Returns:
         This rank's part, and the n of each part, int64 `[ranks]`. Nothing is sent, and backward is
-        that of indexing: on this rank the gradient of other ranks' parts is 0. Those ranks have it,
-        and the function that gathered x, or a sum over ranks as by DDP, adds it. Gathering it here,
-        too, would count it once for each rank.
+        the backward of indexing: here the gradient of other ranks' parts is 0. The owners have
+        it, and the function that gathered x, or a sum over ranks as by DDP, adds it. Gathering it
+        here as well would count it once per rank.
 
     Raises:
         ValueError: the number of parts is not the number of ranks.
@@ -145,7 +145,7 @@ def split_by_rank(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def gather_as(
     caller: str, t: Tensor, dim: int, sizes: Tensor | None = None, check: Check | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gather as `all_gather` does, for a caller with a `check` of its own, which comes first."""
+    """Gather like `all_gather_variable_dim`, but first run the caller's `check`."""
     ring, same, own = Ring(), same_of(t), {}
     lengths = None if sizes is None else sizes.tolist()
     error = error_of(check) or error_of(partial(_check_parts, t, dim, ring, lengths))
@@ -161,7 +161,7 @@ def gather_as(
 
 
 def _check_parts(t: Tensor, dim: int, ring: Ring, sizes: list[int] | None) -> None:
-    """Raise ValueError where t has no such dim, or ranks' lengths along it are not these sizes."""
+    """Raise ValueError if t has no such dim, or the ranks' lengths along it are not `sizes`."""
     _check_dim(t, dim)
     if sizes is not None and (len(sizes) != ring.size or sizes[ring.rank] != t.shape[dim]):
         raise ValueError(f"sizes must be every rank's length along dim, got {sizes}")
@@ -173,6 +173,6 @@ def _check_dim(t: Tensor, dim: int) -> None:
 
 
 def same_of(t: Tensor) -> dict[str, Any]:
-    """Return what must be the same on all ranks of a t that is sent and differentiated."""
+    """Return properties of t that must be the same on all ranks to send and differentiate it."""
     grad = torch.is_grad_enabled() and t.requires_grad
     return {"dtype": t.dtype, "device": t.device.type, "requires_grad": grad}

@@ -1,9 +1,9 @@
-"""Functions of 0.5.20 that pass tensors round a ring.
+"""Functions of 0.5.20 that pass tensors around a ring.
 
-Ranks are those of the default group at the time of a call, or this process alone. All ranks must
-make the same calls, and check that their arguments agree before they send. Backward differentiates
-the sum of every rank's result, where each rank's tensors are separate variables, as everywhere in
-this library.
+Ranks are the default group's at the time of a call, or this process alone. All ranks must make
+the same calls, and check that their arguments agree before they send. As everywhere in this
+library, backward differentiates the sum of all ranks' results, and each rank's tensors are
+separate variables.
 """
 
 from collections import namedtuple
@@ -69,7 +69,7 @@ def circular_index_left(pos: int, ring_size: int, num: int = 1) -> int:
 def circular_rank_right(rank: int | None = None, ring_size: int | None = None, num: int = 1) -> int:
     """Return the rank `num` to the right of `rank`, or of this one, in its ring of ranks.
 
-    A ring is of `ring_size` consecutive ranks; None is all.
+    A ring has `ring_size` consecutive ranks; None is all.
 
     >>> circular_rank_right(7, ring_size=4), circular_rank_left(4, ring_size=4)
     (4, 7)
@@ -93,7 +93,7 @@ def send_and_receive_(
     """Send x to a rank, and receive another rank's x in the buffer. Not differentiable.
 
     Raises:
-        ValueError: shapes or dtypes differ, or a rank expects what none sends; on every rank.
+        ValueError: shapes or dtypes differ, or sends and receives don't match; on every rank.
         RingError: the exchange has failed.
     """
     ring, caller = Ring(), "send_and_receive_"
@@ -116,17 +116,17 @@ def ring_pass(
     receive_buffer: Tensor | None = None,
     ring_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Send x to the rank `num_ring_passes` to the right; receive from the one as far to the left.
+    """Send x `num_ring_passes` ranks to the right; receive from the rank as far to the left.
 
     Args:
-        num_ring_passes: how far, in one exchange (0.5 always went one); to the left if negative.
-        x: a tensor of one shape and dtype on all ranks.
+        num_ring_passes: distance, in one exchange (0.5 always took 1); to the left if negative.
+        x: a tensor of the same shape and dtype on all ranks.
         receive_buffer: where to receive, contiguous; None is new memory.
         ring_size: number of consecutive ranks that make one ring; None is all.
 
     Returns:
-        The received tensor, and x. Gradients of the received tensor are sent back to its owner, so
-        either all ranks must use it in backward, or none.
+        The received tensor, and x. Backward sends gradients of the received tensor to its owner,
+        so either all ranks must use it in backward, or none.
 
     Raises:
         ValueError: an argument is invalid, or differs between ranks; on every rank.
@@ -151,7 +151,7 @@ def null_ring_pass(
     receive_buffers: Some | None = None,
     ring_size: int | None = None,
 ) -> Iterator[tuple[RingInfo, tuple[Some, Some]]]:
-    """Yield as `all_ring_pass` does for a ring of this process alone: its own tensors, once."""
+    """Yield the own tensors once, like `all_ring_pass` over a ring of this process alone."""
     with checks_of("null_ring_pass"):
         check_least(1, max_iters=max_iters, ring_size=ring_size)
     return iter([(RingInfo(0, (True, True)), (tensors, _for_each(receive_buffers, tensors)))])
@@ -164,10 +164,10 @@ def all_ring_pass(
     receive_buffers: Some | None = None,
     ring_size: int | None = None,
 ) -> Iterator[tuple[RingInfo, tuple[Some, Some]]]:
-    """Yield the own tensors, then those of each rank to the left, one by one round the ring.
+    """Yield the own tensors, then each other rank's, going around the ring to the left.
 
     Args:
-        tensors: tensors of one shape and dtype on all ranks, or None on all of them.
+        tensors: tensors of the same shape and dtype on all ranks, or None on all of them.
         max_iters: yield at most this many ranks' tensors, own ones included; None is all.
         receive_buffers: where the first pass receives, one for each tensor. Later passes use new
             memory, and the caller's tensors are never written (0.5 wrote them).
@@ -178,7 +178,7 @@ def all_ring_pass(
         a place in the ring, and the buffers of the next pass. Gradients are as for `ring_pass`.
 
     Raises:
-        ValueError, RingError: as `ring_pass`.
+        ValueError, RingError: as for `ring_pass`.
 
     >>> [(info, mine) for info, ((mine,), _) in all_ring_pass(torch.ones(1))]
     [(RingInfo(ring_rank=0, iter_info=(True, True)), tensor([1.]))]

@@ -1,4 +1,4 @@
-"""The layer and the model at their path of 0.5.20, and its functions that shard a batch."""
+"""The layer and the model at their 0.5.20 path, and the functions of 0.5.20 that shard a batch."""
 
 from functools import partial
 
@@ -45,7 +45,7 @@ FeedForward = partial(feed_forward, mult=4)
 
 @checked
 def rotate_half(x: Tensor) -> Tensor:
-    """Return x `[..., d]` with (a, b), the halves of d, made (-b, a); d is even.
+    """Return x `[..., d]` with the halves (a, b) of d replaced by (-b, a); d is even.
 
     >>> rotate_half(torch.arange(4))
     tensor([-2, -3,  0,  1])
@@ -60,7 +60,7 @@ def rotate_half(x: Tensor) -> Tensor:
 def pad_at_dim(
     t: Tensor, pad: tuple[int, int], *, dim: int = -1, value: float | int | bool = 0.0
 ) -> Tensor:
-    """Fill t with values before and behind what it has along dim; negative numbers take away.
+    """Pad t with `value` before and after, along dim; negative numbers cut off.
 
     >>> pad_at_dim(torch.ones(2), (1, 2), value=5.0)
     tensor([5., 1., 1., 5., 5.])
@@ -77,7 +77,7 @@ def pad_at_dim(
 def pad_to_multiple(
     x: Tensor, length: int, pad_value: float | int | bool = 0
 ) -> tuple[Tensor, int]:
-    """Fill x `[b, n, ...]` to a multiple of length; also return how many tokens that took.
+    """Pad x `[b, n, ...]` to a multiple of length; also return the number of added tokens.
 
     >>> pad_to_multiple(torch.ones(1, 5), 4)[1]
     3
@@ -94,10 +94,9 @@ def pad_to_multiple(
 def maybe_pad_seq_and_mask(
     x: Tensor, mask: Tensor | None, seq_size: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Fill x `[b, n, ...]` with zeros to a multiple of seq_size, its mask `[b, n]` with False.
+    """Pad x `[b, n, ...]` with zeros to a multiple of seq_size, its mask `[b, n]` with False.
 
-    If there is nothing to fill, the mask is returned as it is; else a mask None becomes True for
-    all tokens of x.
+    A mask of None stays None if nothing is added, and otherwise becomes True for all tokens of x.
     """
     with checks_of("maybe_pad_seq_and_mask"):
         if x.ndim < 2 or (mask is not None and mask.shape != x.shape[:2]):
@@ -120,15 +119,15 @@ def sharded_batch_to_sharded_seq(
 ) -> tuple[tuple[Tensor, Tensor | None], Tensor, int]:
     """Gather all ranks' samples, and keep seq_size tokens of each sample of this rank's ring.
 
-    `auto_shard_seq=True` sends ranks only what they need.
+    `auto_shard_seq=True` instead sends each rank only the tokens that it needs.
 
     Args:
         x: `[b, n, ...]`, where n is seq_size times the number of ranks of a ring.
         mask: `[b, n]`.
 
     Returns:
-        (x, mask) of this rank, every rank's b, and the number of rings. Sample i of all goes to
-        ring i modulo this number.
+        (x, mask) of this rank, every rank's b, and the number of rings. Sample i of all samples
+        goes to ring i modulo that number.
 
     Raises:
         ValueError: tokens, ranks or samples don't divide; on every rank.
@@ -154,7 +153,7 @@ def sharded_batch_to_sharded_seq(
 def sharded_seq_to_sharded_batch(
     logits: Tensor, sizes: Tensor, num_sharded_batches: int = 1
 ) -> Tensor:
-    """Undo `sharded_batch_to_sharded_seq`: gather `[b, n, c]`, keep this rank's samples, whole."""
+    """Undo `sharded_batch_to_sharded_seq`: gather `[b, n, c]`; return this rank's whole samples."""
     world = get_world_size()
 
     def check() -> None:

@@ -39,22 +39,22 @@ def ring_flash_attn(  # noqa: PLR0913 - a public entry point
     group: Group = None,
     kernel: KernelOption | None = None,
 ) -> Tensor:
-    """Compute `ring_attn`, with the parameters of ring-attention-pytorch 0.5.20.
+    """Call `ring_attn` with the parameters of ring-attention-pytorch 0.5.20.
 
     Args:
         mask: the `key_mask` of `ring_attn`.
         max_lookback_seq_len: the `window` of `ring_attn`.
-        ring_reduce_col: whether there is a ring; if not, q, k, v are whole sequences.
+        ring_reduce_col: use the ring; if False, q, k, v are whole sequences.
         striped_ring_attn: the same as layout="striped".
         ring_size: number of consecutive ranks that make one ring; None is the whole group.
-        softclamp_qk_sim, softclamp_value: the second is `softclamp` if the first is True.
+        softclamp_qk_sim, softclamp_value: `softclamp` is the value if softclamp_qk_sim is True.
         The rest: as for `ring_attn`.
 
     Returns:
         `[b, n, h, d_v]`.
 
     Raises:
-        ValueError: as `ring_attn`, and for ring options without ring_reduce_col.
+        ValueError: as for `ring_attn`, or ring options without ring_reduce_col.
 
     >>> q, k = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8)
     >>> ring_flash_attn(q, k, k, causal=True).shape

@@ -32,12 +32,12 @@ def ring_flash_attn_cuda(  # noqa: PLR0913 - a public entry point
 ) -> Tensor:
     """Compute `ring_flash_attn` with our Triton forward, and flash-attn's backward if possible.
 
-    If flash-attn is not installed or does not support the call, backward is by our Triton kernels.
+    If flash-attn is not installed or does not support the call, backward uses our Triton kernels.
 
-    Args, Returns: as `ring_flash_attn`. No dtype is cast: float32 stays float32.
+    Args, Returns: as for `ring_flash_attn`. No dtype is cast: float32 stays float32.
 
     Raises:
-        ValueError: as `ring_flash_attn`, and if the Triton kernel can't run: see
+        ValueError: as for `ring_flash_attn`, or the Triton kernel can't run: see
             `explain_kernel(q, k, v, kernel="triton")`.
     """
     request = KernelRequest.of(

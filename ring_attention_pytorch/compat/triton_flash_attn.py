@@ -11,7 +11,7 @@ from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, merge_, sum_of_products
 
-_NOTHING_SEEN = torch.finfo(torch.float32).min  # lse of a row that saw nothing, which is finite
+_NOTHING_SEEN = torch.finfo(torch.float32).min  # finite lse of a row that saw nothing
 
 
 @torch.no_grad()
@@ -33,25 +33,24 @@ def flash_attn_forward(  # noqa: PLR0913 - parameters of 0.5
     head_first_dim: bool = False,
     remove_padding: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute attention to one block of keys by our Triton kernel; add that to blocks before it.
+    """Compute attention to one block of keys by our Triton kernel; merge it with earlier blocks.
 
     Args:
-        q, k, v: `[b, n, h, d]`, `[b, m, h_kv, d]`, `[b, m, h_kv, d_v]`; with head_first_dim heads
-            come before tokens.
+        q, k, v: `[b, n, h, d]`, `[b, m, h_kv, d]`, `[b, m, h_kv, d_v]`; with head_first_dim
+            `[b, h, n, d]` and so on.
         bias: `[b, m]` or `[b, 1, 1, m]`: 0 for keys that are seen, -inf for others.
         causal: query i sees no key after i; with causal_mask_diagonal not key i either.
-        o, m, lse: with load_accumulated, the results for the blocks before; written in place.
+        o, m, lse: with load_accumulated, the results for earlier blocks; overwritten.
         return_normalized_output: has no effect: o is always normalised.
         softclamp_qk_sim, softclamp_value: scores s become c * tanh(s / c).
-        remove_padding: m and lse have n rows; else n rounded up to a multiple of 128.
+        remove_padding: m and lse have n rows; if False, n rounded up to a multiple of 128.
 
     Returns:
         o like q, and m and lse, float32 `[b, h, rows]`. As in 0.5, `o * exp(m - lse)` is
-        normalised; here o is so by itself, and m equals lse. No gradients: see
-        `flash_attn_backward`.
+        normalised; here o already is, and m equals lse. No gradients: see `flash_attn_backward`.
 
     Raises:
-        ValueError: the kernel can't run here or does not support the call, or a bias has other
+        ValueError: the kernel can't run here or does not support the call, or the bias has other
             values.
     """
     if head_first_dim:
@@ -102,13 +101,13 @@ def flash_attn_backward(  # noqa: PLR0913 - parameters of 0.5
         o, lse: the normalised results for all blocks of keys; lse `[b, h, rows]`, with or without
             padding.
         dq, dk, dv: where to write, in any dtype.
-        delta: the result of this function for another block of keys; None computes it.
+        delta: the result of an earlier call for another block of keys; None computes it.
 
     Returns:
         delta, of lse's shape: the row sums of do * o.
 
     Raises:
-        ValueError: as `flash_attn_forward`.
+        ValueError: as for `flash_attn_forward`.
     """
     n, clamp = q.shape[1], softclamp_value if softclamp_qk_sim else None
     plan = _block(q, k, v, bias, causal, causal_mask_diagonal, softmax_scale, clamp)
@@ -155,7 +154,7 @@ def _block(
 
 
 def _written(rows: Tensor, place: Tensor | None) -> Tensor:
-    """Return rows, in this place where it fits."""
+    """Return rows, copied into `place` if its shape fits, or into new memory."""
     if place is None or place.shape != rows.shape:
         return rows.clone()
     return place.copy_(rows)

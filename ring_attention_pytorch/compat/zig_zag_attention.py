@@ -27,7 +27,7 @@ ShardOutput = namedtuple(
 
 @checked
 def zig_zag_pad_seq(t: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Fill t `[..., n, d]` with zeros to n a multiple of 2 * ranks; also return the inverse.
+    """Pad t `[..., n, d]` with zeros until n is a multiple of 2 * ranks; also return the inverse.
 
     `zig_zag_shard` takes any length, so this is not needed.
 
@@ -49,15 +49,15 @@ def zig_zag_shard(
 
     Args:
         t: `[b, n, d]`, whole sequences of any length, the same on every rank.
-        all_gather_batch: every rank passes sequences of its own, of one length. Each rank gets its
+        all_gather_batch: every rank passes its own sequences, all of one length. Each rank gets its
             chunks of all of them, and `inverse` returns a rank's own sequences.
 
     Returns:
-        (local_sequence, query_positions, key_value_positions) and inverse. Positions are those of
-        the local tokens, and those of all ranks' tokens in the order in which `zig_zag_attn`
-        gathers them. `inverse` joins every rank's `[b, local n, d]` to whole sequences, on every
-        rank. Without all_gather_batch all ranks have the same result, so gradients are those of a
-        loss per rank; averaged over ranks, as by DDP, they are those of one loss.
+        (local_sequence, query_positions, key_value_positions) and inverse. query_positions are of
+        the local tokens, key_value_positions of all ranks' tokens in the order in which
+        `zig_zag_attn` gathers them. `inverse` joins every rank's `[b, local n, d]` to whole
+        sequences, on every rank. Without all_gather_batch all ranks have the same result, so each
+        rank's loss counts: average gradients over ranks, as DDP does, to get those of one loss.
 
     Raises:
         ValueError: an argument differs between ranks; on every rank.
@@ -102,9 +102,9 @@ def zig_zag_attn(
         q: `[b, h, n, d]`, this rank's queries.
         k, v: `[b, h_kv, m, d]` and `[b, h_kv, m, d_v]` of this rank; query head i uses key head
             i // (h / h_kv).
-        dropout: the share of probabilities that is dropped, drawn by each rank for itself.
-        attn_mask: `[n, all m]`, keys in the order of ranks: bool, True where a key is seen, or
-            numbers that are added to scores; it broadcasts to `[b, h, n, all m]`. None shows all.
+        dropout: the share of probabilities that is dropped; each rank draws its own.
+        attn_mask: `[n, all m]`, keys in rank order: bool, True where a key is seen, or numbers
+            that are added to scores; broadcasts to `[b, h, n, all m]`. None shows all.
 
     Returns:
         `[b, h, n, d_v]`. Gradients of k and v are summed over all ranks.
@@ -138,7 +138,7 @@ def zig_zag_attn(
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError where q, k and v, heads first, don't fit one another."""
+    """Raise ValueError if shapes or dtypes of q, k and v, heads first, don't fit one another."""
     if q.ndim == k.ndim == v.ndim == 4 and k.dtype == v.dtype and k.shape[:3] == v.shape[:3]:
         b, h, _, d = q.shape
         if k.shape[1] > 0 and h % k.shape[1] == 0 and (k.shape[0], k.shape[3]) == (b, d):
