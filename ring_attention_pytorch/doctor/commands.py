@@ -14,11 +14,11 @@ from ring_attention_pytorch.doctor.speed import SIZES
 from ring_attention_pytorch.doctor.trials import Parity, Trial, explained, try_out
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
 
-_SIGNS = {"ok": ("ok  ", 32), "note": ("note", 33), "bad": ("BAD ", 31)}  # and ANSI colours
+_SIGNS = {"ok": ("ok  ", 32), "note": ("note", 33), "bad": ("BAD ", 31)}  # with ANSI colours
 
 
 def main(given: Sequence[str]) -> int:
-    """Run a command; return its exit code: 0, or 1 where something is wrong."""
+    """Run a command; return its exit code: 0, or 1 if something is wrong."""
     args = parser().parse_args(given)
     if args.command is None:
         parser().print_help()
@@ -101,7 +101,7 @@ def _of_failure(error: Exception) -> Finding:
 
 
 def _of_trial(trial: Trial, nproc: int, device: str) -> list[Finding]:
-    """Return a finding of each kernel and transport, of links, and of attention's speed."""
+    """Return a finding for each kernel and transport, the links, and the speed of attention."""
     found = [_of_parity(each, nproc) for each in trial.parities]
     if trial.bandwidth is not None:
         text = f"{trial.bandwidth / 1e9:.2f} GB/s to a neighbour while as much comes"

@@ -1,6 +1,6 @@
-"""What a run of a model shows: the tokens, positions and labels that it saw, and its attention.
+"""Records of a model's run: tokens, positions, labels, and calls of attention.
 
-Nothing of the model is changed. Hooks and wrappers note what passes by, in forward only.
+Hooks and wrappers record arguments, in forward only. The model itself is not changed.
 """
 
 import inspect
@@ -22,14 +22,14 @@ QKV = tuple[Tensor, Tensor, Tensor]
 
 @dataclass
 class Evidence:
-    """What a run showed.
+    """The records of one run.
 
     Attributes:
-        inputs: the first tensors that submodules were given, by module and parameter: of ints, or
-            those of the batch.
-        labels: the labels of each cross entropy, flat, and how many there were of the same batch.
+        inputs: the first tensors passed to submodules, by module and parameter: integer ones, and
+            the very first one of any dtype.
+        labels: the labels of each cross entropy; `ignored` is its `ignore_index`.
         entropy: the sum of all cross entropies, over `counted` labels.
-        attention: plan, q, k and v of each call of attention over a ring.
+        attention: plan, q, k and v of each call of attention; values of the first call only.
     """
 
     inputs: dict[tuple[str, str], Tensor] = field(default_factory=dict)
@@ -41,14 +41,14 @@ class Evidence:
 
     @property
     def plans(self) -> list[RingPlan]:
-        """The plans of attention over several ranks, each once."""
+        """The distinct plans of attention over several ranks."""
         found = {id(plan): plan for plan, _ in self.attention if plan.ring.size > 1}
         return list(found.values())
 
 
 @contextmanager
 def watched(model: nn.Module) -> Iterator[Evidence]:
-    """Note in this block what the model is given, and what it gives to attention and losses."""
+    """Record the arguments of the model's submodules, attention and losses in this block."""
     seen = Evidence()
     with ExitStack() as block:
         for name, module in model.named_modules():
@@ -79,7 +79,7 @@ def _note_loss(seen: Evidence, call: inspect.BoundArguments) -> None:
     given: dict[str, Any] = dict(call.arguments) | {"reduction": "sum"}
     logits, labels = given["input"].detach(), given["target"]
     if labels.is_floating_point():
-        return  # probabilities of classes: nothing is known of these
+        return  # class probabilities have no labels to compare
     seen.ignored = given.get("ignore_index", -100)
     with torch.no_grad():
         given["input"] = logits if logits.dtype == torch.float64 else logits.float()
@@ -95,7 +95,7 @@ def _note_call(seen: Evidence, call: inspect.BoundArguments) -> None:
 
 
 def _shaped(t: Tensor) -> Tensor:
-    return t.detach().to("meta")  # the values of the first layer's are enough
+    return t.detach().to("meta")  # the first layer's values are enough
 
 
 _cross_entropy = F.cross_entropy
@@ -105,7 +105,7 @@ _cross_entropy = F.cross_entropy
 def _wrapped(
     owner: Any, name: str, note: Callable[[inspect.BoundArguments], None]
 ) -> Iterator[None]:
-    """Let `note` see the arguments of a function in this block."""
+    """Call `note` with the arguments of each call of a function in this block."""
     function = getattr(owner, name)
     signature = inspect.signature(function)
 

@@ -1,4 +1,4 @@
-"""Facts of an installation, gathered from the machine; what follows from them is in `findings`."""
+"""Facts of an installation, gathered from the machine; `findings` draws the conclusions."""
 
 import importlib.metadata
 import os
@@ -22,14 +22,14 @@ class Facts:
 
     Attributes:
         python, torch: versions.
-        ours: the version of the package that runs, and `place` the folder that it lies in.
-        listed: the versions that installed distributions of its name have.
-        numpy: its version; None where it is not installed.
-        packages: of each that a kernel needs what keeps it from being used; None if nothing.
-        kernels: of each kernel why it can't run on the device; None where it can.
-        gpus: their names, and `apart` the pairs of them that can't reach one another's memory.
-        backends: what torch.distributed can use.
-        launched: how many processes torchrun has started, of which this is one; 0 if it has not.
+        ours, place: version and folder of the package that runs.
+        listed: versions of the installed distributions of its name.
+        numpy: its version; None if it is not installed.
+        packages: for each package that a kernel needs, why it can't be used; None if it can.
+        kernels: for each kernel, why it can't run on the device; None if it can.
+        gpus, apart: names of the GPUs, and pairs of them without access to each other's memory.
+        backends: backends available to torch.distributed.
+        launched: number of processes that torchrun started, this one included; 0 without torchrun.
     """
 
     python: str
@@ -69,7 +69,7 @@ def gather_facts(device: str) -> Facts:
 
 
 def request(name: str, device: str) -> KernelRequest:
-    """Return what a kernel is tried with: causal, heads of 64, the widest dtype that it has."""
+    """Return the request that a kernel is tried with, in the widest dtype that it supports."""
     dtypes = KERNELS[name].CAN.dtypes
     order = (torch.float64, torch.float32, torch.bfloat16)
     dtype = next(d for d in order if dtypes is None or d in dtypes)
@@ -80,7 +80,7 @@ def request(name: str, device: str) -> KernelRequest:
 
 
 def why_not(name: str, device: str) -> str | None:
-    """Say why a kernel can't run on a device; None where it can."""
+    """Return why a kernel can't run on a device; None if it can."""
     return refusal(name, request(name, device))
 
 

@@ -1,4 +1,4 @@
-"""What follows from the facts of an installation: pure functions, a finding a line."""
+"""Conclusions from the facts of an installation: pure functions that return findings."""
 
 from typing import Literal, NamedTuple
 
@@ -8,9 +8,9 @@ Status = Literal["ok", "note", "bad"]
 
 
 class Finding(NamedTuple):
-    """A finding: of what, whether it is well, what was seen, and what to do.
+    """A finding: its subject and status, the text, and advice.
 
-    "note" is what costs speed, or is only good to know. "bad" keeps something from working.
+    Status "note" costs speed or is good to know; "bad" keeps something from working.
     """
 
     subject: str
@@ -20,7 +20,7 @@ class Finding(NamedTuple):
 
 
 def findings_of(facts: Facts, backend: str, nproc: int) -> list[Finding]:
-    """Return the findings for that many processes of a group with a backend."""
+    """Return the findings for a group of `nproc` processes with this backend."""
     return [
         _package(facts),
         Finding("python", "ok", f"{facts.python}, torch {facts.torch}"),
@@ -34,7 +34,7 @@ def findings_of(facts: Facts, backend: str, nproc: int) -> list[Finding]:
 
 
 def keeps_from_trying(finding: Finding) -> bool:
-    """Tell whether processes need not be started, because they could do nothing."""
+    """Return True if trial processes would fail, so that none need be started."""
     return finding.status == "bad" and finding.subject in (
         "kernels",
         "backend",
@@ -63,7 +63,7 @@ def _numpy(facts: Facts) -> Finding:
 
 
 def _packages(facts: Facts) -> list[Finding]:
-    """Tell of what is broken, and of what is missing or old, which costs kernels and no more."""
+    """Report packages that are broken ("bad"), or missing or old, which only costs kernels."""
     found = []
     for name, why in facts.packages.items():
         if why is None:

@@ -1,7 +1,7 @@
-"""Known mistakes in sharing a sequence: each a function that looks for its traces.
+"""Known mistakes in sharding a sequence: one function for each looks for its traces.
 
-A function is given all that the runs of a rank have shown, works out what a right or a wrong
-program would show there, and says in which it is found; None where there is no trace of it.
+A function gets the records of a rank's runs, and compares them with the records that a correct or
+a wrong program would leave. It returns a description of the mistake, or None without a trace.
 """
 
 import math
@@ -27,7 +27,7 @@ from ring_attention_pytorch.training.labels import documents_of_positions
 
 
 class RankNumbers(NamedTuple):
-    """Numbers of a rank that all ranks know: its loss, and sum and count of its entropies."""
+    """Numbers of a rank that all ranks know: its loss, and sum and count of its cross entropies."""
 
     loss: float
     entropy: float
@@ -36,11 +36,11 @@ class RankNumbers(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A rank's run, that of one process, and the numbers of all ranks.
+    """A rank's run (`here`), the run in one process (`whole`), and the numbers of all ranks.
 
     Attributes:
-        size: the factor by which the mean of all ranks' gradients exceeds that of one process.
-        close: the relative error up to which numbers are the same.
+        size: the mean of all ranks' gradients, as a multiple of the gradients in one process.
+        close: the relative error up to which numbers count as equal.
     """
 
     model: nn.Module
@@ -60,24 +60,24 @@ class Case:
 
     @cached_property
     def mine(self) -> Tensor | None:
-        """This rank's tokens, as the model was given them."""
+        """This rank's tokens, as passed to the model."""
         return None if self.tokens is None else tokens_of(self.here, self.whole, self.tokens)
 
     @cached_property
     def held(self) -> Held | None:
-        """Which tokens of the whole these are, if that is a layout."""
+        """Positions and layout of this rank's tokens; None if they fit no layout."""
         if self.tokens is None or self.mine is None:
             return None
         found = held(self.mine, self.tokens, self.ring, self.here)
         return None if found is None or found.layout == EVERYTHING else found
 
     def alike(self, a: float, b: float) -> bool:
-        """Tell whether two numbers are the same, up to rounding."""
+        """Return True if two numbers are equal up to rounding."""
         return math.isclose(a, b, rel_tol=self.close)
 
 
 class Mistake(NamedTuple):
-    """A kind of mistake: `find` says what was seen of it, `advice` what to do."""
+    """A known mistake: `find` returns a description of its traces, `advice` is the remedy."""
 
     name: str
     find: Callable[[Case], str | None]
@@ -130,7 +130,7 @@ def _positions(case: Case) -> str | None:
 
 
 def _rotated(case: Case, at: Tensor) -> str | None:
-    """Say that v is right in the first layer, and q and k are not, as by rotary embeddings."""
+    """Report a first layer whose v is right and q, k wrong: rotary angles of other positions."""
     if not (case.here.attention and case.whole.attention):
         return None
     errors = []
@@ -153,7 +153,7 @@ def _labels(case: Case) -> str | None:
     right = want[:, at]
     if got.shape != right.shape or torch.equal(got, right):
         return None
-    own = F.pad(want[:, :-1], (1, 0), value=ignored)[:, at]  # of each token itself
+    own = F.pad(want[:, :-1], (1, 0), value=ignored)[:, at]  # each token's own id as label
     local = F.pad(own[:, 1:], (0, 1), value=ignored)
     wrong = int((got != right).sum())
     if torch.equal(got, local):
@@ -265,7 +265,7 @@ def _dropout(case: Case) -> str | None:
 
 
 def _same_inputs(case: Case) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield what submodules were given in both runs: a name, in one process, and here."""
+    """Yield arguments that both runs recorded: name, tensor in one process, tensor here."""
     for (module, parameter), want in case.whole.inputs.items():
         got = case.here.inputs.get((module, parameter))
         if got is not None and got.ndim == want.ndim == 2 and want.shape[1] > 1:

@@ -1,9 +1,9 @@
-"""`check_parity`: a model that shares sequences, compared with itself in one process.
+"""`check_parity`: a model that shards sequences, compared with itself in one process.
 
 all ranks                        model(**batch)      loss, gradients of all ranks, averaged
 each rank for itself             model(**batch)      loss, gradients of whole sequences
     in `one_process()`
-what both have shown             mistakes.KNOWN      which mistake explains the difference
+records of both runs             mistakes.KNOWN      which mistake explains the difference
 """
 
 import json
@@ -26,11 +26,11 @@ from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.digests import digest
 
 _CALLER = "check_parity"
-# the largest relative error that is rounding, after many layers
+# the largest relative error that rounding explains, after many layers
 _ALLOWED = {
     torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2,
 }  # fmt: skip
-_OF_ALL = 1e-3  # gradients below this share of all gradients' norm are compared with that share
+_OF_ALL = 1e-3  # least denominator of a gradient's error, as a share of all gradients' norm
 _THEIRS = ("eager", "sdpa", "flash_attention", "flex_attention", "paged", "ring")  # no adapters
 
 
@@ -42,7 +42,7 @@ class GradientError(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """A known mistake that was found: its name, what was seen on some ranks, what to do."""
+    """A known mistake that was found: name, description, ranks with traces of it, advice."""
 
     name: str
     seen: str
@@ -60,14 +60,14 @@ class ParityReport:
     The same on all ranks. `print` it.
 
     Attributes:
-        ring_size: how many ranks share a sequence.
-        loss: the mean of all ranks' losses, and `loss_of_one` that of one process.
-        logits: the largest relative error of a rank's logits; None if the model has none, or
-            it is unknown which tokens they are of.
-        gradients: of each parameter the relative error of the average over all ranks, the worst
-            first. One that is nearly nothing is compared with a thousandth of all gradients' norm.
-        allowed: the error that rounding may have.
-        mistakes: the known ones of which there are traces.
+        ring_size: number of ranks that share a sequence.
+        loss, loss_of_one: the mean of all ranks' losses, and the loss in one process.
+        logits: the largest relative error of a rank's logits; None if the model returns none, or
+            their positions are unknown.
+        gradients: for each parameter the relative error of the average over all ranks, the worst
+            first. The denominator is at least a thousandth of all gradients' norm.
+        allowed: the largest error that counts as rounding.
+        mistakes: known mistakes that left traces.
     """
 
     ring_size: int
@@ -80,12 +80,12 @@ class ParityReport:
 
     @property
     def right(self) -> bool:
-        """Tell whether all numbers are the same, and there is no trace of a mistake."""
+        """True if all numbers are the same, and there is no trace of a mistake."""
         return self.same and not self.mistakes
 
     @property
     def same(self) -> bool:
-        """Tell whether all numbers are the same, up to rounding. NaN is not."""
+        """True if all numbers are equal up to rounding; False for NaN."""
         errors = [self.loss_error, self.logits or 0.0, *(g.error for g in self.gradients)]
         return all(error <= self.allowed for error in errors)
 
@@ -109,7 +109,7 @@ class ParityReport:
 
 
 class _Run(NamedTuple):
-    """What a run has computed: loss, logits if there are some, gradients by name."""
+    """Results of a run: loss, logits if there are any, gradients by name."""
 
     loss: float
     logits: Tensor | None
@@ -123,19 +123,19 @@ def check_parity(
 ) -> ParityReport:
     """Compare a model whose ranks share sequences with the same model in one process.
 
-    The model is called as `model(**batch)`, with whole sequences. It cuts them itself, and returns
-    its loss, or an object or mapping with a `loss`, and `logits` perhaps. What comes before a model
-    in a training step belongs in a module around it: its forward is that step up to backward.
+    The model is called as `model(**batch)`, with whole sequences. It shards them itself, and
+    returns its loss, or an object or mapping with `loss` and optionally `logits`. If your training
+    step prepares the batch outside of the model, wrap both in a module and pass that.
 
-    It runs twice, forward and backward: once on all ranks, and once more on each rank for itself.
-    There all rings have one rank, and torch.distributed says that there is one. A model of
-    transformers whose attention is an adapter of yours takes "sdpa" there, or "eager". So each rank
-    must have memory for whole sequences: take a short batch. Nothing of the model is changed.
+    It runs twice, forward and backward: once on all ranks, and once more on each rank alone. In the
+    second run all rings have one rank, and torch.distributed reports a world of one. A transformers
+    model with an adapter of yours as attention uses "sdpa" or "eager" in it. Each rank needs memory
+    for whole sequences, so use a short batch. The model itself is not changed.
 
-    Where a loss is over more ranks than the ring, give all rings the same batch.
+    If the loss is over more ranks than the ring, pass the same batch to all rings.
 
-    Gradients are averaged over the ranks, as DDP and FSDP2 do. Parameters that FSDP2 has sharded
-    are refused: give the model before that.
+    Gradients are averaged over the ranks, as DDP and FSDP2 do. Pass the model before FSDP2 shards
+    it: sharded parameters are refused.
 
     Args:
         model: the same weights on all ranks.
@@ -143,9 +143,9 @@ def check_parity(
         group: the ring; None is the default group.
 
     Raises:
-        ValueError: ranks were given different batches or weights, there is no group where torchrun
-            has started several processes, parameters are sharded, or the model is no such
-            model; on all ranks.
+        ValueError: batches or weights differ between ranks, torchrun started several processes
+            but there is no process group, parameters are sharded, or the model returns no loss;
+            on all ranks.
 
     >>> class Squares(nn.Module):
     ...     def __init__(self):
@@ -199,7 +199,7 @@ def _compared(
 
 
 def _explanations(found: list[dict[str, str]]) -> tuple[Explanation, ...]:
-    """Join what ranks have found: each mistake once, in the words of the first of them."""
+    """Join the ranks' findings: each mistake once, with the first rank's description."""
     explanations = []
     for name, _, advice in KNOWN:
         ranks = tuple(rank for rank, mistakes in enumerate(found) if name in mistakes)
@@ -213,7 +213,7 @@ def _json(numbers: Mapping[str, Any]) -> bytes:
 
 
 def _alone(model: nn.Module, batch: Mapping[str, Any]) -> _Run:
-    """Run the model in a world of one; raise ValueError if it can't, or is not given all."""
+    """Run the model in a world of one; raise ValueError if it fails, or gets only some tokens."""
     try:
         with one_process(), _their_attention(model):
             run = _step(model, batch)
@@ -233,7 +233,7 @@ def _alone(model: nn.Module, batch: Mapping[str, Any]) -> _Run:
 
 @contextmanager
 def _their_attention(model: nn.Module) -> Iterator[None]:
-    """Let models of transformers attend by its own attention, in place of an adapter."""
+    """In this block, use transformers' own attention in place of an adapter."""
     with ExitStack() as block:
         for module in model.modules():
             config = getattr(module, "config", None)
@@ -279,9 +279,9 @@ def _of(outcome: Any, name: str) -> Any:
 def _gradients(
     here: Mapping[str, Tensor], alone: Mapping[str, Tensor], ring: Ring
 ) -> tuple[tuple[GradientError, ...], float]:
-    """Return errors of gradients averaged over ranks, and how many times too large all are.
+    """Return the errors of gradients averaged over ranks, and the factor by which all are off.
 
-    The latter is 0 where they are not alike but for a factor.
+    The factor is 0 if the gradients differ by more than a common factor.
     """
     norm = float(sum(g.double().square().sum() for g in alone.values())) ** 0.5
     errors, along, across = [], 0.0, 0.0
@@ -337,7 +337,7 @@ def _check(model: nn.Module, ring: Ring) -> None:
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Put gradients back when the block ends."""
+    """Restore the gradients at the end of the block."""
     before = [(p, p.grad) for p in model.parameters()]
     try:
         yield

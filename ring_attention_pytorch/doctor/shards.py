@@ -1,4 +1,4 @@
-"""Which tokens of a whole batch a rank was given, found in what its model saw."""
+"""Find out from the records of a rank's model which tokens of a whole batch it received."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ EVERYTHING = "everything"
 
 
 class Held(NamedTuple):
-    """The positions `[n]` of a rank's tokens in the whole sequence, and the layout of that."""
+    """The positions `[n]` of a rank's tokens in the whole sequence, and their layout."""
 
     positions: Tensor
     layout: Layout
@@ -38,7 +38,7 @@ def whole_tokens(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def tokens_of(seen: Evidence, whole: Evidence, tokens: Tensor) -> Tensor | None:
-    """Return what the model was given where in one process it is given the whole of `tokens`."""
+    """Return the argument that the model gets in place of the whole `tokens` of one process."""
     for name, t in whole.inputs.items():
         if name in seen.inputs and t.shape == tokens.shape and torch.equal(t, tokens):
             return seen.inputs[name]
@@ -48,7 +48,7 @@ def tokens_of(seen: Evidence, whole: Evidence, tokens: Tensor) -> Tensor | None:
 def held(mine: Tensor, tokens: Tensor, ring: Ring, seen: Evidence) -> Held | None:
     """Find the layout by which `mine` is this rank's part of tokens; None if there is none.
 
-    Where tokens repeat, several may fit. Then it is the one of attention.
+    If tokens repeat, several layouts can fit. Attention's layout is tried first.
     """
     length = tokens.shape[1]
     if ring.size > 1 and mine.shape == tokens.shape and torch.equal(mine, tokens):
@@ -56,7 +56,7 @@ def held(mine: Tensor, tokens: Tensor, ring: Ring, seen: Evidence) -> Held | Non
     for layout in _candidates(seen):
         try:
             segments = all_segments(layout, ring.size, length)
-        except ValueError:  # it was dealt for another length
+        except ValueError:  # a balanced layout for another length
             continue
         positions = segment_positions(segments[ring.rank])
         part = tokens[:, positions.to(tokens.device)]

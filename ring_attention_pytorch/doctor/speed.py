@@ -1,7 +1,7 @@
-"""The speed of attention on this machine: as the cost model expects it, and as it is.
+"""The speed of attention on this machine: predicted by the cost model, and measured.
 
 a kernel alone on one rank ─┐
-links between neighbours ───┴─ Hardware ── cost.predict ── expected, beside a short measured run
+links between neighbours ───┴─ Hardware ── cost.predict ── expected, and a short measured run
 """
 
 import time
@@ -21,7 +21,7 @@ _ROUNDS = 4
 
 
 class Size(NamedTuple):
-    """What is timed: tokens of a rank, heads, their size, and dtype."""
+    """Sizes of the timed call: tokens per rank, heads, head size, and dtype."""
 
     tokens: int
     heads: int
@@ -47,7 +47,7 @@ SIZES = {
 
 
 class Speed(NamedTuple):
-    """FLOP/s of a rank, forward and backward: of the kernel alone, expected, and measured."""
+    """FLOP/s of a rank, forward and backward: kernel alone, expected, and measured."""
 
     alone: float
     expected: float
@@ -55,9 +55,9 @@ class Speed(NamedTuple):
 
 
 def speed(device: str, bandwidth: float | None) -> Speed:
-    """Time causal attention in zigzag; all ranks of the default group call this together.
+    """Time causal attention in layout "zigzag"; all ranks of the default group call this together.
 
-    Each first times the kernel alone, on half of the scores that there are in its part of a ring.
+    Each rank first times the kernel alone, without a mask, on its own tokens.
     """
     size, ring = SIZES[device], Ring()
     q, k, v = size.tensors(device)
@@ -68,13 +68,13 @@ def speed(device: str, bandwidth: float | None) -> Speed:
     plan = RingPlan.make(q, k, v, causal=True, layout="zigzag")
     cost = predict(plan.schedule, plan.place, plan.chosen.shape, machine)
     took = sum(_seconds(lambda: ring_attn(q, k, v, plan=plan), (q, k, v), ring))
-    mine = 3.5 * flops * ring.size / 2  # of the causal half, shared evenly
+    mine = 3.5 * flops * ring.size / 2  # a rank's share of the causal half
     expected = cost.forward + cost.backward
     return Speed(3.5 * flops / sum(kernel), mine / expected, mine / took)
 
 
 def _machine(kernel: tuple[float, float], bandwidth: float | None) -> Hardware:
-    """Return a machine of a kernel's FLOP/s and of links' bytes a second, whose calls are free."""
+    """Return hardware with these FLOP/s (forward, backward) and bytes/s, and no cost per call."""
     forward, backward = kernel
     rate = bandwidth or float("inf")
     hops = ((0, 0.0), (1 << 20, (1 << 20) / rate))
@@ -84,7 +84,7 @@ def _machine(kernel: tuple[float, float], bandwidth: float | None) -> Hardware:
 def _seconds(
     call: Callable[[], Tensor], given: tuple[Tensor, Tensor, Tensor], ring: Ring
 ) -> tuple[float, float]:
-    """Return the least seconds of forward and of backward, all ranks beginning together."""
+    """Return the least seconds of forward and of backward; all ranks start together."""
     best = [float("inf")] * 2
     for _ in range(_ROUNDS):
         ring.gather_bytes(b"", 1)

@@ -1,4 +1,4 @@
-"""Trials in processes that share a sequence: is attention right here, and how fast are links."""
+"""Trials in processes that share a sequence: correctness of attention, and speed of links."""
 
 import time
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from ring_attention_pytorch.plan.explain import explain_plan
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Ring
 
-# the most relative error of out or a gradient: some hundred times what is usual
+# the largest relative error of out or a gradient: some hundred times the usual error
 ALLOWED = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _TOKENS, _HEADS, _KEY_HEADS, _WIDTH = 210, 4, 2, 64
 _MESSAGE = 16 << 20  # bytes
@@ -37,12 +37,12 @@ class Parity(NamedTuple):
 
     @property
     def right(self) -> bool:
-        """Tell whether the error is small. One that is NaN is not."""
+        """True if the error is small; False for NaN."""
         return self.error <= self.allowed
 
 
 class Trial(NamedTuple):
-    """What a rank, or all of them, have found: errors, bytes a second to a neighbour, speeds."""
+    """Results of one rank or of all: errors, bytes/s to a neighbour, speeds."""
 
     parities: list[Parity]
     bandwidth: float | None
@@ -50,16 +50,16 @@ class Trial(NamedTuple):
 
 
 def try_out(device: str, backend: str, nproc: int) -> Trial:
-    """Compare each kernel and transport with dense attention, and time links, on new processes.
+    """Compare each kernel and transport with dense attention, and time links, in new processes.
 
-    A link's speed is that of the slowest process, which sends to one neighbour and receives as many
-    bytes from the other. There is none with one process.
+    Every process sends to one neighbour and receives as many bytes from the other; the slowest
+    one counts. With one process the bandwidth is None.
     """
     return worst(spawn(_trial, nproc, device, backend=backend))
 
 
 def worst(trials: Sequence[Trial]) -> Trial:
-    """Return the worst of what ranks have found."""
+    """Return the worst results of all ranks."""
     same = zip(*(trial.parities for trial in trials))
     speeds = [trial.bandwidth for trial in trials if trial.bandwidth is not None]
     slowest = min((t.speed for t in trials if t.speed), key=lambda s: s.measured, default=None)
@@ -69,7 +69,7 @@ def worst(trials: Sequence[Trial]) -> Trial:
 def explained(
     tokens: int, heads: tuple[int, int], width: int, nproc: int, layout: str, causal: bool
 ) -> list[str]:
-    """Explain the plan of each of so many processes, whose tensors take no memory."""
+    """Explain the plan of each of `nproc` processes; their tensors take no memory."""
     return spawn(_explain, nproc, tokens, heads, width, layout, causal)
 
 
@@ -80,7 +80,7 @@ def _trial(rank: int, device: str) -> Trial:
 
 
 def trial(device: str) -> Trial:
-    """Try all on this rank; all ranks of the default group call this together."""
+    """Run all trials on this rank; all ranks of the default group call this together."""
     found = []
     for name in KERNELS:
         if why_not(name, device) is not None:
@@ -134,7 +134,7 @@ def _bandwidth(ring: Ring, device: str) -> float | None:
     there, here = (torch.zeros(_MESSAGE, dtype=torch.uint8, device=device) for _ in range(2))
     right, left = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
     best = 0.0
-    for _ in range(_ROUNDS + 1):  # connections are made in the first
+    for _ in range(_ROUNDS + 1):  # the first one opens connections
         ring.gather_bytes(b"", 1)
         start = time.perf_counter()
         with ring.call("measuring the links"):
