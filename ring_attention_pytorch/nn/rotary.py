@@ -23,7 +23,7 @@ class RingRotaryEmbedding(nn.Module):
         striped: the same as layout="striped".
         buckets: must be 1; stripes here are single tokens.
         theta: upper bound of the wavelengths, divided by 2 pi.
-        layout: which tokens a rank holds; None is "striped" if striped, else "contiguous".
+        layout: which tokens a rank holds; None is "striped" if striped=True, or "contiguous".
         group: the ring; None is the default group.
 
     Raises:

@@ -129,7 +129,7 @@ class SummaryLayer(nn.Module):
     def forward(
         self, x: Tensor, qkv: list[Tensor], angles: Tensor | None, plan: SummaryPlan
     ) -> Tensor:
-        """Return `[b, n, h, d]` for tokens x `[b, n, dim]`; q, k, v come without rotary embedding.
+        """Return `[b, n, h, d]` for tokens x `[b, n, dim]`; q, k, v are not rotated yet.
 
         `angles` `[n, d]` are the tokens' rotary angles; None rotates nothing.
         """
