@@ -1,11 +1,11 @@
 """The interface of a fabric, which moves bytes between the ranks of a ring.
 
     a program's step         GatherCall            a fabric's channel
-    start keys         ─►    start(number)   ─►    put(transfer)     own keys, for all who need them
-    wait for keys      ─►    wait(number)    ─►    take(transfer)    others' keys
-    compute            ─►    grads(part)     ─►    room(keys)        where their gradients are made
-    start gradients    ─►    start(number)   ─►    give(transfer)    to the keys' owners
-    wait for gradients ─►    wait(number)    ─►    reduce(transfer)  those of own keys, summed
+    start keys         ─►    start(number)   ─►    put(transfer)             own keys, for peers
+    wait for keys      ─►    wait(number)    ─►    take(transfer)            peers' keys
+    compute            ─►    grads(part)     ─►    grad_accumulators(keys)   for their gradients
+    start gradients    ─►    start(number)   ─►    give(transfer)            to the keys' owners
+    wait for gradients ─►    wait(number)    ─►    reduce(transfer)          own gradients, summed
 
 A gather's program and Ulysses' copy plans decide, as ints, the tensors and their order.
 """
