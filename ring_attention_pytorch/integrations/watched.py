@@ -265,10 +265,9 @@ class Watched:
 class Outermost:
     """A context manager that watches each call of an outermost module, as the block's `call`."""
 
-    block: Block
-
     def __init__(self, block: Block):
-        self.block, self._outside = block, block.call
+        self.block: Block = block
+        self._outside = block.call
 
     def __enter__(self) -> Self:
         self._handle = register_module_forward_pre_hook(self._begins)

@@ -47,5 +47,5 @@ def stood_in(monkeypatch: pytest.MonkeyPatch) -> Machine:
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(streams, "_side_streams", {})
-    monkeypatch.setattr(streams, "_away", streams._Pending())
+    monkeypatch.setattr(streams, "_pending", streams._Pending())
     return found
