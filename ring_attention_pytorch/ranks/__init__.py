@@ -1,1 +1,1 @@
-"""What ranks say to one another: rings, agreement, steps that match, failures and their reports."""
+"""How ranks coordinate: rings, agreement, matching steps, failures and their reports."""

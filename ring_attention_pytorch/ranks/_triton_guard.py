@@ -1,11 +1,11 @@
-"""Kernels by which ranks wait for one another in memory that they share, and check who came.
+"""Kernels with which ranks wait at a barrier in shared memory, and check each other's purpose.
 
-A rank's board is memory that all ranks write: `[2, ranks]` words, one of each rank for each of the
-last two times that they met. A word is the number of that time, and below it what they met for:
+A rank's board is memory that all ranks write: `[2, ranks]` words, one per rank for each of the last
+two barriers. A word is the barrier's number and, below it, its purpose:
 
-    | 63 .. 32: number | 31 .. 0: what for |
+    | 63 .. 32: number | 31 .. 0: purpose |
 
-A rank that has given up writes `FAILED` instead, everywhere, and waits for nobody any more.
+A rank that has given up writes `FAILED` on all boards instead, and waits for no rank any more.
 """
 
 import triton
@@ -13,8 +13,8 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 FAILED = tl.constexpr(-1)
-# the state of a guard, in words: whether something is wrong, the number of times that ranks met,
-# how many programs of a kernel have left its meeting, the addresses of the report and of the boards
+# the words of a guard's state: whether anything is wrong, the number of barriers so far, how many
+# programs of a kernel have left its barrier, the addresses of the report and of the boards
 WRONG, MET, LEFT, REPORT, BOARDS = (tl.constexpr(i) for i in range(5))
 
 
@@ -30,7 +30,7 @@ def _boards(state, lane, peer):
 
 @triton.jit
 def report_first(state, peer, expected, seen):
-    """Note that something is wrong, and what, if it is the first that is.
+    """Write the report of a failure, unless an earlier one was written.
 
     A state begins with WRONG; its word REPORT is the address of the report.
     """
@@ -45,7 +45,7 @@ def report_first(state, peer, expected, seen):
 
 @triton.jit
 def _give_up(boards, peer, rank, RANKS: tl.constexpr):
-    """Tell all ranks, this one too, that nobody need wait for this one."""
+    """Mark this rank as failed on all boards, its own included, so that no rank waits for it."""
     for half in tl.static_range(2):
         tl.atomic_xchg(boards + half * RANKS + rank, FAILED, mask=peer, sem="release", scope="sys")
 
@@ -54,19 +54,18 @@ def _give_up(boards, peer, rank, RANKS: tl.constexpr):
 def wait_at_barrier(
     state, number, purpose, rank, patience, RANKS: tl.constexpr, LANES: tl.constexpr
 ):
-    """Wait until all ranks have come for the time of this `number`, as `barrier_kernel`.
+    """Wait until all ranks have arrived at barrier `number`; return whether this rank gave up.
 
-    Every program of a kernel waits; the first one tells the others that this rank has come. Return
-    whether it has given up.
+    Every program of a kernel waits, see `barrier_kernel`; the first one marks this rank's arrival.
 
     All threads agree, because `seen` is read once for all of them. WRONG may change while they read
-    it, so it decides only whether to tell. Who sets it has seen FAILED on this rank's board, or
-    writes it there.
+    it, so it decides only whether to mark the arrival. The thread that sets it has seen FAILED on
+    this rank's board, or writes it there.
     """
     lane = tl.arange(0, LANES)
     peer = lane < RANKS
     word = (number << 32) | purpose
-    mark = number << 32 >> 32  # the number as it is read out of a word, which has a sign
+    mark = number << 32 >> 32  # the number as read from a word, which is signed
     half = (number % 2) * RANKS
     own = _board(state, rank) + half + lane
     theirs = _boards(state, lane, peer)
@@ -83,7 +82,7 @@ def wait_at_barrier(
     wrong = peer & (seen != word)
     gives_up = tl.sum(wrong.to(tl.int32)) > 0
     if gives_up:
-        gave_up = peer & (seen == FAILED)  # who makes others absent
+        gave_up = peer & (seen == FAILED)  # the ranks that make others absent
         blamed = gave_up | (wrong & (tl.sum(gave_up.to(tl.int32)) == 0))
         first = tl.min(tl.where(blamed, lane, LANES))
         report_first(state, first, word, tl.sum(tl.where(lane == first, seen, 0)))
@@ -100,7 +99,7 @@ def barrier_kernel(
     RANKS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Wait until all ranks have come for this `purpose`, for at most `patience` nanoseconds."""
+    """Wait until all ranks arrive for this `purpose`, for at most `patience` nanoseconds."""
     number = tl.load(state + MET) + 1
     tl.store(state + MET, number)
     wait_at_barrier(state, number, purpose, rank, patience, RANKS, LANES)
@@ -108,9 +107,9 @@ def barrier_kernel(
 
 @triton.jit
 def leave(state, number):
-    """End a kernel whose programs have all met for the time of this `number`: the last one says so.
+    """End a kernel whose programs have all passed this barrier: the last one stores its `number`.
 
-    Before, none of them must see a later number than the others.
+    Until then all programs must see the same number.
     """
     before = tl.atomic_add(state + LEFT, 1, sem="acq_rel", scope="gpu")
     if before == tl.num_programs(0) - 1:
@@ -120,12 +119,12 @@ def leave(state, number):
 
 @triton.jit
 def out_of_step(state, rank, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """Tell whether any rank has failed by now, this one included.
+    """Return whether any rank has failed by now, this one included.
 
-    If none has, what was read before was right. A program of several warps has a barrier between
-    its reads and this.
+    If none has, all earlier reads were valid. A program of several warps has a barrier between its
+    reads and this.
     """
-    lane = tl.arange(0, 2 * LANES)  # the words of both times, by one atomic
+    lane = tl.arange(0, 2 * LANES)  # the words of both slots, in one atomic
     word = lane < 2 * RANKS
     own = _board(state, rank) + lane
     seen = tl.atomic_add(own, 0, mask=word, sem="acq_rel", scope="sys")
@@ -139,7 +138,7 @@ def out_of_step(state, rank, RANKS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank"])
 def fail_kernel(state, rank: tl.int32, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """Tell all ranks that this one has given up."""
+    """Mark this rank as failed on all boards."""
     lane = tl.arange(0, LANES)
     peer = lane < RANKS
     tl.store(state + WRONG, 1)
@@ -165,7 +164,7 @@ def fill_nan_kernel(
     LANES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fill what was read in others' memory with NaN, if anything is wrong or a rank gave up."""
+    """Fill data read from peers' memory with NaN, if anything is wrong or a rank gave up."""
     if out_of_step(state, rank, RANKS, LANES):
         _fill(address, nbytes, BLOCK)
 
@@ -183,7 +182,7 @@ def compare_kernel(
 ):
     """Fill a peer's message with NaN if its stamp is another, or anything was wrong before.
 
-    The host is told the number of the exchange that has come.
+    The number of this exchange is reported to the host.
     """
     if tl.program_id(0) == 0:
         report = tl.load(state + REPORT).to(tl.pointer_type(tl.int64))
@@ -192,5 +191,5 @@ def compare_kernel(
     wrong = came != expected
     if wrong:
         report_first(state, peer, expected, came)
-    if wrong | (tl.load(state + WRONG) != 0):  # not all threads see at once what one has stored
+    if wrong | (tl.load(state + WRONG) != 0):  # not all threads see at once a store by one
         _fill(address, nbytes, BLOCK)

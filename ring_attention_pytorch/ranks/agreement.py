@@ -1,10 +1,10 @@
 """An agreement before any tensor is sent: all ranks agree, or all raise the same error.
 
-A rank that disagrees about a shape makes gloo end the process, return wrong data, or hang.
-So ranks first compare notes, in one small all-gather over the host. A note has three lines: how
-often ranks have compared notes, the size of the ring and what is wrong; what must be the same; the
-rank's own numbers. The second is long, and the same again and again. So it is written once, and
-read only where ranks differ.
+A rank that disagrees about a shape makes gloo end the process, return wrong data, or hang. Ranks
+therefore exchange notes first, in one small all-gather on the host. A note has three lines: the
+number of agreements so far, the ring's size and the rank's error; the values that must match; the
+rank's own numbers. The second line is long and rarely changes. It is encoded once, and parsed only
+if ranks differ.
 """
 
 import json
@@ -24,30 +24,30 @@ from ring_attention_pytorch.ranks.notes import exchange, unreadable
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.torch_func import run_apart
 
-_LONGEST_TEXT = 2000  # characters of what is wrong, or of one value
+_LONGEST_TEXT = 2000  # characters of an error, or of one value
 
-# raises what is wrong with one rank's arguments; or the error, where that is known already
+# raises the error of one rank's arguments; or is that error, if it is known already
 Check: TypeAlias = Callable[[], object] | ValueError
 
 
 @dataclass(frozen=True)
 class MustMatch:
-    """What must be the `same` in a rank's ring, and `everywhere` in its group, by name."""
+    """Values by name that must be the `same` in a rank's ring, and `everywhere` in its group."""
 
     same: Mapping[str, Any] = field(default_factory=dict)
     everywhere: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def text(self) -> bytes:
-        """The claim as it is told."""
+        """The values as a line of a note, in JSON."""
         same = {name: _plain(value) for name, value in self.same.items()}
         return json.dumps([same, dict(self.everywhere)]).encode()
 
 
 class Note(NamedTuple):
-    """What a rank has told."""
+    """The note of one rank."""
 
-    step: int  # how often it has compared notes
+    step: int  # the number of its agreements so far
     ring_size: int
     problem: str | None
     must_match: bytes
@@ -55,10 +55,10 @@ class Note(NamedTuple):
 
 
 def read_note(caller: str, rank: int, note: bytes) -> Note:
-    """Read a rank's note, which another version of this library may have made, or no version.
+    """Parse a rank's note, which another version or another program may have sent.
 
     Raises:
-        Disagreement: it can't be read.
+        Disagreement: it can't be parsed.
 
     >>> read_note("a call", 0, b'3 2 null\\n[{"causal": true}, {}]\\n{"n": 4}').own
     {'n': 4}
@@ -73,10 +73,10 @@ def read_note(caller: str, rank: int, note: bytes) -> Note:
 
 
 def read_must_match(caller: str, rank: int, note: Note) -> MustMatch:
-    """Read a rank's claim.
+    """Parse the values of a note that must match.
 
     Raises:
-        Disagreement: it can't be read.
+        Disagreement: they can't be parsed.
     """
     try:
         same, everywhere = json.loads(note.must_match)
@@ -87,23 +87,23 @@ def read_must_match(caller: str, rank: int, note: Note) -> MustMatch:
 
 @lru_cache(maxsize=64)
 def _written(*own: tuple[str, int]) -> bytes:
-    """Write numbers as JSON."""
+    """Encode numbers as JSON."""
     return json.dumps(dict(own)).encode()
 
 
 @lru_cache(maxsize=64)
 def _parsed(text: bytes) -> Any:
-    """Parse JSON; what comes of it is not to be changed."""
+    """Parse JSON. The result is cached: don't change it."""
     return json.loads(text)
 
 
 def _shortened(text: str) -> str:
-    """Cut what is wrong to a length, and replace what can't be encoded."""
+    """Cut an error text to its limit, and replace characters that can't be encoded."""
     return text[:_LONGEST_TEXT].encode(errors="replace").decode()
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON knows and what reads alike on all ranks."""
+    """Convert a value to JSON's types, with the same text on all ranks."""
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     if isinstance(value, (bool, int, float, type(None))):
@@ -124,14 +124,14 @@ def agree(
 ) -> list[dict[str, int]]:
     """Return the `own` numbers of each rank of the ring, once `same` is the same on all of them.
 
-    `check` raises what this rank finds wrong by itself. That is raised on every rank of the group,
-    so that no rank is left waiting. Messages number ranks by the group. `everywhere` must be the
-    same in all rings of the group, because it decides what they exchange next. A `MustMatch` has
-    both, and can be passed again.
+    `check` raises if this rank finds an error by itself. Then every rank of the group raises it,
+    and none is left waiting. Error texts number ranks by the group. `everywhere` must be the same
+    in all rings of the group, because it decides the next exchange. A `MustMatch` has both, and can
+    be passed again.
 
     Raises:
-        ValueError: ranks are in different calls, the check of one raises, or they differ; the same
-            text on all ranks.
+        ValueError: ranks are in different calls, a check raises, or values differ; the same text on
+            all ranks.
     """
     own, error = dict(own or {}), error_of(check)
     problem = ring.problem if error is None else _shortened(str(error))
@@ -145,7 +145,7 @@ def agree(
     head = b"%d %d %s" % (ring.steps.notes, ring.size, wrong)
     mine = b"\n".join((head, must_match.text, _written(*own.items())))
     notes = ring.gather_notes(caller, mine)
-    if problem is None and notes.count(mine) == len(notes):  # there is nothing to read
+    if problem is None and notes.count(mine) == len(notes):  # nothing to parse
         return [own] * ring.size
     read = [read_note(caller, *each) for each in enumerate(notes)]
     _check_problems(caller, [each.problem for each in read])
@@ -157,10 +157,10 @@ def agree(
 
 
 def error_of(check: Check | None) -> ValueError | None:
-    """Return what `check` raises, as ranks are told it; None if it raises nothing, or is none.
+    """Return the error of `check` as a ValueError; None if it raises nothing, or is None.
 
-    It may raise for a tensor without values, or for an object that breaks when it is looked at.
-    All ranks must be told, whatever it is, with its kind if it is no plain ValueError.
+    A tensor without values, or an object whose attributes raise, can cause any exception. All ranks
+    must get it: an exception of another type is named in the text.
 
     >>> error_of(lambda: [][1])
     ValueError('IndexError: list index out of range')
@@ -175,7 +175,7 @@ def error_of(check: Check | None) -> ValueError | None:
 
 
 def with_type_name(error: Exception) -> ValueError:
-    """Return an error as ranks are told it: with its kind, if it is no plain ValueError."""
+    """Convert an error to a ValueError that names its type, unless it is a ValueError already."""
     kind = "" if type(error) is ValueError and str(error) else f"{type(error).__name__}: "
     return ValueError(f"{kind}{error}")
 
@@ -188,8 +188,8 @@ def report_to_group(
     """Make the `report` of `typed`, for functions with a `group` that agree as `caller`.
 
     They agree only if the argument `agreed[0]` is `agreed[1]`: by default, only without a plan.
-    Else nobody waits in an agreement, and word is left for those who will wait.
-    `ring_of` makes the ring of a group, and of a ring size.
+    Otherwise no rank waits in an agreement; a failure report is written for ranks that wait later.
+    `ring_of` makes the ring of a group and a ring size.
     """
 
     def report(given: dict[str, Any], error: ValueError) -> None:
@@ -203,7 +203,7 @@ def report_to_group(
             agree(ring, caller, {}, check=error)
         elif isinstance(of_plan := getattr(given.get("plan"), "ring", None), Ring):
             of_plan.report_failure(f"raised ValueError: {error}")
-        else:  # no plan: those who have one wait
+        else:  # no plan here, but ranks that have one wait
             ring_of(None, None).report_failure(f"raised ValueError: {error}")
 
     return report
@@ -214,8 +214,8 @@ def in_the_same_call(ring: Ring, block: AbstractContextManager[object]) -> Itera
     """Enter `block`, made by `Ring.call`, once all ranks are in the same call.
 
     Raises:
-        ValueError: they are not; the same text on all ranks, with what each is doing, and where
-            it was called.
+        ValueError: they are not; the same text on all ranks, with each rank's call and its place in
+            the source.
     """
     with block:
         exchange(ring.gather_bytes, f"{ring.steps.now}\n{call_site()}", b"")
@@ -223,9 +223,9 @@ def in_the_same_call(ring: Ring, block: AbstractContextManager[object]) -> Itera
 
 
 def raise_together(ring: Ring, caller: str, check: Check | None) -> None:
-    """Raise what a check of what the ranks of this ring have said raises, on all of them.
+    """Run a check of gathered values, which raises on all ranks of this ring or on none.
 
-    Other rings of the group are told, too: else they would wait for these ranks in the next
+    Other rings of the group raise, too. Without that they would wait for these ranks in the next
     exchange of the whole group. All ranks of the group call this, with a check or without.
 
     Raises:
@@ -240,16 +240,16 @@ def raise_together(ring: Ring, caller: str, check: Check | None) -> None:
 def typed(
     report: Callable[[dict[str, Any], ValueError], object], apart: bool = False
 ) -> Callable[[Function], Function]:
-    """Decorate a function: arguments must be parameters of the annotated types, or all are told.
+    """Decorate a function: check the types and names of its arguments, on all ranks together.
 
-    `report` gets the arguments by name and the error about them, which an agreement takes as its
-    `check`. It raises that on all ranks that will wait for this one. Where there are none, it
-    returns. torch.compile runs the function
-    `apart`, between two graphs, or traces it; types are not checked while it does.
+    `report` gets the arguments by name, and the error about them. It raises that error on all ranks
+    that will wait for this one, as the `check` of an agreement, or returns if there are none.
+    torch.compile traces the function, or, with `apart`, breaks the graph around it; it checks types
+    only if `apart`.
 
     Raises:
-        ValueError: an argument has another type, or is no parameter; on all ranks alike. Where no
-            other rank is told it is a `WrongArgument`.
+        ValueError: an argument has another type, or is no parameter; on all ranks alike. It is a
+            `WrongArgument` if no other rank has to raise it.
 
     >>> @typed(lambda given, error: None)
     ... def twice(x: int) -> int:
@@ -280,7 +280,7 @@ def typed(
 
 
 def _check_problems(caller: str, problems: list[str | None]) -> None:
-    """Raise what ranks found wrong by themselves: each problem once, with who has it."""
+    """Raise the errors that ranks found by themselves: each once, with the ranks that have it."""
     if not any(problems):
         return
     texts = []
@@ -293,7 +293,7 @@ def _check_problems(caller: str, problems: list[str | None]) -> None:
 
 
 def _check_in_step(ring: Ring, caller: str, steps: list[int]) -> None:
-    """Raise if ranks have not compared notes equally often; after that all count alike."""
+    """Raise if ranks have made different numbers of agreements; afterwards all count alike."""
     if len({*steps}) > 1:
         ring.steps.notes = max(steps) + 1
         raise Disagreement(
@@ -303,7 +303,7 @@ def _check_in_step(ring: Ring, caller: str, steps: list[int]) -> None:
 
 
 def _check_numbers(caller: str, own: list[dict[str, int]]) -> None:
-    """Raise if ranks have told numbers of other names, as other versions of this library do."""
+    """Raise if ranks have sent numbers of other names, as other versions of this library do."""
     if len({tuple(numbers) for numbers in own}) > 1:
         raise Disagreement(
             f"{caller}: ranks tell other numbers: {_each([', '.join(n) or 'none' for n in own])}; "
@@ -312,7 +312,7 @@ def _check_numbers(caller: str, own: list[dict[str, int]]) -> None:
 
 
 def _check_must_match(ring: Ring, caller: str, notes: list[Note]) -> None:
-    """Raise if claims differ: of the group what must be the same everywhere, of each ring all."""
+    """Raise if values that must match differ: first in the whole group, then in each ring."""
     must_matches = [read_must_match(caller, *each) for each in enumerate(notes)]
     _check_same(caller, [each.everywhere for each in must_matches], first=0)
     for first in range(0, len(must_matches), ring.size):  # all rings: every rank raises
@@ -321,7 +321,7 @@ def _check_must_match(ring: Ring, caller: str, notes: list[Note]) -> None:
 
 
 def _check_same(caller: str, members: list[Mapping[str, Any]], first: int) -> None:
-    """Raise if ranks have told different values of any name; `first` is the first of them."""
+    """Raise if ranks have sent different values of any name; ranks count from `first`."""
     if len(members) == 1 or len({json.dumps(member) for member in members}) == 1:
         return
     for name in dict.fromkeys(name for member in members for name in member):
@@ -334,7 +334,7 @@ def _check_same(caller: str, members: list[Mapping[str, Any]], first: int) -> No
 
 
 def _each(values: Sequence[object], first: int = 0) -> str:
-    """Name each value and the ranks that have it, of which `first` is the first.
+    """Name each value and its ranks, counted from `first`.
 
     >>> _each([3, 4, 3], first=4)
     '3 on ranks 4, 6, 4 on rank 5'

@@ -1,4 +1,4 @@
-"""A world of one process, in which code that shares a sequence is given the whole of it."""
+"""Run code that shares a sequence in this process alone, on the whole sequence."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-# what torch.distributed says there
+# the results of torch.distributed's functions in a world of one process
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "get_rank": lambda *_, **__: 0,
     "get_world_size": lambda *_, **__: 1,
@@ -17,16 +17,16 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "all_gather_into_tensor": lambda whole, t, *_, **__: whole.copy_(t.view_as(whole)),
     "reduce_scatter_tensor": lambda part, t, *_, **__: part.copy_(t.view_as(part)),
 }
-in_one_process: list[bool] = []  # the blocks of `one_process` that are open; empty outside
+in_one_process: list[bool] = []  # the open blocks of `one_process`
 
 
 @contextmanager
 def one_process() -> Iterator[None]:
     """Make this process the only one, for the code of a block.
 
-    Rings are of this process, whatever group is named. The functions of torch.distributed that say
-    who there is, and collectives that are waited for at once, answer as they do alone. All threads
-    are inside, since backward runs in threads of its own.
+    Every ring is this process alone, whichever group is given. torch.distributed's rank and size,
+    and its synchronous collectives, act as in a world of one. The block covers all threads, since
+    backward runs in threads of its own.
     """
     before = {name: getattr(dist, name) for name in _ANSWERS if hasattr(dist, name)}
     in_one_process.append(True)

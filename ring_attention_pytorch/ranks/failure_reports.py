@@ -1,8 +1,8 @@
-"""Reports of failures: the line that a rank leaves for the others, and what a device waits for.
+"""Reports of failures: each failing rank's line for the others, and a log of overdue exchanges.
 
-A rank that times out knows only its own call. So each rank that fails, or waits in vain, writes one
-line to its group's store, and errors quote those lines. And NCCL ends a process without saying what
-it waited for: exchanges of a device that are overdue are logged before that.
+A rank that times out knows only its own call. Each rank that fails, or waits in vain, therefore
+writes one line to its group's store, and errors quote those lines. NCCL ends a process without
+naming the exchange that timed out: overdue exchanges of a device are logged before that.
 """
 
 import json
@@ -20,13 +20,13 @@ from torch.distributed import ProcessGroup
 logger = logging.getLogger("ring_attention_pytorch")
 
 _LONGEST = 300  # characters
-_MEANWHILE = 0.4  # seconds in which others that wait, too, write theirs
-_PATIENCE = 1.0  # seconds for all of it: the store may be gone with the rank that has it
-_SOONER = 0.8  # of the timeout, when an overdue exchange is logged
+_MEANWHILE = 0.4  # seconds in which other waiting ranks write theirs
+_PATIENCE = 1.0  # seconds for all of it: the store is gone if its rank is
+_SOONER = 0.8  # fraction of the timeout after which an overdue exchange is logged
 
 
 def write(group: ProcessGroup | None, notes: int, words: str) -> None:
-    """Write the line of this rank, which has failed after the group compared so many notes."""
+    """Write this rank's line: it failed after the group's agreement number `notes`."""
     if not isinstance(group, ProcessGroup):
         return
     told = json.dumps([notes, " ".join(words.split())[:_LONGEST]])
@@ -34,7 +34,7 @@ def write(group: ProcessGroup | None, notes: int, words: str) -> None:
 
 
 def read(group: ProcessGroup | None, notes: int, ranks: Sequence[int]) -> dict[int, str]:
-    """Return the lines of those of a group's ranks that have written one since, by rank."""
+    """Return the lines that ranks of a group have written since agreement `notes`, by rank."""
     words: dict[int, str] = {}
     if isinstance(group, ProcessGroup):
         _in_time(lambda: _look(group, notes, ranks, words))
@@ -47,7 +47,7 @@ def _look(group: ProcessGroup, notes: int, ranks: Sequence[int], words: dict[int
         for rank in ranks:
             if rank not in words and store.check([_key(group, rank)]):
                 since, text = json.loads(store.get(_key(group, rank)))
-                if since >= notes:  # else they are of a failure that was mended
+                if since >= notes:  # earlier ones are of a failure that was cleared
                     words[rank] = text
         time.sleep(0.02)
 
@@ -61,7 +61,7 @@ def _key(group: ProcessGroup, rank: int) -> str:
 
 
 def _in_time(work: Callable[[], object]) -> None:
-    """Work in a thread, for no longer than a second: what is not known then is not known."""
+    """Run `work` in a thread, and stop waiting for it after a second."""
 
     def quietly() -> None:
         with suppress(Exception):
@@ -73,9 +73,9 @@ def _in_time(work: Callable[[], object]) -> None:
 
 
 class Overdue:
-    """The exchanges of a device that may not have come, watched by a thread of their own.
+    """The exchanges of a device that may not have arrived, watched by a separate thread.
 
-    `come` counts those that have; it asks no GPU.
+    `come` returns the number of those that have; it does not synchronize with the GPU.
     """
 
     def __init__(self, come: Callable[[], float], timeout: float) -> None:
@@ -84,16 +84,16 @@ class Overdue:
         self._thread: threading.Thread | None = None
 
     def add(self, number: int, what: object) -> None:
-        """Report `what`, an exchange of this number, if it has not come when time is nearly up."""
+        """Log `what`, the exchange of this number, if it is late shortly before the timeout."""
         self._drop_those_that_came()
         self._waiting.append((number, time.monotonic() + self._seconds, what))
         if self._thread is None:
-            # ends with this object, which it does not keep
+            # ends with this object: it has only a weak reference
             self._thread = threading.Thread(target=_watch, args=(ref(self),), daemon=True)
             self._thread.start()
 
     def report(self) -> bool:
-        """Log the first exchange whose time is nearly up; tell whether there is one."""
+        """Log the first exchange that is nearly out of time; return whether there is one."""
         self._drop_those_that_came()
         if not self._waiting or time.monotonic() <= self._waiting[0][1]:
             return False
@@ -103,7 +103,7 @@ class Overdue:
 
     @property
     def period(self) -> float:
-        """Seconds from one look to the next."""
+        """Seconds between two checks."""
         return min(1.0, self._seconds / 20)
 
     def _drop_those_that_came(self) -> None:
@@ -113,7 +113,7 @@ class Overdue:
 
 
 def _watch(overdue: "ref[Overdue]") -> None:
-    """Report once: what waits for a late exchange can't come either."""
+    """Report once: everything that waits for a late exchange is late, too."""
     while (watched := overdue()) is not None and not watched.report():
         period = watched.period
         del watched

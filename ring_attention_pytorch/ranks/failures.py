@@ -1,7 +1,7 @@
-"""Failures of a rank, as the others see them: errors that say who waited, and waits that end.
+"""Failures of a rank, as its peers see them: errors that name who waited, and bounded waits.
 
-A rank that compiles, loads or writes while others wait for it looks like one that hangs. So each
-wait of the host that lasts is logged, while it does.
+A rank that compiles, loads or writes while others wait for it looks like one that hangs. Each long
+wait of the host is therefore logged while it lasts.
 """
 
 import contextlib
@@ -30,9 +30,9 @@ from ring_attention_pytorch.ranks import failure_reports
 from ring_attention_pytorch.ranks.failure_reports import logger
 from ring_attention_pytorch.ranks.guard import Guard
 
-_LONGEST = 300  # characters of what a backend says
+_LONGEST = 300  # characters of a backend's message
 _LONG = 15.0  # seconds after which a wait of the host is logged, and again whenever it doubles
-# files that start with these are no callers of this library
+# stack frames of files that start with these are not the caller's
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _PASSED_BY = (_PACKAGE, os.path.dirname(torch.__file__), contextlib.__file__, "<")
 # gloo closes all connections of a group when one message does not come in time, and NCCL ends
@@ -41,13 +41,13 @@ NEW_GROUP = (
     "to go on, all ranks make a new group, or start again"
 )
 
-Place = tuple[ProcessGroup | None, int]  # a group, and how often it has compared notes
+Place = tuple[ProcessGroup | None, int]  # a group, and the number of its agreements
 
 
 def call_site(frame: FrameType | None = None) -> str:
     """Return where this library was called, as "at train.py:31"; empty if no caller is found.
 
-    `frame` is where another thread is; by default the caller's is looked at.
+    `frame` is another thread's; by default the caller's is used.
     """
     frame = frame or sys._getframe(1)
     while frame is not None:
@@ -59,7 +59,7 @@ def call_site(frame: FrameType | None = None) -> str:
 
 @lru_cache(maxsize=1024)
 def _caller(path: str) -> str:
-    """Return the name of a file that calls this library; empty for what is passed by."""
+    """Return the name of a file that calls this library; empty for frames to skip."""
     return "" if path.startswith(_PASSED_BY) else os.path.basename(path)
 
 
@@ -81,11 +81,11 @@ def ranks_of(ranks: Sequence[int]) -> str:
 
 
 class Disagreement(ValueError):
-    """An error that ranks found together: all raise it, in the same words, and can go on."""
+    """An error that ranks found together: all raise the same text, and the ring stays usable."""
 
 
 class Step(NamedTuple):
-    """A point in the work of a ring's ranks: an exchange of a call.
+    """A point in a ring's work: an exchange within a call.
 
     >>> print(Step("ring attention, backward", plan=2, call=7, hop=1))
     ring attention, backward: call 7 by plan 2, hop 1
@@ -93,7 +93,7 @@ class Step(NamedTuple):
 
     operation: str  # and its direction
     plan: int  # its number; 0 without one
-    call: int  # of the ring, since ranks last compared notes
+    call: int  # number in the ring, since the last agreement
     hop: int  # exchanges of this call so far
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ class Waiting(NamedTuple):
 
 
 class RingError(RuntimeError):
-    """A failed exchange between ranks; what the transport said is its cause.
+    """A failed exchange between ranks; its cause is the transport's error.
 
     Attributes:
         step: the exchange that this rank was in; None outside of any.
@@ -132,7 +132,7 @@ class RingError(RuntimeError):
     def waiting(
         cls, step: Step, ranks: Sequence[int], cause: BaseException, place: Place = (None, 0)
     ) -> "RingError":
-        """Make the error of a wait that ended with `cause`; tell the ranks, in `fail_together`."""
+        """Make the error of a wait that ended with `cause`; in `fail_together` notify the peers."""
         ranks = sorted({*ranks})
         if (group := place[0]) is not None:
             closed.add(group)
@@ -147,7 +147,7 @@ class RingError(RuntimeError):
 
 
 class Missing(RuntimeError):
-    """An exchange over the host to which some `ranks` did not come; all of them, if it has none."""
+    """An exchange over the host which `ranks` did not reach; empty means all of them."""
 
     def __init__(self, text: str, ranks: Iterable[int]) -> None:
         super().__init__(text)
@@ -155,7 +155,7 @@ class Missing(RuntimeError):
 
 
 def _why(cause: BaseException) -> str:
-    """Say in words why a wait ended.
+    """Describe why a wait ended.
 
     >>> _why(RuntimeError("[/gloo/buffer.cc:129] Timed out waiting 3000ms for send operation"))
     'in vain for 3 s'
@@ -184,10 +184,10 @@ def _advice(step: Step, words: Mapping[int, str]) -> str:
 
 @dataclass(eq=False)
 class Awaiting:
-    """A block that waits for ranks: it is logged while it lasts, and its errors are `RingError`s.
+    """A block that waits for ranks: a long wait is logged, and its errors are `RingError`s.
 
-    `of` tells the step, the ranks and the place. It is asked only when there is an error, or when
-    the wait takes so long that it is logged. To begin and end one takes about a microsecond.
+    `of` returns the step, the ranks and the place. It is called only for an error, or for a wait so
+    long that it is logged. Entering and leaving take about a microsecond.
     """
 
     of: Callable[[], tuple[Step, Sequence[int], Place]]
@@ -207,9 +207,9 @@ class Awaiting:
 
 
 class Waits:
-    """Waits of this process's threads for other ranks, each logged while it lasts.
+    """The waits of this process's threads for other ranks. Long ones are logged while they last.
 
-    `since` has when each began, and its thread. A thread of its own looks at those that last.
+    `since` maps each wait to its start and its thread. A separate thread logs the long ones.
     """
 
     def __init__(self, seconds: float = _LONG) -> None:
@@ -219,7 +219,7 @@ class Waits:
         self.thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread that looks."""
+        """Start the thread that logs."""
         self.thread = threading.Thread(target=self._look, daemon=True)
         self.thread.start()
 
@@ -240,7 +240,7 @@ class Waits:
             )  # fmt: skip
 
     def forget(self) -> None:
-        """Forget all, in a forked child: neither those waits nor their thread are its own."""
+        """Forget all, in a forked child: the waits and their thread belong to the parent."""
         self.since.clear()
         self.thread = None
 
@@ -254,7 +254,7 @@ waits: Waits = Waits()
 
 
 def timeout_of(group: ProcessGroup | None) -> timedelta:
-    """Return how long a group's ranks wait for one another; PyTorch's default if none is known."""
+    """Return how long a group's ranks wait for one another; PyTorch's default if it is unknown."""
     if group is None:
         return default_pg_timeout
     timeouts = []
@@ -266,24 +266,24 @@ def timeout_of(group: ProcessGroup | None) -> timedelta:
 
 
 class Closable(Protocol):
-    """What has connections beside those of a group, and ends with them."""
+    """Connections outside of a process group, closed together with it."""
 
     def close(self) -> None: ...
 
 
 _groups: WeakSet[ProcessGroup] = WeakSet()  # groups over which ranks exchange anything
-closed: WeakSet[ProcessGroup] = WeakSet()  # those in which a wait of this rank has failed
-guards: WeakSet[Guard] = WeakSet()  # of devices, which can tell others at once
+closed: WeakSet[ProcessGroup] = WeakSet()  # groups in which a wait of this rank has failed
+guards: WeakSet[Guard] = WeakSet()  # of devices that can notify peers at once
 links: WeakSet[Closable] = WeakSet()  # of groups whose ranks share a host
-inherited: WeakSet[ProcessGroup] = WeakSet()  # groups of the process that this one was forked from
-_blocks = 0  # blocks of fail_together that are open
+inherited: WeakSet[ProcessGroup] = WeakSet()  # groups of the process that forked this one
+_blocks = 0  # open blocks of fail_together
 
 
 def known(group: ProcessGroup) -> ProcessGroup:
-    """Return the group, which takes part in `fail_together` from here on.
+    """Register a group with `fail_together`, and return it.
 
     Raises:
-        RingError: the process inherited it when it was forked.
+        RingError: this process inherited the group by a fork.
     """
     if inherited and (group in inherited or _world() in inherited):
         raise RingError(
@@ -300,7 +300,7 @@ def _world() -> ProcessGroup | None:
 
 def _remember_groups() -> None:
     waits.forget()
-    for each in [*links]:  # else the others would not notice the end of the parent
+    for each in [*links]:  # otherwise peers would not notice the end of the parent
         each.close()
     inherited.update(_groups)
     if (world := _world()) is not None:
@@ -313,11 +313,11 @@ if hasattr(os, "register_at_fork"):
 
 @checked
 def fail_together() -> AbstractContextManager[None]:
-    """Let all ranks fail as soon as one does, not when their groups' timeout has passed.
+    """Make all ranks fail as soon as one does, instead of after their groups' timeout.
 
     An error in this block, or in a ring's call within it, ends all that the process's groups have
-    under way. Ranks that wait for it raise `RingError` at once, and so do ranks that wait for
-    those. Such groups can't be used any more: a process that lives on makes new ones.
+    in flight. Ranks that wait for this one raise `RingError` at once, and so do ranks that wait for
+    them. These groups can't be used any more: a process that goes on makes new ones.
 
     >>> with fail_together():  # around all that a rank does
     ...     pass
@@ -339,11 +339,11 @@ def _failing_together() -> Iterator[None]:
 
 
 def notify_peers() -> None:
-    """End what is under way in all groups, in a block of `fail_together`; elsewhere do nothing."""
+    """In a block of `fail_together`, end all that is in flight in all groups."""
     if not _blocks:
         return
     for guard in [*guards]:
-        with suppress(RuntimeError):  # perhaps it was the device that failed
+        with suppress(RuntimeError):  # the device itself may have failed
             guard.fail()
     for each in [*links]:
         each.close()
@@ -358,7 +358,7 @@ def notify_peers() -> None:
 def _close(group: ProcessGroup) -> None:
     """Close a gloo group's connections, which ends all waits for them, here and on other ranks.
 
-    gloo has no abort. But a message that does not come in time closes all connections.
+    gloo has no abort. But a message that times out closes all connections.
     """
     for peer in range(group.size()):
         if peer != group.rank():

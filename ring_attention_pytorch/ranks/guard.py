@@ -1,10 +1,9 @@
 """Checks that a GPU makes of a ring's other ranks, while its host is far ahead of it.
 
-A call's kernels are launched long before they run, so no host can compare what ranks do at the
-moment. The GPU does: in memory that ranks share, each says what it has come for, and over NCCL each
-message comes with a stamp. Where these differ, or where a rank does not come within the group's
-timeout, what was to come is NaN, and so is all that comes later. The host hears of it at its next
-call.
+A call's kernels are launched long before they run, so no host can compare what ranks are doing. The
+GPU does. On a board in shared memory each rank writes the purpose of its barrier; over NCCL each
+message has a stamp. If these differ, or a rank does not arrive within the group's timeout, the data
+are filled with NaN, and so are all later ones. The host raises in its next call.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,22 +19,22 @@ from ring_attention_pytorch.runtime.launches import Launch
 from ring_attention_pytorch.runtime.streams import capturing, current_stream
 from ring_attention_pytorch.runtime.tape import opaque, prepared
 
-_STAMPS = 1 << 20  # a message out of step passes for another one time in a million
-_KINDS, _PLANS = 1 << 16, 1 << 15  # that meetings tell apart, in 31 bits
+_STAMPS = 1 << 20  # a message out of step has the expected stamp one time in a million
+_KINDS, _PLANS = 1 << 16, 1 << 15  # that a barrier distinguishes, in 31 bits
 _BLOCK = 4096  # bytes that one program fills at a time
-_PROGRAMS = 16  # that fill what is wrong, which need not be fast
+_PROGRAMS = 16  # for filling with NaN, which need not be fast
 
 
 class Guard:
-    """The checks of one ring on one device: kernels that set a flag, and tell the host why.
+    """The checks of one ring on one device: kernels that set a flag, and report why to the host.
 
-    They are launched on the current stream, and CUDA graphs can hold them. The flag lies on the
-    device, beside the `addresses` that the kernels need; `_triton_guard` says how.
+    They are launched on the current stream, and CUDA graphs can record them. The device holds the
+    flag and the `addresses` that the kernels need; `_triton_guard` describes the words.
     """
 
     def __init__(self, device: torch.device, *addresses: int) -> None:
         self.device = device
-        with torch.inference_mode(False):  # else nobody could write them outside of that
+        with torch.inference_mode(False):  # inference tensors could not be written in other modes
             self._flags = torch.zeros(5, dtype=torch.int64, pin_memory=device.type == "cuda")
             self._anything = self._flags[0]  # read in 0.15 us
             state = [0, 0, 0, self._flags.data_ptr(), *addresses]
@@ -43,7 +42,7 @@ class Guard:
         self.wait()
 
     def trouble(self) -> str | None:
-        """Say what was found wrong; None if nothing was, so far: the device is not waited for."""
+        """Return what is wrong, None if nothing is so far. Does not wait for the device."""
         if not self._anything.item():
             return None
         self.wait()
@@ -51,28 +50,28 @@ class Guard:
         return self.explained(rank, expected, came)
 
     def explained(self, rank: int, expected: int, came: int) -> str:
-        """Say in words what the device found: something else than expected came from that rank."""
+        """Return the text of a failure: that rank sent `came` where another word was `expected`."""
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Wait until the device has done all that it was told to: no meeting takes for ever."""
+        """Wait for all work of the device; a barrier ends after its timeout."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def reset(self) -> None:
-        """Forget what was found. Nothing of this ring is under way on any rank's device."""
+        """Clear all flags. Nothing of this ring may be in flight on any rank's device."""
         self.state[:3] = 0
         self.wait()
         self._flags[:4] = 0
 
     def fail(self) -> None:
-        """Let the others know at once that this rank has failed, if they can know it from here."""
+        """Notify the other ranks at once that this one has failed, if the device can."""
 
 
 class SharedGuard(Guard):
-    """A guard in memory that ranks share: `memories[rank]` of each, int64 zeros, as seen from here.
+    """A guard in shared memory: `memories[rank]` is each rank's, int64 zeros, mapped on this rank.
 
-    `patience` is how long it waits for another rank at most, in seconds.
+    `patience` is the longest wait for another rank, in seconds.
     """
 
     def __init__(
@@ -92,14 +91,14 @@ class SharedGuard(Guard):
         with torch.cuda.stream(stream):
             self.mark_failed()
         if not capturing(self.device):
-            current_stream(self.device).wait_stream(stream)  # what comes later knows it
+            current_stream(self.device).wait_stream(stream)  # later work sees the mark
 
     def mark_failed(self) -> None:
-        """Write in all ranks' memory that this rank has failed, on the current stream."""
+        """Mark this rank as failed in all ranks' memory, on the current stream."""
         raise NotImplementedError
 
     def late(self, rank: int, purpose: str) -> str:
-        """Say that this rank did not come in time."""
+        """Return the text for a rank that did not arrive in time."""
         return f"rank {rank} did not come within {self.patience / 1e9:g} s: {purpose}"
 
     def reset(self) -> None:
@@ -108,51 +107,51 @@ class SharedGuard(Guard):
 
 
 class Board(SharedGuard):
-    """A guard of ranks that share memory: they meet there, each for a purpose.
+    """A guard of ranks that share memory: they wait at barriers, each for a purpose.
 
-    Every rank's board is `[2, ranks]`. All ranks come to the same meetings in the same order.
+    Every rank's board is `[2, ranks]`. All ranks reach the same barriers in the same order.
     """
 
     def __init__(
         self, device: torch.device, rank: int, boards: Sequence[Tensor], patience: float
     ) -> None:
         super().__init__(device, rank, boards, patience)
-        self._kinds: dict[int, str] = {}  # of meetings, by their numbers
+        self._kinds: dict[int, str] = {}  # of barriers, by their numbers
 
         from ring_attention_pytorch.ranks import _triton_guard as kernels
 
-        lanes = max(32, 1 << (self.ranks - 1).bit_length())  # threads that wait, each for a rank
+        lanes = max(32, 1 << (self.ranks - 1).bit_length())  # waiting threads, one per rank
         self.among: dict[str, Any] = dict(RANKS=self.ranks, LANES=lanes)
         self._wait = Launch(kernels.barrier_kernel, 1, num_warps=1, **self.among)
         self._fail = Launch(kernels.fail_kernel, 1, num_warps=1, **self.among)
         self._fill_nan = Launch(kernels.fill_nan_kernel, _PROGRAMS, **self.among, BLOCK=_BLOCK)
 
     def wait_for_all(self, kind: str, plan: int = 0) -> None:
-        """Let the current stream wait until all ranks have come, and check that it is for this.
+        """Make the current stream wait until all ranks arrive, and check their purpose.
 
-        There are few kinds, and any number of plans.
+        A purpose is a `kind`, one of a few, and the number of a `plan`, any of many.
         """
         with torch.cuda.device_of(self.state):
             self.barrier(kind, plan)()
 
     def barrier(self, kind: str, plan: int = 0) -> "Barrier":
-        """Return such a meeting, to be called for over and over where this device is current."""
+        """Return this barrier, to be called many times while this device is current."""
         number = crc32(kind.encode()) % _KINDS
         self._kinds[number] = kind
         return Barrier(self, plan % _PLANS * _KINDS + number)
 
     def arrive(self, purpose: int) -> None:
-        """Come to the meeting of that purpose, on the current device."""
+        """Launch the barrier of that purpose on the current device."""
         self._wait(self.state, purpose, self.rank, self.patience)
 
     @opaque
     def fill_nan(self, *tensors: Tensor) -> None:
-        """Fill dense tensors, read in others' memory, with NaN if a rank was out of step."""
+        """Fill dense tensors, read from peers' memory, with NaN if a rank was out of step."""
         with torch.cuda.device_of(self.state):
             self.fill_nan_here(*filter(Tensor.numel, tensors))
 
     def fill_nan_here(self, *tensors: Tensor) -> None:
-        """Spoil tensors that are not empty, on the current device."""
+        """Fill tensors that are not empty, on the current device."""
         for t in tensors:
             self._fill_nan(self.state, self.rank, t.data_ptr(), t.nbytes)
 
@@ -182,7 +181,7 @@ def _(board: Board, *tensors: Tensor) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class Barrier:
-    """A meeting on a board, for a purpose."""
+    """A barrier on a board, for a purpose."""
 
     board: Board
     purpose: int
@@ -192,16 +191,16 @@ class Barrier:
 
 
 class Stamps(Guard):
-    """A guard of messages that are matched by their order alone, as NCCL's are.
+    """A guard of messages that match by their order alone, as NCCL's do.
 
-    Each comes with a stamp: a number of the call that it is for. Those that do not come within the
-    `timeout`, in seconds, are reported, because NCCL ends the process then.
+    Each message has a stamp: a number of its call. Messages that do not arrive within the
+    `timeout`, in seconds, are logged, because NCCL then ends the process.
     """
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         super().__init__(device)
         self._number, self._overdue = 0, Overdue(self._flags[4].item, timeout)
-        with torch.inference_mode(False):  # of which the stamps that are sent are views
+        with torch.inference_mode(False):  # the stamps that are sent are views of this
             self._every = torch.arange(_STAMPS, dtype=torch.int32, device=device)
 
         from ring_attention_pytorch.ranks._triton_guard import compare_kernel
@@ -213,7 +212,7 @@ class Stamps(Guard):
         return self._every[tag % _STAMPS :][:1]
 
     def empty(self) -> Tensor:
-        """Return memory for a stamp that comes."""
+        """Allocate memory for an incoming stamp."""
         return torch.empty_like(self._every[:1])
 
     def compare(
@@ -223,9 +222,9 @@ class Stamps(Guard):
         messages: Sequence[tuple[int, Tensor]],
         waiting: object = "",
     ) -> None:
-        """Fill ranks' messages with NaN whose stamps are not this tag's, and all that come after.
+        """Fill messages whose stamps are not this tag's with NaN, and all later messages.
 
-        `waiting` is what to report if they don't come.
+        `waiting` is logged if they do not arrive in time.
         """
         self._number += 1
         self._overdue.add(self._number, waiting)

@@ -1,13 +1,13 @@
-"""Notes that ranks tell one another over the host: how they travel.
+"""How ranks exchange notes over the host.
 
-The first message has one fixed size, so that ranks can disagree about anything but that. Only
-where a note is longer do all ranks exchange the rest. Here ranks find out that they are in
-different calls, because gloo matches messages by their order alone.
+The first message has a fixed size, so that ranks can disagree about anything else. Only if a note
+is longer do all ranks exchange the rest. Ranks in different calls find out here, because gloo
+matches messages by their order alone.
 
-Between ranks that share a host notes take links, and 20 us, over gloo 200. gloo hands each message
-to threads of its own, which costs four changes of thread. Sockets of the host cost none: the kernel
-wakes who waits, as a message comes or as a process ends. Whether a group has links is decided once,
-by all its ranks together: each must have reached every other one.
+Ranks on one host exchange notes over sockets ("links"), in 20 us; gloo takes 200. gloo hands each
+message to its own threads, which costs four changes of thread. Sockets cost none: the kernel wakes
+the waiting thread when a message arrives or a process ends. All ranks of a group decide together,
+once, whether it has links: each must have reached every other one.
 """
 
 import ctypes
@@ -42,27 +42,27 @@ FIRST = 4096  # bytes that are always exchanged
 _MARK = b"ring-attention-pytorch 3\n"
 _HEAD = struct.Struct(f">{len(_MARK)}sHQ")  # mark, bytes of the subject, bytes of the note
 _LONGEST_SUBJECT = 200
-_LONGEST = 1 << 28  # bytes of a note, of which every rank holds all
+_LONGEST = 1 << 28  # bytes of a note; every rank stores the notes of all
 
-_MOST = 16  # ranks of a group with links: each is linked with every other one
+_MOST = 16  # ranks of a group with links, which connect each pair
 _NUMBER = struct.Struct("<Q")
 _RANK = struct.Struct("<I")
-_MOST_MS = 1e9  # that a system can be asked to wait
-_PATIENCE = 5.0  # seconds to reach or let in a rank that is there
-_HEARD = 0.5  # seconds for its name, which a rank has sent before
-_AWAKE = 50e-6  # seconds to look for messages before sleeping, from which to wake takes as long
+_MOST_MS = 1e9  # the longest wait that an OS accepts
+_PATIENCE = 5.0  # seconds to connect to a rank or to accept one
+_HEARD = 0.5  # seconds for its number, which a rank sends first
+_AWAKE = 50e-6  # seconds to poll before sleeping: waking takes as long
 
-# (message, size) -> the message of every rank, filled up to that size
+# (message, size) -> the message of every rank, padded to that size
 Gather = Callable[[bytes, int], Sequence[bytes]]
 
 
 def exchange(gather: Gather, subject: str, note: bytes) -> list[bytes]:
-    """Exchange notes; return that of every rank. All ranks call this, with the same subject.
+    """Exchange notes, and return every rank's. All ranks call this, with the same subject.
 
-    Only first lines of subjects are compared. What follows may differ; errors tell it, too.
+    Only the first lines of subjects are compared. The rest may differ, and errors quote it.
 
     Raises:
-        Disagreement: the subjects differ, or what came is no note, or a note is too long.
+        Disagreement: the subjects differ, or a message is no note, or a note is too long.
 
     >>> exchange(lambda message, size: [message.ljust(size, b"?")] * 2, "lengths", b"13")
     [b'13', b'13']
@@ -71,7 +71,7 @@ def exchange(gather: Gather, subject: str, note: bytes) -> list[bytes]:
     message = _HEAD.pack(_MARK, len(about), len(note)) + about + note
     firsts = gather(message[:FIRST], FIRST)
     if firsts.count(message.ljust(FIRST, b"\0")) == len(firsts):
-        return [note] * len(firsts)  # all have told what this rank has: there is nothing to read
+        return [note] * len(firsts)  # all notes are equal: nothing to parse
     subjects, spans = zip(*(_opened(first) for first in firsts))
     check_subjects(subjects)
     lengths = [span.stop - span.start for span in spans]
@@ -88,7 +88,7 @@ def exchange(gather: Gather, subject: str, note: bytes) -> list[bytes]:
 
 
 def _opened(first: bytes) -> tuple[str | None, slice]:
-    """Return a message's subject, and where its note is; no subject if it is no note."""
+    """Return a message's subject and the place of its note; None as subject if it is no note."""
     mark, about, length = _HEAD.unpack(first[: _HEAD.size])
     if mark != _MARK or about > _LONGEST_SUBJECT:
         return None, slice(0, 0)
@@ -97,7 +97,7 @@ def _opened(first: bytes) -> tuple[str | None, slice]:
 
 
 def unreadable(caller: str, rank: int, why: object) -> Disagreement:
-    """Make the error of a note that can't be read: another version of this library has made it."""
+    """Make the error of a note that can't be parsed: another version of this library sent it."""
     return Disagreement(
         f"{caller}: the note of rank {rank} can't be read: {why}; "
         "run the same version of this library on all ranks"
@@ -105,7 +105,7 @@ def unreadable(caller: str, rank: int, why: object) -> Disagreement:
 
 
 def check_subjects(subjects: Sequence[str | None]) -> None:
-    """Raise Disagreement where ranks are in different calls, or one is in none of this library."""
+    """Raise Disagreement if ranks are in different calls, or one does not call this library."""
     first_lines = [subject and subject.split("\n")[0] for subject in subjects]
     if len({*first_lines}) == 1 and first_lines[0] is not None:
         return
@@ -126,23 +126,23 @@ def _in_one_line(subject: str | None) -> str:
 
 
 class Links:
-    """Links of this rank with all others of its group, by their ranks.
+    """This rank's sockets to all others of its group, by rank.
 
-    Like a gloo group they are closed, on all ranks, when a message does not come within `patience`,
-    when a rank ends, or when it fails in a block of `fail_together`.
+    As in a gloo group they are closed, on all ranks, when a message does not arrive within
+    `patience`, when a rank ends, or when it fails in a block of `fail_together`.
     """
 
     def __init__(self, rank: int, links: Mapping[int, socket.socket], patience: timedelta) -> None:
         self._rank, self._links, self._patience = rank, dict(links), patience.total_seconds()
         self._number, self._closed = 0, False  # the number of the exchange
-        self.missing: dict[int, socket.socket] = {}  # whose messages this exchange waits for
+        self.missing: dict[int, socket.socket] = {}  # ranks whose messages this exchange waits for
         all_links.add(self)
 
     def gather(self, message: bytes, size: int) -> list[bytes]:
-        """Return the message of every rank, at most `FIRST` bytes, filled up to `size` with zeros.
+        """Return the message of every rank, at most `FIRST` bytes, padded to `size` with zeros.
 
         Raises:
-            Missing: a rank did not come in time, or is gone; it names the ranks that are missing.
+            Missing: a rank did not send in time, or has ended; the error names these ranks.
         """
         if self._closed:
             raise Missing("Connection closed", ())
@@ -161,7 +161,7 @@ class Links:
         return [found[rank].ljust(size, b"\0") for rank in sorted(found)]
 
     def _receive(self, found: dict[int, bytes]) -> None:
-        """Add the others' messages to those that are found, in the order in which they come."""
+        """Add the other ranks' messages to `found`, in the order of their arrival."""
         self.missing = missing = dict(self._links)
         start = time.monotonic()
         while missing:
@@ -169,8 +169,8 @@ class Links:
                 try:
                     packet = link.recv(_NUMBER.size + FIRST + 1)
                 except BlockingIOError:
-                    continue  # it has not come yet
-                except OSError:  # it has ended, and left something unread
+                    continue  # it has not arrived yet
+                except OSError:  # the peer has ended with unread data
                     packet = b""
                 if not packet:
                     raise Missing("Connection closed", [rank])
@@ -178,7 +178,7 @@ class Links:
                     told = f"rank {rank} sent a packet of {len(packet)} bytes, which is no note"
                     raise Missing(told, [rank])
                 (number,) = _NUMBER.unpack_from(packet)
-                if number >= self._number:  # else an interrupted exchange has left it
+                if number >= self._number:  # a lower one is left from an interrupted exchange
                     found[rank] = packet[_NUMBER.size :]
                     del missing[rank]
             if not missing:
@@ -195,7 +195,7 @@ class Links:
         _close(self._links)
 
 
-# the links of each group that has compared notes; None where its ranks have none
+# the links of each group that has exchanged notes; None if its ranks have none
 links_of: WeakKeyDictionary[ProcessGroup, Links | None] = WeakKeyDictionary()
 _host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
@@ -210,19 +210,19 @@ def link(group: ProcessGroup) -> None:
 
 
 def missing(group: ProcessGroup | None) -> list[int]:
-    """Return whose messages are waited for by way of a group's links."""
+    """Return the ranks whose messages a group's links wait for."""
     links = None if group is None else links_of.get(group)
     return [] if links is None else [*links.missing]
 
 
 def close_links(group: ProcessGroup) -> None:
-    """Close the links of a group on this rank, if it has some: others hear of it at once."""
+    """Close a group's links on this rank, if it has any; peers see it at once."""
     if (links := links_of.get(group)) is not None:
         links.close()
 
 
 def gather_over_gloo(group: ProcessGroup, message: bytes, size: int) -> list[bytes]:
-    """Return the message of every rank, filled up to that size with zeros."""
+    """Return the message of every rank, padded to that size with zeros."""
     mine = torch.frombuffer(bytearray(message.ljust(size, b"\0")), dtype=torch.uint8)
     all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(all_of_them, mine, group=_host_group(group))
@@ -250,7 +250,7 @@ def _end(companion: "ref[ProcessGroup]") -> None:
 
 
 def _rendezvous(rank: int, size: int, gather: Gather, patience: timedelta) -> Links | None:
-    """Link this rank with all others; return None, on all ranks, if any can't reach another."""
+    """Connect this rank to all others; return None, on all ranks, if any can't reach another."""
     subject, links = "whether all ranks share a host", dict[int, socket.socket]()
     with _listening_socket(size) as door:
         try:
@@ -277,7 +277,7 @@ def _rendezvous(rank: int, size: int, gather: Gather, patience: timedelta) -> Li
 
 @contextmanager
 def _listening_socket(size: int) -> Iterator[socket.socket | None]:
-    """Open a socket to which only this user's processes can connect; None where there is no way."""
+    """Open a socket for this user's processes only; yield None if that is impossible."""
     with ExitStack() as stack:
         door = None
         try:
@@ -290,13 +290,13 @@ def _listening_socket(size: int) -> Iterator[socket.socket | None]:
                 door.bind(os.path.join(folder, "door"))
                 door.listen(size)
                 door.settimeout(_PATIENCE)
-        except (OSError, AttributeError):  # no place for files, or another system
+        except (OSError, AttributeError):  # no temporary files, or another OS
             door = None
         yield door
 
 
 def _connected(rank: int, paths: Sequence[bytes]) -> dict[int, socket.socket]:
-    """Connect to the ranks that have these paths, and tell them who is there; stop at a failure."""
+    """Connect to the ranks with these paths, and send them this rank; stop at a failure."""
     links: dict[int, socket.socket] = {}
     with suppress(OSError):
         for other, path in enumerate(paths):
@@ -312,10 +312,10 @@ def _connected(rank: int, paths: Sequence[bytes]) -> dict[int, socket.socket]:
 
 
 def _accept(door: socket.socket, ranks: Iterable[int]) -> dict[int, socket.socket]:
-    """Accept these ranks, which have connected before, and nobody else.
+    """Accept connections of these ranks, which have connected already, and close all others.
 
     Raises:
-        Missing: one is not there.
+        Missing: a rank has not connected.
     """
     links: dict[int, socket.socket] = {}
     missing, end = {*ranks}, time.monotonic() + _PATIENCE
@@ -335,7 +335,7 @@ def _accept(door: socket.socket, ranks: Iterable[int]) -> dict[int, socket.socke
 
 
 def _name(link: socket.socket) -> int | None:
-    """Return who has connected; None if it does not say so, as a rank does at once."""
+    """Return the rank that has connected; None if it does not send its number at once."""
     link.settimeout(_HEARD)
     with suppress(OSError):
         said = link.recv(_RANK.size + 1)
@@ -345,7 +345,7 @@ def _name(link: socket.socket) -> int | None:
 
 
 def _wait(links: Iterable[socket.socket], seconds: float) -> bool:
-    """Wait until a message has come by one of the links, or its end; tell whether one has."""
+    """Wait until a message arrives on a link, or it is closed; return whether one did."""
     poll = select.poll()
     for link in links:
         poll.register(link, select.POLLIN)

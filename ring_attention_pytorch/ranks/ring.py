@@ -1,4 +1,4 @@
-"""A ring of ranks that exchange tensors: who takes part, and all point-to-point code."""
+"""A ring of ranks that exchange tensors: its members, and all point-to-point code."""
 
 import multiprocessing
 import os
@@ -41,19 +41,19 @@ from ring_attention_pytorch.ranks.notes import (
 from ring_attention_pytorch.ranks.steps import BROKEN, Steps
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
-Messages = Sequence[tuple[int, Tensor]]  # rank of a ring, and what is sent to it or received
+Messages = Sequence[tuple[int, Tensor]]  # rank of a ring, and its tensor to send or receive into
 _NO_CONTEXT = nullcontext()
 
-# how often a group has compared notes, and the steps of each of its rings
+# the number of a group's agreements, and the steps of each of its rings
 _steps: WeakKeyDictionary[ProcessGroup, tuple[list[int], dict[tuple[int, int], Steps]]] = (
     WeakKeyDictionary()
 )
 
 
 class Transfer:
-    """Messages under way. Until `wait` it holds what is sent, so that its memory is not reused.
+    """Messages in flight. Tensors that are sent stay alive until `wait`.
 
-    What came, with the ranks that sent it, and what was waited for go to `check`, if there is one.
+    `check`, if any, gets the received tensors with their ranks, and what was waited for.
     """
 
     def __init__(
@@ -67,16 +67,16 @@ class Transfer:
         self._ring, self._step, self._works = ring, ring.steps.now, list(works)
         self._sent, self._received = [t for _, t in sends], [t for _, t in receives]
         self._peers = [ring.first + rank for rank, _ in (*sends, *receives)]
-        self._one_each = len(works) == len(self._peers)  # else one stands for all messages
+        self._one_each = len(works) == len(self._peers)  # otherwise one work covers all messages
         came = [(ring.first + rank, t) for rank, t in receives]
         self._check: Any = came and check and partial(check, came, Waiting(self._step, self._peers))
         ring.steps.under_way.append(self)
 
     def wait(self) -> list[Tensor]:
-        """Wait until everything has come and gone; return what came.
+        """Wait until all messages are sent and received; return the received tensors.
 
         Raises:
-            RingError: that took longer than the group's timeout, or a rank is gone.
+            RingError: the group's timeout has passed, or a rank is gone.
         """
         with Awaiting(self._awaited):
             while self._works:
@@ -89,7 +89,7 @@ class Transfer:
         return self._received
 
     def _awaited(self) -> tuple[Step, Sequence[int], Place]:
-        """Tell what is waited for, and of which ranks."""
+        """Return the step, the ranks that are waited for, and the place."""
         peers = self._peers[-len(self._works) :] if self._one_each else self._peers
         return self._step, peers, self._ring._place
 
@@ -97,15 +97,14 @@ class Transfer:
 class Ring:
     """Consecutive ranks of a process group, each with a place `rank` in a ring of `size`.
 
-    A group of 8 with `size=4` is two rings, ranks 0 to 3 and 4 to 7. Groups may come and go between
-    calls. One that moves no CPU tensors gets a companion that does, which lasts as long. Without a
-    group and without an initialised default group the ring is this process alone; where it is
-    one of several that were started together, that is an error. `problem` is told at the next
-    agreement.
+    A group of 8 with `size=4` is two rings, ranks 0 to 3 and 4 to 7. Groups can be made and
+    destroyed between calls. One that moves no CPU tensors gets a companion that does, with the same
+    lifetime. Without a group and an initialised default group the ring is this process alone; if it
+    was started as one of several, that is an error. `problem` is reported in the next agreement.
     """
 
     problem: str | None = None
-    _total: int = 1  # ranks of the group: PyTorch takes 8 us to tell
+    _total: int = 1  # ranks of the group, cached: PyTorch takes 8 us to return it
 
     def __init__(self, group: ProcessGroup | DeviceMesh | None = None, size: int | None = None):
         if isinstance(group, DeviceMesh):
@@ -128,14 +127,14 @@ class Ring:
             )
         if group is None:
             _check_missing_group()
-        elif inherited or group not in _steps:  # else it is known
+        elif inherited or group not in _steps:  # already known otherwise
             known(group)
         if total == 1 and (size is None or size >= 1):
             size = None  # alone, a ring of any size is this process
         self.group = group
         self.size: int = total if size is None else size
         if self.size < 1 or total % self.size != 0:
-            # told to all ranks when they next agree; raising here would leave the others waiting
+            # reported in the next agreement; raising here would leave the other ranks waiting
             self.problem = f"ring_size must divide the group's {total} ranks, got {size}"
             self.size = total
         self.rank: int = place % self.size
@@ -144,7 +143,7 @@ class Ring:
 
     @cached_property
     def steps(self) -> Steps:
-        """The steps of these ranks, the same for each `Ring` object of them."""
+        """The steps of these ranks, shared by all `Ring` objects of them."""
         if self.group is None:
             return Steps()
         met, each = _steps.setdefault(self.group, ([0], {}))
@@ -154,14 +153,14 @@ class Ring:
 
     @classmethod
     def alone(cls) -> "Ring":
-        """Return the ring of this process only, whatever groups there are."""
+        """Return a ring of this process only, in whatever groups it is."""
         ring = cls.__new__(cls)
         ring.group, ring.size, ring.rank, ring.first = None, 1, 0, 0
         return ring
 
     @property
     def several(self) -> bool:
-        """Tell whether the group has other rings beside this one."""
+        """True if the group has other rings."""
         return self.group is not None and self.size < self._total
 
     @property
@@ -173,7 +172,7 @@ class Ring:
 
     @property
     def exists(self) -> bool:
-        """Tell whether the group has not been destroyed."""
+        """True unless the group has been destroyed."""
         if self.group is None:
             return True
         try:
@@ -185,8 +184,8 @@ class Ring:
     def exchange(self, sends: Messages, receives: Messages) -> Transfer:
         """Send each tensor to its rank, and receive from each rank into its buffer.
 
-        Between two ranks messages match in the order given. Tensors must be contiguous. Where a
-        backend matches messages of other calls, too, each comes with a stamp, which the device
+        Between two ranks messages match in the order given. Tensors must be contiguous. If the
+        backend could match messages of different calls, each gets a stamp, which the device
         compares.
 
         Raises:
@@ -213,7 +212,7 @@ class Ring:
         return Transfer(self, sends, receives, works, check)
 
     def _stamps(self, sends: Messages, receives: Messages) -> Stamps | None:
-        """Return the stamps of messages like these; None where the backend compares tags."""
+        """Return the guard that stamps these messages; None if the backend compares tags."""
         device = next((t.device for _, t in (*sends, *receives)), None)
         if device is None or device.type != "cuda" or not self._matches_by_order:
             return None
@@ -226,7 +225,7 @@ class Ring:
 
     @cached_property
     def _matches_by_order(self) -> bool:
-        """Tell whether messages of GPUs match by order alone, and kernels can check them."""
+        """True if messages of GPUs match by order alone, and kernels can check them."""
         return "cuda:nccl" in str(dist.get_backend_config(self.group)) and has_triton()
 
     def total(self, t: Tensor) -> None:
@@ -235,7 +234,7 @@ class Ring:
             dist.all_reduce(t, group=self.group)
 
     def report_failure(self, words: str) -> None:
-        """Leave word for ranks that will wait for this one in vain, because it raises alone."""
+        """Write a report for ranks that will wait for this one in vain, because it raises alone."""
         self.steps.report_failure(words)
 
     @property
@@ -248,7 +247,7 @@ class Ring:
         return [rank for rank in range(self._total) if rank != self.first + self.rank]
 
     def call(self, operation: str, plan: int = 0) -> AbstractContextManager[object]:
-        """Return a block in which all ranks of the ring do this together; alone it does nothing.
+        """Return a block for this operation of all ranks of the ring; a ring of one does nothing.
 
         Raises:
             RingError: an earlier call has failed on this rank.
@@ -260,11 +259,11 @@ class Ring:
         return self.steps.begin(operation, plan)
 
     def gather_notes(self, subject: str, note: bytes) -> list[bytes]:
-        """Return the note of every rank of the group, told over the host: no GPU waits.
+        """Return the note of every rank of the group, exchanged over the host: no GPU waits.
 
         Raises:
             ValueError: ranks have different subjects; the same text on all ranks.
-            RingError: a device has found ranks out of step, and no rank was told; on all ranks.
+            RingError: a device has found ranks out of step, not yet reported; on all ranks.
         """
         message = self.steps.compare(subject).encode() + b"\0" + note
         notes = exchange(self.gather_bytes, f"{subject}\n{call_site()}", message)
@@ -279,18 +278,18 @@ class Ring:
         return list(found)
 
     def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
-        """Return the message of every rank of the group, filled up to that size with zeros.
+        """Return the message of every rank of the group, padded to that size with zeros.
 
         Raises:
-            RingError: a rank did not come, or a wait has failed before in this group.
+            RingError: a rank did not send its message, or an earlier wait in this group has failed.
         """
         if self.group is None:
             return [message]
         if closed and self.group in closed:
-            close_links(self.group)  # who waits for this rank hears of it at once
+            close_links(self.group)  # ranks that wait for this one see it at once
             now = self.steps.now
             raise RingError(f"{now}: a wait has failed before on this rank; {NEW_GROUP}", now)
-        before = self.group, self.steps.notes - 1  # words of ranks that do not compare these notes
+        before = self.group, self.steps.notes - 1  # reports of ranks that are not in this agreement
         with Awaiting(lambda: (self.steps.now, missing(self.group) or self.peers, before)):
             if self.group not in links_of:
                 link(self.group)
@@ -300,14 +299,14 @@ class Ring:
             return links.gather(message, size)
 
     def shared(self) -> tuple[ProcessGroup, tuple[int, ...]] | None:
-        """Return a group whose ranks all do the same at the same time, and this ring's there."""
+        """Return a group whose ranks act in unison, and this ring's ranks in it; or None."""
         if self.group is None or self.several:
             return None
         return self.group, tuple(range(self.size))
 
 
 class SubRing(Ring):
-    """A ring of some places of a whole ring, whose messages go by way of the whole."""
+    """A ring of some places of a whole ring, which carries its messages."""
 
     def __init__(self, whole: Ring, places: Sequence[int]):
         self.whole: Ring = whole
@@ -348,7 +347,7 @@ def as_ring(group: Group, size: int | None = None) -> Ring:
 
 
 def _check_missing_group() -> None:
-    """Raise ValueError where several processes were started together, and have no group."""
+    """Raise ValueError if this process was started as one of several, but has no group."""
     if in_one_process or not dist.is_available():
         return
     elastic = dist.is_torchelastic_launched() and os.environ["WORLD_SIZE"] != "1"

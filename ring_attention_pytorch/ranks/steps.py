@@ -1,4 +1,4 @@
-"""Numbers of what a ring's ranks have done together: a rank out of step has other ones."""
+"""Numbers of a ring's calls and exchanges: they differ on a rank that is out of step."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +19,7 @@ from ring_attention_pytorch.ranks.failures import (
 )
 from ring_attention_pytorch.ranks.guard import Guard
 
-BROKEN = "broken"  # what the others hear of a ring that is broken, on a rank where that was told
+BROKEN = "broken"  # note of a rank whose ring is broken, once the reason has been reported
 _NEXT_PLAN = (
     "it is whole again once all ranks make a plan, or call without one; if others waited for this "
     "one in vain, their group's connections are closed, and all make a new group"
@@ -27,32 +27,32 @@ _NEXT_PLAN = (
 
 
 class Steps:
-    """The numbers of a ring's calls and exchanges, and what becomes of them when one fails.
+    """The numbers of a ring's calls and exchanges, and its state after one has failed.
 
     Messages between two ranks match by these numbers where the backend compares tags (gloo does,
-    NCCL does not). So a message of a call that a rank has skipped, or made by another plan, is
-    never taken for one of its next call. All rings of a group compare notes together, and count on
-    from there.
+    NCCL does not). A message of a call that a rank has skipped, or made with another plan,
+    therefore never matches one of its next call. All rings of a group agree together, and restart
+    their numbers there.
     """
 
     def __init__(
         self, met: list[int] | None = None, group: "ref[ProcessGroup] | None" = None
     ) -> None:
-        self._group = group  # whose ranks may wait for one that fails
-        self._met = [0] if met is None else met  # notes compared so far, in all rings of a group
+        self._group = group  # its ranks wait for one that fails
+        self._met = [0] if met is None else met  # agreements so far, in all rings of a group
         self._since = 0
         self.calls: int = 0
         self.hops: int = 0  # exchanges of this call so far
-        self._base: int | None = 0  # what tags of this call are made from
-        self.about: tuple[int, str] = (0, "no call")  # number of a plan, and what is done
-        self.broken: str | None = None  # what broke it, until all ranks compare notes again
-        self.under_way: list[object] = []  # transfers that nobody has waited for
+        self._base: int | None = 0  # seed of the tags of this call
+        self.about: tuple[int, str] = (0, "no call")  # number of the plan, and the operation
+        self.broken: str | None = None  # why it is broken, until the next agreement
+        self.under_way: list[object] = []  # transfers not yet waited for
         self._left: list[object] = []  # transfers of a call that failed
-        self.guards: list[Guard] = []  # what devices check
+        self.guards: list[Guard] = []  # checks that devices make
 
     @property
     def notes(self) -> int:
-        """The number of times that the group has compared notes."""
+        """The number of the group's agreements so far."""
         return self._met[0]
 
     @notes.setter
@@ -66,13 +66,13 @@ class Steps:
         return Step(operation, plan, self.calls, self.hops)
 
     def begin(self, operation: str, plan: int = 0) -> Self:
-        """Begin another call; the block of what this returns is the call.
+        """Begin another call; the call is the block of the returned object.
 
-        If it fails, this ring is broken on this rank. It is not broken if ranks disagree: then all
-        of them know it, and are where they were.
+        If it fails, this ring is broken on this rank. A `Disagreement` does not break it: all ranks
+        raise one together, and their numbers still match.
 
         Raises:
-            RingError: an earlier call has failed, so the others' messages are not for this one.
+            RingError: an earlier call has failed, so incoming messages are not for this one.
         """
         self._check()
         self.calls, self.hops, self.about = self.calls + 1, 0, (plan, operation)
@@ -88,7 +88,7 @@ class Steps:
             notify_peers()
 
     def tag(self) -> int:
-        """Return the tag of the next messages, positive and of 31 bits."""
+        """Return the tag of the next messages, a positive number of 31 bits."""
         self._check()
         self.hops += 1
         if self._base is None:
@@ -96,7 +96,7 @@ class Steps:
         return crc32(self.hops.to_bytes(4, "little"), self._base) >> 1
 
     def compare(self, subject: str) -> str:
-        """Begin to compare notes on `subject`; return what is wrong here, "" if nothing is."""
+        """Begin an agreement on `subject`; return what is wrong on this rank, "" if nothing is."""
         self.notes += 1
         self._since, self.calls, self.hops, self._base = self._met[0], 0, 0, None
         self.about = (0, f"comparing notes on {subject}")
@@ -105,18 +105,18 @@ class Steps:
         return self.trouble() or "" if self.guards else ""
 
     def trouble(self) -> str | None:
-        """Say what a device has found wrong, if nobody has been told yet; None if nothing."""
+        """Return a failure that a device has flagged and no rank has reported; or None."""
         if self.broken is not None:
             return None
         return next((told for guard in self.guards if (told := guard.trouble())), None)
 
     def watch(self, guard: Guard) -> None:
-        """Look at this guard before each call, and let it tell the others when this rank fails."""
+        """Check this guard before each call, and let it notify peers when this rank fails."""
         self.guards.append(guard)
         guards.add(guard)
 
     def report_failure(self, words: str) -> None:
-        """Leave word for ranks that will wait for this one in vain."""
+        """Write a report for ranks that will wait for this one in vain."""
         group = None if self._group is None else self._group()
         failure_reports.write(group, self.notes, words)
 
@@ -137,16 +137,16 @@ class Steps:
         if self.broken is not None:  # by a call within this one
             return
         self.broken = f"{self.now}: {type(error).__name__}: {error}"
-        if not isinstance(error, RingError):  # which has told itself
+        if not isinstance(error, RingError):  # it has been reported already
             self.report_failure(f"raised {type(error).__name__} in {self.now}: {error}")
         for guard in self.guards:
-            with suppress(RuntimeError):  # perhaps it was the device that failed
+            with suppress(RuntimeError):  # the device itself may have failed
                 guard.fail()
-        # gloo's buffers must live until what is under way has come, which nobody waits for now
+        # gloo's buffers must live until transfers in flight have arrived
         self._left, self.under_way = self.under_way, []
 
     def _check(self) -> None:
-        """Raise if the ring is broken; count from anew if another of the group compared notes."""
+        """Raise if the ring is broken; restart the numbers if another of the group has agreed."""
         if self.guards and (trouble := self.trouble()) is not None:
             self.broken = f"{self.now}: {trouble}"
         if self.broken is not None:
