@@ -1,6 +1,6 @@
-"""The all-to-all of Ulysses: each rank gets some tokens and heads of what each neighbour has.
+"""The all-to-all of Ulysses: each rank gets some tokens and heads of each neighbour's tensors.
 
-A `CopyPlan` says who gets what; a fabric carries it out (`Fabric.swap`).
+A `CopyPlan` lists the moves; a fabric carries them out (`Fabric.swap`).
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -15,15 +15,15 @@ from ring_attention_pytorch.comm.messages import Form, Part
 
 @dataclass(frozen=True, eq=False)
 class CopyPlan:
-    """The all-to-all of one tensor: which sizes (tokens, heads) and moves it has."""
+    """The all-to-all of one tensor: its sizes (tokens, heads) and its moves."""
 
-    given: tuple[tuple[int, int], ...]  # what each place has
-    got: tuple[tuple[int, int], ...]  # what each place gets
+    given: tuple[tuple[int, int], ...]  # sizes that each place has
+    got: tuple[tuple[int, int], ...]  # sizes that each place gets
     moves: tuple[tuple[Move, ...], ...]  # to each place
 
     @cached_property
     def key(self) -> Hashable:
-        """All numbers of the plan, which say what is the same for another one."""
+        """All numbers of the plan; equal keys mean equal plans."""
         moves = (
             tuple((move.place, *((s.start, s.stop, s.step) for s in move[1:])) for move in to_place)
             for to_place in self.moves
@@ -31,11 +31,11 @@ class CopyPlan:
         return self.given, self.got, *moves
 
     def part(self, t: Tensor, place: int) -> Part:
-        """Return the shape and dtype of what that place gives, for tensors like this one."""
+        """Return the shape and dtype of that place's tensor, like `t`, before the exchange."""
         return Part((t.shape[0], *self.given[place], *t.shape[3:]), t.dtype)
 
     def alloc(self, t: Tensor, place: int) -> Tensor:
-        """Return empty memory for what that place gets."""
+        """Allocate memory for that place's tensor after the exchange."""
         return t.new_empty((t.shape[0], *self.got[place], *t.shape[3:]))
 
 
@@ -61,12 +61,12 @@ def form_between(
 def given(
     tensors: Sequence[Tensor], ways: Sequence[CopyPlan], sender: int, receiver: int
 ) -> list[Tensor]:
-    """Return views of what a rank sends to another."""
+    """Return views of the data that a rank sends to another."""
     return [tensors[i][:, m.rows, m.heads] for i, m in _between(ways, sender, receiver)]
 
 
 def taken(
     tensors: Sequence[Tensor], ways: Sequence[CopyPlan], sender: int, receiver: int
 ) -> list[Tensor]:
-    """Return views of where that goes at the other rank."""
+    """Return views of the memory where the receiver stores that data."""
     return [tensors[i][:, m.to_rows, m.to_heads] for i, m in _between(ways, sender, receiver)]

@@ -1,4 +1,4 @@
-"""Pieces of tensors that ranks exchange, each with each; gradients go back the way the pieces came.
+"""Pieces of tensors that all ranks exchange; their gradients take the way back.
 
 Convention of gradients: backward differentiates the sum of every rank's result, where each rank's
 tensors are separate variables.
@@ -15,22 +15,22 @@ from ring_attention_pytorch.ranks.ring import Ring, Transfer
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 Shape = tuple[int, ...]
-_CALL = "sharding"  # what errors call it
+_CALL = "sharding"  # the call's name in errors
 
 
 def all_to_all(pieces: list[Tensor], shapes: Sequence[Shape], ring: Ring) -> list[Tensor]:
-    """Send piece i to rank i, and return what came from each, of `shapes[i]`. Differentiable."""
+    """Send piece i to rank i, and return the piece from each, of `shapes[i]`. Differentiable."""
     return pieces if ring.size == 1 else list(_AllToAll.apply(ring, shapes, *pieces))
 
 
 def exchange_rows(pieces: list[Tensor], lands: Sequence[Tensor], ring: Ring) -> list[Tensor]:
-    """Send rows `pieces[i]` to rank i; return those from each, as many as `lands[i]`."""
+    """Send rows `pieces[i]` to rank i; return the rows from each, `len(lands[i])` of them."""
     width = pieces[0].shape[1:]
     return all_to_all(pieces, [(len(land), *width) for land in lands], ring)
 
 
 def scatter_rows(pieces: list[Tensor], lands: Sequence[Tensor], onto: Tensor, ring: Ring) -> Tensor:
-    """Return `onto` `[rows, ...]`, with what `exchange_rows` brings from rank i at `lands[i]`."""
+    """Return `onto` `[rows, ...]` with the rows from rank i (`exchange_rows`) at `lands[i]`."""
     received = torch.cat(exchange_rows(pieces, lands, ring))
     return onto.index_copy(0, torch.cat(tuple(lands)), received.to(onto.dtype))
 

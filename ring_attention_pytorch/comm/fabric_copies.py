@@ -88,7 +88,7 @@ class CopyChannel(SharedChannel):
     ) -> None:
         super().__init__(fabric, program, own, totals)
         self.ends: list[Mark] = []  # of the stages of a round
-        self.home: dict[Transfer, tuple[list[tuple[slice, Tensor]], Mark]] = {}  # sums on their way
+        self.home: dict[Transfer, tuple[list[tuple[slice, Tensor]], Mark]] = {}  # sums in flight
 
     def _begin(self, turns: int) -> None:
         super()._begin(turns)

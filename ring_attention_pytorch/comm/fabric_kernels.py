@@ -29,7 +29,7 @@ from ring_attention_pytorch.schedule.steps import Program, Transfer
 
 @dataclass(frozen=True)
 class OneStream(SharedMemory):
-    """A fabric of one round, on one stream; of none, for Ulysses alone.
+    """A fabric of one round, on one stream; with no round, for Ulysses alone.
 
     Keys are `arranged` in each rank's memory. With `overlap` dk and dv are reduced while the kernel
     computes dq, if it makes dk and dv first.
@@ -78,7 +78,7 @@ class KernelChannel(SharedChannel):
         self.received = self._written()
 
     def _written(self) -> list[Tensor]:
-        """Write own keys where others read them, and this rank computes on them if not apart."""
+        """Write own keys to memory that peers read, and compute on them there if not apart."""
         buffer, own, lies = self.space.keys, self.own, self.mine
         table = fused_copies.table_of_writes(buffer, own.k, own.v, lies.tokens, lies.own)
         forward = self.totals is None
@@ -98,7 +98,7 @@ class KernelChannel(SharedChannel):
         return [both, *masks]
 
     def take(self, transfer: Transfer) -> list[Tensor]:
-        """Pull others' keys to where they belong among own ones."""
+        """Pull peers' keys to their places among own ones."""
         buffer, (both, *masks) = self.space.keys, self.received
         there, here = [], []
         for owner, at, to in self.fabric.moves(self.program):
@@ -114,7 +114,7 @@ class KernelChannel(SharedChannel):
             fused_copies.pull(fused_copies.FusedCopy(buffer.read_barrier(), table), both)
         for mask, some in zip(masks, parts_of_masks):
             _copy_all(mask, here, some)
-        if table is None or masks:  # what a visit brings it has looked after
+        if table is None or masks:  # a fused copy has checked its data already
             self.space.board.fill_nan(both)
         return [t[:, : self.mine.held] for t in (*apart(both, self.own), *masks)]
 
@@ -140,7 +140,7 @@ class KernelChannel(SharedChannel):
         """Publish and add peers' gradients of own keys in one launch; False if impossible."""
         k, buffer = self.own.k, self.space.grads
         fresh, tokens = all(total.is_empty for total in self.totals), slice(0, k.shape[1])
-        wholes = [total.whole() for total in self.totals]  # also waits for what they need
+        wholes = [total.whole() for total in self.totals]  # also waits for pending writes to them
         dk, dv = [total.alloc(tokens) for total in self.totals] if fresh else wholes
         if dk is None or dv is None or not k.numel():
             return False

@@ -1,7 +1,7 @@
-"""A fabric of messages, over any process group: each is exactly what its receiver needs.
+"""A fabric of messages, over any process group: each has exactly the data that its receiver needs.
 
-Every rank sends to and receives from every rank of a transfer, even if the message is empty. What
-several ranks need is packed once. Which messages there are is worked out once for each transfer.
+Every rank exchanges messages with every rank of a transfer, even empty ones. Data for several ranks
+are packed once. The list of messages is computed once for each transfer.
 """
 
 from collections.abc import Sequence
@@ -42,13 +42,13 @@ class Traffic(NamedTuple):
     """The messages of one transfer on this rank."""
 
     packs: list[Pack]  # each packed once
-    sends: list[tuple[int, int]]  # to which rank, which of these
-    receives: list[tuple[int, Form]]  # from which rank
-    pieces: list[tuple[int, slice, slice]]  # of which message, where there, and where here
+    sends: list[tuple[int, int]]  # receiver, index of the pack
+    receives: list[tuple[int, Form]]  # sender, form
+    pieces: list[tuple[int, slice, slice]]  # index of the message, place in it, place here
 
     @classmethod
     def of(cls, program: Program, transfer: Transfer, ring: Ring, own: KVBlock) -> "Traffic":
-        """Work out the messages of a transfer, for keys like own ones or for their gradients."""
+        """Compute the messages of a transfer, for keys like own ones or for their gradients."""
         rank, back = ring.rank, transfer.kind != KEYS
         block = transfer.source if back else transfer.block
         like, dtype = (own[:2], wire_dtype(own.k.dtype)) if back else (own[:3], None)
@@ -70,7 +70,7 @@ class Traffic(NamedTuple):
             sends.append((to, packs[gone][0]))
             receives.append((by, Form.of(like, tokens(come), dtype)))
         if not back:
-            pieces.sort(key=lambda piece: piece[2].start)  # in which they are joined
+            pieces.sort(key=lambda piece: piece[2].start)  # the order in which they are joined
         return cls([pack for _, pack in packs.values()], sends, receives, pieces)
 
 

@@ -101,7 +101,7 @@ class SharedMemory:
         self.space.board.fill_nan(*outs)
 
     def form(self, keys: KVBlock, length: int, masks: bool = False) -> Form:
-        """Return the form of `length` keys with `masks`, or else of their gradients; cached.
+        """Return the form of `length` keys with `masks`; without, of their gradients. Cached.
 
         k and v are next to each other, so that one copy moves both: each copy has a fixed cost.
         """
@@ -134,17 +134,17 @@ class SharedMemory:
 
 
 class SharedChannel:
-    """One call through symmetric memory; gradients are computed where their owners read them."""
+    """One call through symmetric memory; gradients are computed where owners read them."""
 
     def __init__(
         self, fabric: SharedMemory, program: Program, own: KVBlock, totals: KVGrads | None
     ) -> None:
-        self.fabric: Any = fabric  # a `SharedMemory`: which, a subclass says
+        self.fabric: Any = fabric  # a subclass of `SharedMemory`
         self.program: Program = program
         self.own: KVBlock = own
         self.totals: KVGrads | Any = totals  # None is forward
         self.space: SymmetricWorkspace = fabric.space
-        self.received: list[Tensor] = []  # where the keys of a round come to
+        self.received: list[Tensor] = []  # memory for the keys of a round
         if len(program.blocks) > 1:
             self._begin(len(program.blocks) - 1)
 

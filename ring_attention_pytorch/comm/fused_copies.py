@@ -1,8 +1,8 @@
 """Kernels that wait at a barrier, then copy or add: one launch instead of three.
 
 With few tokens each launch costs the host more than the GPU's work, and the GPU idles between
-launches. So a barrier in shared memory, the copies or sums behind it, and the check that no rank
-failed meanwhile are one kernel.
+launches. One kernel therefore waits at a barrier in shared memory, copies or adds, and checks that
+no rank has failed since.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence

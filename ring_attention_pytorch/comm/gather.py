@@ -1,9 +1,9 @@
-"""A transport that brings all keys a rank needs at once, straight from their owners.
+"""A transport that fetches all required keys in one exchange, straight from their owners.
 
-They come while the rank's own block computes. They are put together so that few large tiles cover
-them, as a rule in the order of positions. In backward each rank gives an owner the gradients that
-it computed for the owner's keys, in the inputs' dtype (float16 as float32). The owner sums them in
-the accumulator's dtype, always in the same order. A fabric carries them.
+They arrive while the rank's own block computes. They are joined so that few large tiles cover them,
+usually in the order of positions. In backward each rank sends an owner the gradients of the owner's
+keys, in the inputs' dtype (float16 as float32). The owner sums them in the accumulator's dtype,
+always in the same order. A fabric carries them.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from ring_attention_pytorch.schedule.steps import KEYS, Block, Part, Program
 
 
 class LocalChunks(NamedTuple):
-    """What a program has on a rank: the positions of each block's keys, and those of each part."""
+    """A program's positions on one rank: of each block's keys, and of each part's."""
 
     blocks: list[Segments]
     parts: dict[Part, tuple[slice, Segments]]  # tokens of the block, and their positions
@@ -38,10 +38,10 @@ class LocalChunks(NamedTuple):
 
 @dataclass(frozen=True)
 class Gather(ScheduledTransport):
-    """A transport of one round of owners at a time; the next round comes while one computes.
+    """A transport of one round of owners at a time; the next round arrives during compute.
 
-    Forward a round comes in stages, backward at once. Its gradients go home while the next block
-    computes. Where nothing overlaps, own keys may be among the others' in one block.
+    Forward a round arrives in stages, backward at once. Its gradients are sent while the next block
+    computes. If nothing overlaps, own keys may be in one block with the others.
     """
 
     known: dict[bool, LocalChunks] = field(
@@ -56,9 +56,9 @@ class Gather(ScheduledTransport):
 
     @property
     def keeps(self) -> bool:
-        """Tell whether keys stay: of several rounds, one's keys go when the next but one comes.
+        """True if keys stay: of several rounds, one's keys are freed when the next but one arrives.
 
-        On one stream there is nothing that could run beside a call.
+        On one stream nothing can overlap a call.
         """
         return len(self.schedule.forward.blocks) == 2 and not self.fabric.replay.tape
 
@@ -70,7 +70,7 @@ class Gather(ScheduledTransport):
 
 
 class GatherCall:
-    """One call of a gather: which keys are here, and sums of their gradients."""
+    """One call of a gather: the keys on this rank, and sums of their gradients."""
 
     def __init__(
         self, gather: Gather, program: Program, own: KVBlock, totals: KVGrads | None = None
@@ -121,7 +121,7 @@ class GatherCall:
             for total, of_part in zip(self.totals, self.sums.pop(0)):
                 of_part.move_to(total, 0)
                 if blocks > 2:
-                    total.begin_update()  # else each round's gradients would wait to be added
+                    total.begin_update()  # otherwise each round's gradients would wait to be added
         last = part.stage == len(self.program.blocks[part.block].stages) - 1
-        if part.block and self.totals is None and last:  # backward, it goes with its gradients
+        if part.block and self.totals is None and last:  # backward, it is freed with its gradients
             del self.blocks[part.block]

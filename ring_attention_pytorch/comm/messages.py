@@ -1,4 +1,4 @@
-"""Several tensors in one message: their bytes one after another, each start aligned."""
+"""Several tensors in one message: their bytes are consecutive, each start aligned."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ALIGNED = 16  # bytes: what tensor memory accelerators and vector loads need of an address
+_ALIGNED = 16  # bytes: required of addresses by tensor memory accelerators and vector loads
 
 
 class Part(NamedTuple):
@@ -21,7 +21,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """The parts of a message, and where their bytes are. Of equal parts it is made once.
+    """The parts of a message, and the place of their bytes. Cached for equal parts.
 
     >>> form = Form.of([torch.empty(1, 2, 3), None], length=5)
     >>> form.parts
@@ -59,7 +59,7 @@ class Form:
         return cls(parts, tuple(spans), end)
 
     def empty(self, device: torch.device) -> Tensor:
-        """Return memory for a message, uint8 `[nbytes]`."""
+        """Allocate memory for a message, uint8 `[nbytes]`."""
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
     def open(self, message: Tensor) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """A call carries out a program: it waits, starts transfers and hands out keys, step by step.
 
-A transport is its own schedule and its own kind of `Call`: that knows where keys and gradients are.
-The order is the program's alone, and a fabric carries the bytes.
+A transport has its own schedule and its own kind of `Call`, which stores keys and gradients. Only
+the program decides the order, and a fabric moves the bytes.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class Call(Protocol):
         """Start a transfer; all ranks do."""
 
     def wait(self, number: int) -> None:
-        """Let what follows wait for a transfer: for keys, or for gradients that are added."""
+        """Make later work wait for a transfer: of keys, or of gradients, which are then added."""
 
     def keys(self, part: Part) -> KVBlock:
         """Return the keys of a part."""
@@ -33,15 +33,15 @@ class Call(Protocol):
         ...
 
     def computed(self, part: Part) -> None:
-        """Take note that calls for a part have been launched."""
+        """Note that calls for a part have been launched."""
 
 
 @dataclass(frozen=True)
 class ScheduledTransport:
-    """A transport that carries out its schedule; a subclass says what its calls are.
+    """A transport that runs the program of its schedule; a subclass implements its calls.
 
-    All ranks take the same steps in the same order. So whether there is a message never depends on
-    the rank.
+    All ranks take the same steps in the same order. Whether a message exists therefore never
+    depends on the rank.
     """
 
     schedule: Schedule
@@ -52,7 +52,7 @@ class ScheduledTransport:
         raise NotImplementedError
 
     def stream(self, own_keys: KVBlock) -> Iterator[KVBlock]:
-        """Yield the keys of each part: own ones, then all others that anyone needs."""
+        """Yield the keys of each part: own ones, then all others that any rank needs."""
         program = self.schedule.forward
         call = recorded(self.call(program, own_keys))
         try:
@@ -60,10 +60,10 @@ class ScheduledTransport:
                 keys = call.keys(part)
                 if program.counts(part, keys.segments):
                     yield keys
-                del keys  # else they would stay while more come
+                del keys  # frees them before more arrive
                 call.computed(part)
         except BaseException:
-            self.fabric.drain()  # nothing else uses memory that is still written
+            self.fabric.drain()  # memory in flight is reused by nothing else
             raise
 
     def stream_back(
@@ -71,8 +71,8 @@ class ScheduledTransport:
     ) -> Iterator[tuple[KVBlock, KVGrads]]:
         """Yield the keys of each part, with accumulators (dk, dv) for their gradients.
 
-        When the stream ends, `own`, those of own keys, have what every rank added. What a kernel
-        leaves for `deferred` is done while its gradients travel, or left for whoever asked.
+        When the stream ends, `own`, the gradients of own keys, contain what every rank added. Work
+        that a kernel has `deferred` runs while its gradients travel, or is left to the caller.
         """
         program = self.schedule.backward
         call = recorded(self.call(program, own_keys, own), deferred)
@@ -90,10 +90,10 @@ class ScheduledTransport:
 
 
 def _parts(program: Program, call: Call, deferred: Deferred | None = None) -> Iterator[Part]:
-    """Yield the parts; do what a kernel left for `deferred` before anything is waited for.
+    """Yield the parts; run work that a kernel `deferred` before any wait.
 
-    Its gradients have started by then, if there is nothing else to wait for before that. It is done
-    before the next part, too: no two parts have something left for the same queries.
+    Its gradients have started by then, unless that start needs a wait itself. Deferred work also
+    runs before the next part: no two parts may defer work for the same queries.
     """
     for wait, start, part in program.steps:
         if wait and deferred:

@@ -1,4 +1,4 @@
-"""A ring transport: keys go from neighbour to neighbour, their gradients come home behind them.
+"""A ring transport: keys go from neighbour to neighbour, and their gradients follow them.
 
 Liu et al. 2023, section 3. Memory does not grow with the ring.
 """
@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, rank: int, own: KVBlock) -> "Blocks":
-        """Work out the blocks of keys that are like own ones, but of other lengths."""
+        """Compute the blocks of keys that are like own ones, but of other lengths."""
         segments = [program.held(block, rank) for block in range(len(program.blocks))]
         tensors, wide = [t for t in own[:3] if t is not None], accumulation_dtype(own.k.dtype)
         forms, wide_forms = [], []
@@ -45,11 +45,11 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class SendRecv(ScheduledTransport):
-    """A transport of one neighbour's keys at a time; the next hop is under way while one computes.
+    """A transport of one neighbour's keys at a time; the next hop is in flight during compute.
 
-    There are no barriers. All that belongs to an owner is one message, passed on as it came. A
-    message's memory is used again for the one after next. Gradients travel one hop behind the keys
-    that they belong to, and one jump home from the last rank.
+    There are no barriers. An owner's keys are one message, forwarded unchanged. A message's memory
+    is reused for the next but one. Gradients travel one hop behind their keys, and the last rank
+    sends them straight to the owner.
     """
 
     known: dict[bool, Blocks] = field(default_factory=dict, compare=False, repr=False)  # if back
@@ -58,7 +58,7 @@ class SendRecv(ScheduledTransport):
 
     @classmethod
     def make(cls, ring: Ring, blocks: Workload, at_once: int) -> "SendRecv":
-        """Make one; owners come one at a time, whatever `at_once` there is room for."""
+        """Make one; owners' keys arrive one at a time, whatever `at_once` allows."""
         plan = steps.ring(blocks)
         return cls(plan, Messages(ring, idle=not plan.forward.transfers))
 
@@ -70,7 +70,7 @@ class SendRecv(ScheduledTransport):
 
 
 class _Call:
-    """One call: two messages of keys by turns, and gradients made, sent and received."""
+    """One call: two alternating buffers of keys, and gradients computed, sent and received."""
 
     def __init__(
         self,
@@ -132,6 +132,6 @@ class _Call:
 
 
 def _buffers(number: int, forms: Sequence[Form], device: torch.device) -> list[Tensor]:
-    """Return so many buffers for a message of any of these forms."""
+    """Allocate `number` buffers, each large enough for a message of any of these forms."""
     longest = max(forms, key=lambda form: form.nbytes)
     return [longest.empty(device) for _ in range(number)]

@@ -39,10 +39,10 @@ class SymmetricBuffer:
 
     One use takes three steps: write to `write_view`, which switches to the other slot; `publish`, a
     barrier; read the `peer_view` of each rank. All ranks make the same uses in the same order, and
-    begin one after they have read the last. So past the barrier every rank has written this slot
-    and nobody reads the other. `start` chooses the next slot. A buffer with a single slot is
-    written through `local_view` after `wait_for_readers`, a barrier that all ranks reach when they
-    have finished reading.
+    begin one after they have read the last. Past the barrier, every rank has written this slot and
+    none reads the other. `start` chooses the next slot. A buffer with a single slot is written
+    through `local_view` after `wait_for_readers`, a barrier that all ranks reach when they have
+    finished reading.
 
     Views of the memory as tensors are cached: with few tokens host time counts.
     """
@@ -239,12 +239,12 @@ class SymmetricWorkspace:
             buffer.join(buffer.mark())
 
     def reserve(self, group: ProcessGroup, **wanted: int) -> None:
-        """Grow the named buffers to at least so many bytes. All ranks call this together."""
+        """Grow the named buffers to at least these bytes. All ranks call this together."""
         for name, nbytes in wanted.items():
             if (old := getattr(self, name)).nbytes < rounded(nbytes):
                 larger = self._buffer(group, name, rounded(nbytes))
                 torch.cuda.synchronize(self.device)
-                Ring(group).gather_notes("larger buffers", b"")  # then nobody reads the old one
+                Ring(group).gather_notes("larger buffers", b"")  # then no rank reads the old one
                 if old.captured:
                     self.outgrown.append(old)
                 setattr(self, name, larger)
@@ -257,7 +257,7 @@ def _barrier(board: Board, steps: Steps, name: str, why: str) -> Barrier:
 
 
 class PeerGroup(NamedTuple):
-    """A workspace that some ranks share, the group that has it, and their ranks there."""
+    """A workspace that some ranks share, its group, and their ranks there."""
 
     space: SymmetricWorkspace
     group: ProcessGroup

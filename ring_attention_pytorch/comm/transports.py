@@ -1,8 +1,8 @@
 """The table of transports, and the choice among them and the fabrics that carry them.
 
 A transport is a `ScheduledTransport`, made by `make(ring, blocks, at_once)`, and one line in
-`TRANSPORTS`. It knows which keys are needed where, and nothing of how attention is computed. This
-module alone chooses its fabric: by what the ranks share and by the amount of work.
+`TRANSPORTS`. It decides which keys are needed by which rank, independent of how attention is
+computed. This module alone chooses its fabric: by shared memory and the amount of work.
 """
 
 import torch
@@ -52,12 +52,11 @@ def check_transport(name: str | None, memory: int | None) -> None:
 
 
 def owners_at_once(memory: int | None, blocks: Workload, kv_shape: KVShape) -> int:
-    """Return how many owners' keys may be here at once within `memory` bytes, at least one.
+    """Return how many owners' keys fit in `memory` bytes at once, at least one.
 
-    Of each owner there are at once, in backward: the block that was computed on last and the
-    one at hand, with their gradients in the accumulator's dtype; the keys that come next;
-    gradients that go out and that come in. Beside that, there is what a rank sends of its own, and
-    the sum of what comes in.
+    Backward stores per owner: the previous block and the current one, with their gradients in the
+    accumulator's dtype; the keys that arrive next; gradients that are sent and received. In
+    addition a rank stores its own outgoing data and the sum of incoming gradients.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> from ring_attention_pytorch.geometry.tiles import Mask
@@ -105,11 +104,11 @@ def make_one_stream(
     square: bool = False,
     keys_first: bool = False,
 ) -> Gather | None:
-    """Make a gather that spares the host, if tokens are few; else return None.
+    """Make a gather with little host work if tokens are few; otherwise return None.
 
-    With few tokens the host takes longer to launch a gather's calls than a GPU to run them. The
-    kernel may know causal tiles only if they are `square`, or make dk and dv first. All ranks of
-    the ring call this together.
+    With few tokens the host takes longer to launch a gather's calls than a GPU to run them.
+    `square`: the kernel has causal tiles only for square blocks. `keys_first`: it computes dk and
+    dv first. All ranks of the ring call this together.
     """
     shares = gather.fabric.name != ""
     if not (shares and gather.keeps and is_few(blocks, kv_shape, machine)):
@@ -142,7 +141,7 @@ def by_copy_engines(
     _reserve(shared, kv_shape, keys=longest, grads=widest)
     own_low_priority = (
         own_low_priority and len(rounds) == 1
-    )  # of several rounds, calls wait for one another
+    )  # with several rounds, calls wait for one another
     by_copy_engine = reduce_by_copy_engine(blocks, rounds, kv_shape, machine, own_low_priority)
     plan = steps.gather(blocks, [*map(Block.of, rounds)], low_priority=own_low_priority)
     idle = not plan.forward.transfers
@@ -159,7 +158,7 @@ def on_one_stream(
 ) -> Gather:
     """Make a gather of one round, on one stream; own keys are a block `own_apart`, or not.
 
-    The kernel makes gradients of keys first, or not. All ranks of the ring call this together.
+    `keys_first`: the kernel computes dk and dv first. All ranks of the ring call this together.
     """
     if own_apart:
         rounds = schedule(blocks, at_once=len(blocks.keys))
@@ -173,7 +172,7 @@ def on_one_stream(
 
 
 def _reserve(shared: PeerGroup, kv_shape: KVShape, keys: int, grads: int) -> None:
-    """Make room in shared memory for so many keys, with a mask, and for gradients of so many."""
+    """Reserve shared memory for `keys` keys, with a mask, and for gradients of `grads` keys."""
     token_bytes = kv_shape.token_bytes + kv_shape.batch
     shared.space.reserve(shared.group, keys=keys * token_bytes, grads=grads * kv_shape.grad_bytes)
 
@@ -181,7 +180,7 @@ def _reserve(shared: PeerGroup, kv_shape: KVShape, keys: int, grads: int) -> Non
 def fabric_among(neighbours: Ring, most: int, device: torch.device) -> Fabric:
     """Make the fabric of neighbours that swap tensors of at most `most` bytes together.
 
-    It is shared memory where ranks have any. All ranks of the group call this together.
+    It is shared memory if the ranks have any. All ranks of the group call this together.
     """
     shared = shared_by(neighbours, device)
     if shared is None:

@@ -30,11 +30,11 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.tape import Tape
 from ring_attention_pytorch.runtime.torch_func import Function
 
-Heads = tuple[tuple[int, ...], ...]  # which heads each place gets
+Heads = tuple[tuple[int, ...], ...]  # the heads that each place gets
 
 
 class Landing(NamedTuple):
-    """Some rows of a place's shard, and where they lie among those of all places."""
+    """Some rows of a place's shard, and their rows among all places' tokens."""
 
     place: int
     rows: slice
@@ -43,7 +43,7 @@ class Landing(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadPartition:
-    """A tensor `[b, n, h, ...]` split over sequence, or over heads, and both ways between."""
+    """A tensor `[b, n, h, ...]` split over sequence or over heads, and the all-to-all both ways."""
 
     lengths: tuple[int, ...]  # tokens of each place's shard
     longest: int  # tokens of the longest shard of any rank
@@ -52,7 +52,7 @@ class HeadPartition:
 
     @cached_property
     def repeats(self) -> bool:
-        """Tell whether several places have the same head."""
+        """True if several places have the same head."""
         every = [head for heads in self.heads for head in heads]
         return len(every) > len(set(every))
 
@@ -90,7 +90,7 @@ class HeadPartition:
 
 
 def check_ulysses(degree: int, ring_size: int, heads: int) -> None:
-    """Raise ValueError if a degree divides ranks or heads no more. Alone, any degree is 1."""
+    """Raise ValueError unless the degree divides ranks and heads. Alone, any degree is 1."""
     if degree < 1 or (ring_size > 1 and ring_size % degree):
         raise ValueError(f"ulysses must divide the ring's {ring_size} ranks, got {degree}")
     if ring_size > 1 and heads % degree:
@@ -116,7 +116,7 @@ def key_heads(heads: int, grouped: int, places: int) -> Heads:
 
 
 def land(shards: Sequence[Segments]) -> tuple[Segments, tuple[Landing, ...]]:
-    """Sort the positions of several places' tokens; return them, and where each shard goes.
+    """Sort the positions of several places' tokens; return them, and the target of each shard.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> land(all_segments("zigzag", 4, 16)[2:])[0]  # as one of two ranks would hold them
@@ -150,7 +150,7 @@ def land(shards: Sequence[Segments]) -> tuple[Segments, tuple[Landing, ...]]:
 
 
 def _interleaved(found: list[Segment], total: int) -> Segments | None:
-    """Return the one segment that these make token by token in turn; None if they make none."""
+    """Return the one segment that these form, interleaved token by token; or None."""
     turn = len(found)
     if turn < 2 or found[0].stride == 1 or found[0].stride % turn:
         return None
@@ -174,8 +174,8 @@ class Ulysses:
     queries: HeadPartition
     keys: HeadPartition
     by: Fabric  # of the neighbours
-    number: int = 0  # the ranks' number for it, which its exchanges have
-    of_layer: str = ""  # as the plan's calls are named
+    number: int = 0  # the number that all ranks have for it, used by its exchanges
+    of_layer: str = ""  # as in the names of the plan's calls
     recordings: Recordings | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -193,9 +193,9 @@ class Ulysses:
         k: Tensor,
         v: Tensor,
     ) -> tuple["Ulysses", tuple[Segments, ...], tuple[Segments, ...]]:
-        """Make it for `segments` of queries and keys like these, which all ranks do together.
+        """Make it for `segments` of queries and keys like these; all ranks call this together.
 
-        The segments of queries and of keys are returned, too, that each rank of `ring` then holds.
+        Also returned: the segments of queries and of keys that each rank of `ring` then holds.
         """
         place = ring.rank % degree
         first = ring.rank - place
@@ -217,11 +217,11 @@ class Ulysses:
         return cls(together, rest, queries, keys, by, ring.steps.notes), rows, cols
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Bring all tokens of these neighbours here, for some of the heads. Differentiable."""
+        """Exchange own tokens for all these neighbours' tokens of some heads. Differentiable."""
         return _Differentiable.apply(self, QKV_TO_HEADS, q, k, v)
 
     def to_sequence(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Bring results back to where their tokens live, for all heads. Differentiable."""
+        """Send results back to the owners of their tokens, for all heads. Differentiable."""
         if lse is None:
             return *_Differentiable.apply(self, ROWS_TO_SEQUENCE, out), None
         by_token = rearrange(lse, "b h n -> b n h")
@@ -229,7 +229,7 @@ class Ulysses:
         return out, rearrange(by_token, "b n h -> b h n")
 
     def rows_to_heads(self, of_out: Tensor, of_lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Bring tensors like out and lse to where their heads are. Not differentiable."""
+        """Send tensors like out and lse to the owners of their heads. Not differentiable."""
         if of_lse is None:
             (of_out,) = self.exchange(ROWS_TO_HEADS, of_out)
             return of_out, None
@@ -238,19 +238,19 @@ class Ulysses:
         return of_out, rearrange(by_token, "b n h -> b h n")
 
     def rows_to_sequence(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Bring out and lse back to where their tokens live. Not differentiable."""
+        """Send out and lse back to the owners of their tokens. Not differentiable."""
         by_token = rearrange(lse, "b h n -> b n h")
         out, by_token = self.exchange(ROWS_TO_SEQUENCE, out, by_token)
         return out, rearrange(by_token, "b n h -> b h n")
 
     @property
     def heads(self) -> slice:
-        """The heads of q that are here after the all-to-all; they follow one another."""
+        """The heads of q on this rank after the all-to-all, as one run."""
         mine = self.queries.heads[self.together.rank]
         return slice(mine[0], mine[-1] + 1)
 
     def of_heads(self, terms: ScoreMods) -> ScoreMods:
-        """Cut terms of all heads to those here, which a kernel counts from 0."""
+        """Slice score terms of all heads to this rank's, which a kernel counts from 0."""
         alibi, mask_mod, dropout = terms.alibi, terms.mask_mod, terms.dropout
         first = self.heads.start
         return terms._replace(
@@ -279,14 +279,14 @@ class Ulysses:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """What is swapped, and which way: a function of the ranks and of tensors `[b, n, h, ...]`."""
+    """An exchange of one kind, to `to`: a function of the ranks and tensors `[b, n, h, ...]`."""
 
     to: Literal["heads", "sequence"]
-    with_keys: bool  # q, k and v; else only what has the tokens and heads of q
+    with_keys: bool  # with q, k and v; otherwise only tensors with the tokens and heads of q
 
     @property
     def back(self) -> "AllToAll":
-        """The way back, which gradients go."""
+        """The opposite direction, for gradients."""
         return replace(self, to="sequence" if self.to == "heads" else "heads")
 
     def __call__(
@@ -294,8 +294,8 @@ class AllToAll:
     ) -> tuple[Tensor, ...]:
         """Exchange own tokens of all heads for all tokens of own heads, or undo that.
 
-        What several places have of one head is summed, in their order. `into` is memory for
-        results, if given.
+        Values that several places have for one head are summed, in their order. `into` is memory
+        for results, if given.
         """
         queries, keys, me = ranks.queries, ranks.keys, ranks.together.rank
         spreads = (queries, keys, keys) if self.with_keys else (queries,) * len(tensors)
@@ -320,7 +320,7 @@ QKV_TO_SEQUENCE, ROWS_TO_SEQUENCE = QKV_TO_HEADS.back, ROWS_TO_HEADS.back
 class _Differentiable(Function):
     """An all-to-all of tensors `[b, n, h, ...]`.
 
-    It is linear: tangents go the same way, and gradients the other.
+    It is linear: tangents are exchanged the same way, gradients the opposite way.
     """
 
     @staticmethod
@@ -341,7 +341,7 @@ class _Differentiable(Function):
 
 
 def _neighbours(heads: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
-    """Yield runs of heads that follow one another: which they are, and where among these."""
+    """Yield runs of consecutive heads: the heads, and their places among these."""
     first = 0
     for i, head in enumerate(heads, 1):
         if i == len(heads) or heads[i] != head + 1:
@@ -352,7 +352,7 @@ def _neighbours(heads: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
 def most_bytes(
     spreads: tuple[HeadPartition, HeadPartition], q: Tensor, k: Tensor, v: Tensor
 ) -> int:
-    """Return the most bytes any rank gives at once: q, k and v; their gradients; out and lse."""
+    """Return the most bytes any rank sends at once: q, k and v; their gradients; out and lse."""
     places = len(spreads[0].lengths)
     (rows, heads), (cols, few) = ((s.longest, max(map(len, s.heads))) for s in spreads)
 
@@ -367,7 +367,7 @@ def most_bytes(
 
 
 def _summed(t: Tensor, heads: Heads, into: Tensor | None) -> Tensor:
-    """Return all heads, in order, of what came one place behind another, of some several times.
+    """Return all heads in order, from the results of all places; some heads occur twice or more.
 
     They are summed in the accumulator's dtype, and written `into` memory, if given.
     """
