@@ -1,7 +1,7 @@
-"""The speeds of a kernel and of a group's links, for plans that are asked to measure them.
+"""Measured speeds of a kernel and of a group's links, for plans made with calibrate=True.
 
-They are measured once for each group, and kept for it. The slowest rank counts, so all ranks get
-the same figures and choose alike.
+They are measured once for each group, and cached for it. The slowest rank counts, so all ranks get
+the same figures and make the same choice.
 """
 
 import json
@@ -50,8 +50,8 @@ def calibrated(
 ) -> Hardware:
     """Return a machine with this ring's speeds; its neighbours are `degree` ranks apart.
 
-    All ranks of the group call this together, and tell what they know. What any of them does not
-    know is measured. `hosts` are numbers of the hosts on which the ring's ranks are.
+    All ranks of the group call this together, and exchange the speeds that they know. A speed that
+    any rank lacks is measured. `hosts` are numbers of the hosts of the ring's ranks.
     """
     known = _known.setdefault(ring.group, {})
     links = "links", ring.size, degree
@@ -68,7 +68,7 @@ def calibrated(
 
 
 def with_measured(machine: Hardware, seconds: Seconds, shape: KVShape) -> Hardware:
-    """Return the machine that takes so many seconds; what was not measured stays.
+    """Return the machine with these measured seconds; speeds that were not measured stay.
 
     >>> from ring_attention_pytorch.schedule.hardware import H200
     >>> seconds = {f"near {n}": 1e-4 + n / 100e9 for n in (1 << 16, 8 << 20, 64 << 20)}
@@ -120,7 +120,7 @@ def _two_buffers(device: torch.device) -> list[Tensor]:
 def _links(ring: Ring, degree: int, hosts: Sequence[int], device: torch.device) -> Seconds | None:
     """Time messages between neighbours, and pulls; None if some rank lacks memory.
 
-    Messages of n bytes are "near n" if both neighbours are on this host, and else "far n".
+    Messages of n bytes are "near n" if both neighbours are on this host, otherwise "far n".
     """
     try:  # all of them or none: from here on ranks wait for one another
         buffers = _two_buffers(device)
@@ -152,7 +152,7 @@ def _copy_often(place: Tensor, t: Tensor) -> None:
 
 
 def _pulls(ring: Ring, into: Tensor) -> Seconds:
-    """Time pulls of as many bytes as these, out of all others' memory, if it is shared."""
+    """Time pulls of these sizes from all peers' memory, if it is shared."""
     if (shared := shared_by(ring, into.device)) is None:
         return {}
     space, group, ranks = shared
@@ -168,7 +168,7 @@ def _pulls(ring: Ring, into: Tensor) -> Seconds:
 
 
 def _kernel(kernel: SelectedKernel, shape: KVShape, like: Tensor) -> Seconds | None:
-    """Time one block that is all visible, but not for kernels that hold scores in memory."""
+    """Time one fully visible block, except for kernels that store scores."""
     if not {"eager", "flex"}.isdisjoint(kernel.name.split("+")):
         return {}
     try:
@@ -218,7 +218,7 @@ def _tokens(shape: KVShape) -> int:
 def _seconds(
     run: Callable[[], object], device: torch.device, together: Ring | None = None
 ) -> float:
-    """Return the median of a few rounds after a first; ranks of `together` begin each together."""
+    """Return the median of a few rounds after a first; ranks of `together` start each together."""
     seconds = []
     timed = _device_seconds if device.type == "cuda" else _cpu_seconds
     for _ in range(1 + _ROUNDS):
@@ -235,7 +235,7 @@ def _cpu_seconds(run: Callable[[], object], _: torch.device) -> float:
 
 
 def _device_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return a GPU's seconds of one of several runs, without those that the host takes."""
+    """Return a GPU's seconds per run, averaged over several, without the host's launch time."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     stream = torch.cuda.current_stream(device)
     run()
@@ -248,7 +248,7 @@ def _device_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _host_seconds(t: Tensor, device: torch.device) -> float:
-    """Return the host's seconds to launch a small operation so often."""
+    """Return the host's seconds to launch a small operation `_LAUNCHES` times."""
     seconds = []
     for _ in range(1 + _ROUNDS):
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Checks of tensors and options, and what ranks must have the same of them."""
+"""Checks of tensors and options, and the values that must match on all ranks."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -80,7 +80,7 @@ def agreed_shapes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, object]:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError if this rank's tensors can't be attended with, by themselves."""
+    """Raise ValueError if this rank's tensors are invalid by themselves."""
     check_shapes(q, k, v)
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
@@ -132,7 +132,7 @@ def check_tensors(
 
 
 def check_key_mask(key_mask: Tensor | None, k: Tensor) -> None:
-    """Raise ValueError if a mask, where there is one, is not of keys like these."""
+    """Raise ValueError if a mask is given that does not fit keys like these."""
     if key_mask is None:
         return
     if key_mask.dtype != torch.bool or key_mask.shape != k.shape[:2]:
@@ -147,14 +147,14 @@ def check_key_mask(key_mask: Tensor | None, k: Tensor) -> None:
 def check_way(
     kernel: str | None, transport: str | None, memory: int | None, check: str | None
 ) -> None:
-    """Raise ValueError if attention can't be computed in such a way, whatever it is."""
+    """Raise ValueError if kernel, transport, memory or check has an invalid value."""
     check_name(kernel)
     check_transport(transport, memory)
     check_notes(check)
 
 
 def check_notes(check: str | None) -> None:
-    """Raise ValueError if it is no way in which later calls compare notes."""
+    """Raise ValueError if this is no valid value of `check`."""
     if check not in (None, "always"):
         raise ValueError(f"check, or RING_ATTENTION_CHECK, must be None or 'always', got {check!r}")
 
@@ -195,8 +195,8 @@ def segments_of_two(
 ) -> tuple[tuple[Segments, ...], tuple[Segments, ...]]:
     """Return the segments of queries and of keys of another sequence, in the order of ranks.
 
-    Positions decide nothing unless queries are `counted`, by dropout, ALiBi or a predicate: then
-    queries stand where their layout has them, and keys in the order of ranks.
+    Positions matter only if queries are `counted`, by dropout, ALiBi or a predicate: then queries
+    have their layout's positions, and keys are in the order of ranks.
     """
     if _dealt(layout, counted):
         return all_segments(layout, len(queries), sum(queries)), one_after_another(keys)
@@ -204,7 +204,7 @@ def segments_of_two(
 
 
 def _dealt(layout: Layout, counted: bool) -> bool:
-    """Tell whether a cross attention's queries must lie by the layout, and not rank by rank."""
+    """True if a cross attention's queries must follow the layout instead of the order of ranks."""
     return counted and layout != "contiguous"
 
 
@@ -232,7 +232,7 @@ def check_shards(layout: Layout, lengths: list[int]) -> None:
 def check_over_ring(
     ring: bool, heads: int, *, transport: str | None, ulysses: int, memory: int | None
 ) -> None:
-    """Raise ValueError for options of a ring where there is none, or that it can't have."""
+    """Raise ValueError if a ring's options are given without a ring, or do not fit it."""
     if not ring and (transport, ulysses, memory) != (None, 1, None):
         raise ValueError(
             "transport, ulysses and memory need ring_attn=True, without force_regular_attn; "
@@ -255,7 +255,7 @@ def check_in_graphs(regular: bool, dropout: float, transport: str | None) -> Non
 def check_same_way(
     has: Mapping[str, Any], *, transport: str | None, ulysses: int, memory: int | None
 ) -> None:
-    """Raise ValueError if a plan, which has these, does otherwise than a module asks."""
+    """Raise ValueError if a plan does not match the options of a module."""
     wanted = dict(
         transport=transport or has["transport"], ulysses=ulysses, memory=memory or has["memory"]
     )

@@ -1,4 +1,4 @@
-"""A description of what a plan would do, in words and figures, before it does anything."""
+"""A description of a plan, in words and figures, before it runs."""
 
 from os import PathLike
 from pathlib import Path
@@ -23,16 +23,16 @@ from ring_attention_pytorch.schedule.pieces import joined, tokens
 
 @checked
 def explain_plan(plan: RingPlan, *, picture: str | PathLike[str] | None = None) -> str:
-    """Describe who receives what and when, its bytes and pairs, and the predicted time.
+    """Describe which rank receives which keys and when, bytes, pairs, and the predicted time.
 
     Args:
-        plan: from `RingPlan.make`. Nothing is sent; any rank may ask, for itself.
-        picture: where to write a drawing of this rank's step as SVG: what it computes and what is
-            under way meanwhile, by the model, and as measured if calls were inside `observe()`.
+        plan: from `RingPlan.make`. Nothing is sent; any rank can call this alone.
+        picture: the path for a drawing of this rank's step as SVG: compute and transfers over time,
+            as predicted, and as measured if calls were inside `observe()`.
 
     Returns:
-        Some lines of text. Times are of a model (docs/scaling.md): by the device's constants, or
-        by speeds that were measured here if the plan was made with calibrate=True.
+        Some lines of text. Times are predicted by a model (docs/scaling.md): from the device's
+        constants, or from measured speeds if the plan was made with calibrate=True.
 
     >>> import torch
     >>> q = torch.randn(1, 6, 2, 4)
@@ -55,7 +55,7 @@ def explain_plan(plan: RingPlan, *, picture: str | PathLike[str] | None = None) 
 
 
 class Prediction(NamedTuple):
-    """What a call takes, forward and backward, in seconds."""
+    """The predicted time of a call, forward and backward, in seconds."""
 
     cost: Cost  # of this rank's part in the transport
     swaps: float  # of the all-to-all
@@ -68,7 +68,7 @@ class Prediction(NamedTuple):
 
 
 def predicted(plan: RingPlan) -> Prediction:
-    """Predict what a call takes as the plan launches it: one by one, or by graphs of its own."""
+    """Predict the time of a call as the plan launches it: one by one, or by its own graphs."""
     degree, shape, machine = plan.degree, plan.chosen.shape, plan.chosen.machine
     all_heads = shape._replace(heads=shape.heads * degree, key_heads=shape.key_heads * degree)
     own = count(plan.query_segments[plan.ring.rank])
@@ -86,7 +86,7 @@ def predicted(plan: RingPlan) -> Prediction:
 
 
 def _of_host(plan: RingPlan, found: Prediction) -> list[str]:
-    """Say so where the host takes longer than the GPU."""
+    """Return a line if the host takes longer than the GPU."""
     if plan.device.type != "cuda" or has_graphs(plan) or found.host <= found.gpu:
         return []
     line = f"launched one by one it takes the host longer, about {1e3 * found.host:.2g} ms"
@@ -149,7 +149,7 @@ def _mask(plan: RingPlan) -> str:
 
 
 def _pairs(plan: RingPlan, keys: Segments) -> str:
-    """Describe what this rank's queries see of these keys."""
+    """Describe which of these keys this rank's queries see."""
     visible = tiles(plan.blocks.queries[plan.place], keys, plan.blocks.visible)
     return f"{visible_pairs(visible)} pairs in {_plural(len(visible), 'tile')}"
 
@@ -190,7 +190,7 @@ def _of_gather(plan: RingPlan) -> list[str]:
 
 
 def _home(plan: RingPlan) -> str:
-    """Describe how gradients go home, and what is computed meanwhile."""
+    """Describe how gradients are sent home, and the compute that overlaps this."""
     words = f"go home{plan.transport.fabric.return_path}"
     if plan.schedule.own_low_priority:
         words += ", while own keys are computed on"
@@ -200,7 +200,7 @@ def _home(plan: RingPlan) -> str:
 
 
 def _meanwhile(plan: RingPlan) -> str:
-    """Say what a kernel leaves for when gradients go home, if all go at once."""
+    """Describe the work that a kernel defers until gradients are sent, if all are sent at once."""
     leaves = plan.kernel.traits.keys_first and len(plan.schedule.backward.blocks) == 2
     return ", while those of queries are computed" if leaves else ""
 

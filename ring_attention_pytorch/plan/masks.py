@@ -1,6 +1,6 @@
-"""Masks of samples beside causal and window: documents, a prefix, positions of two sequences.
+"""Masks in addition to causal and window: documents, a prefix, positions of two sequences.
 
-All of them come down to segments and pieces of positions, so that masks stay bands.
+All of them reduce to segments and pieces of positions, so that masks stay bands.
 """
 
 import json
@@ -28,9 +28,9 @@ class Seen(NamedTuple):
 
     Attributes:
         visible: the mask of causal and window alone.
-        samples: samples that see alike, as slices of the batch, and their masks.
+        samples: consecutive samples with one mask, as slices of the batch, and their masks.
         packing: the documents of each sample; None if there are none.
-        repeats: whether positions of keys were given, which may repeat.
+        repeats: True if positions of keys were given, which may repeat.
         reached: bool `[1, m]`, own keys whose position some query sees; None if all are.
     """
 
@@ -44,7 +44,7 @@ class Seen(NamedTuple):
 def by_sample(
     visible: Mask, packing: BatchDocuments | None, prefix: Prefix, batch: int
 ) -> list[tuple[slice, Mask]]:
-    """Group samples next to one another that see alike; return slices of the batch and masks."""
+    """Group consecutive samples with one mask; return slices of the batch and masks."""
     if packing:
         masks = [visible._replace(documents=documents) for documents in packing]
     elif prefix is not None:
@@ -65,9 +65,9 @@ def by_sample(
 def seen_by_any(
     samples: list[tuple[slice, Mask]], visible: Mask, prefixed: bool
 ) -> tuple[Mask, tuple[Mask, ...]]:
-    """Return a mask of all that any sample sees, and what each of them sees where they differ.
+    """Return a mask of all that any sample sees, and each sample's mask if they differ.
 
-    It has no window then: in a document one may reach farther than as many tokens of the sequence.
+    The first then has no window: within a document, a window can span more tokens of the sequence.
     """
     masks = tuple(dict.fromkeys(mask for _, mask in samples))
     if len(masks) == 1:
@@ -78,7 +78,7 @@ def seen_by_any(
 def reached(blocks: Workload, place: int, device: torch.device) -> Tensor | None:
     """Mark a place's keys that some query sees, by positions: bool [1, m]; None if all are.
 
-    Only of two sequences may keys be out of everybody's reach. Of one, each token sees itself.
+    Only keys of another sequence can be out of every query's reach. Of one, each token sees itself.
     """
     if blocks.queries == blocks.keys or blocks.visible == Mask():
         return None
@@ -93,7 +93,7 @@ def reached(blocks: Workload, place: int, device: torch.device) -> Tensor | None
 
 
 def positions_seen(segments: Segments, mask: Mask) -> Tensor:
-    """Return the position of each token held as these samples count: in its document, if any."""
+    """Return the position of each of this rank's tokens: in its document, if any."""
     if mask.documents is not None:
         return mask.documents.positions(segments)
     return segment_positions(segments)
@@ -132,11 +132,11 @@ def _runs(positions: Tensor) -> list[tuple[int, int, int]]:
 
 
 def check_mask_mod(mask_mod: MaskMod, device: torch.device) -> None:
-    """Raise ValueError if a predicate's answer for one pair is none."""
+    """Raise ValueError if a predicate's result for one pair is invalid."""
     zero = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device)
     try:
         answer = mask_mod(zero, zero, zero, zero)
-    except Exception as error:  # whatever it is: the other ranks must be told
+    except Exception as error:  # any exception: the other ranks must raise, too
         kind = type(error).__name__
         raise ValueError(f"mask_mod fails, asked of one pair: {kind}: {error}") from error
     if not isinstance(answer, Tensor) or answer.dtype != torch.bool:
@@ -166,7 +166,7 @@ def check_prefix(prefix: int | Sequence[int] | Tensor, batch: int) -> None:
 
 
 def prefix_digest(prefix: Any) -> str:
-    """Shorten prefixes for comparing notes, as there may be many samples."""
+    """Shorten prefixes for the agreement: there may be many samples."""
     text = json.dumps(prefixes(prefix, 1))
     return f"{text[:40]}, {sha256(text.encode()).hexdigest()[:12]}"
 

@@ -1,7 +1,7 @@
 """Types of public options, as type checkers and editors see them.
 
-A checker knows the names of layouts, kernels and transports. At run time any text is taken, for
-what is wrong with it is told to all ranks, and says which names there are.
+A checker knows the names of layouts, kernels and transports. At run time any text is accepted,
+because all ranks must raise for a wrong one, with a list of the valid names.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """The options of ring attention, a row each: all that the library must know of one.
 
-A row is a field of `Options`: a name, a type, a default, and a `Row`. That says what is checked,
-what ranks must have alike of it, and whether it takes a kernel that can do it. Checking, agreeing
-and the choice of kernels are loops over the rows.
+A row is a field of `Options`: a name, a type, a default, and a `Row`: its check, the value that
+ranks compare, and whether kernels must support it. Checking, agreeing and the choice of kernels are
+loops over the rows.
 
 A new option is a row here, a parameter and some lines of docs in `ring_attn`, and the code that
 computes it. If kernels differ in it, it is also a name in `interfaces.FEATURES`, and in the
@@ -59,11 +59,11 @@ class Row(NamedTuple):
     """All of an option but its name, type and default.
 
     Attributes:
-        check: raises ValueError if it is wrong, where it is given; it may look at other options,
-            too, and serve several of them.
-        agree: what ranks compare of its value, unless that is None; None if nothing, because it is
-            each rank's own.
-        everywhere: rings of one group compare it, too: it decides what the whole group exchanges.
+        check: raises ValueError if the option is given and wrong; it may read other options, too,
+            and serve several of them.
+        agree: returns the value that ranks compare, unless the option is None; None if ranks may
+            differ.
+        everywhere: rings of one group compare it, too: it decides the whole group's exchanges.
         feature: True if not all kernels can do it (`KernelRequest.of` takes it).
     """
 
@@ -132,7 +132,7 @@ def _check_mask_mod(o: Any, call: Call) -> None:
 def _check_positions(o: "Options", call: Call) -> None:
     if o.query_positions is None or o.key_positions is None:
         raise ValueError("query_positions and key_positions need one another")
-    if o.packed and not isinstance(o.documents, tuple):  # a tuple says where positions are
+    if o.packed and not isinstance(o.documents, tuple):  # a tuple includes positions
         raise ValueError(
             "documents have positions of their own: they and query_positions exclude each other"
         )
@@ -175,7 +175,7 @@ def _check_calibrate(o: "Options", call: Call) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of one ring attention; `ring_attn` says what each option means."""
+    """The options of one ring attention; `ring_attn` documents each."""
 
     # which keys a query sees
     causal: Annotated[bool, Row(agree=itself)] = False
@@ -196,7 +196,7 @@ class Options:
     query_positions: Annotated[Tensor | None, Row(_check_positions)] = None
     key_positions: Annotated[Tensor | None, Row(_check_positions)] = None
 
-    # what a score is
+    # how scores are computed
     scale: Annotated[float | int | None, Row(_check_scale, itself, feature=True)] = None
     softclamp: Annotated[float | int | None, Row(_check_softclamp, itself, feature=True)] = None
     sinks: Annotated[
@@ -233,12 +233,12 @@ class Options:
 
     @property
     def packed(self) -> bool:
-        """Tell whether there are documents."""
+        """True if there are documents."""
         return self.documents is not None or self.cu_seqlens is not None
 
     @property
     def placed(self) -> bool:
-        """Tell whether positions are given."""
+        """True if positions are given."""
         return self.query_positions is not None or self.key_positions is not None
 
     def check_for(self, call: Call) -> None:
@@ -249,7 +249,7 @@ class Options:
             check(self, call)
 
     def agreed(self, everywhere: bool = False) -> dict[str, Any]:
-        """Return what ranks compare, by name: those of a ring, or of all rings of its group."""
+        """Return the values that ranks compare, by name: in a ring, or in all rings of a group."""
         given, compared = vars(self), {}
         for name, agree in _AGREED[everywhere].items():
             value = given[name]
@@ -270,8 +270,8 @@ Options.__init__ = checked(Options.__init__, "make")  # type: ignore[method-assi
 _HINTS = get_type_hints(Options, include_extras=True)
 ROWS: dict[str, Row] = {name: hint.__metadata__[0] for name, hint in _HINTS.items()}
 DEFAULTS = {name: getattr(Options, name) for name in ROWS}
-# by name, of options that have them: the check; what ranks compare, of one ring or everywhere;
-# and which of them not all kernels can do
+# by option: its check; the values that ranks compare, in one ring or everywhere; and the options
+# that not all kernels support
 _CHECKS = {name: row.check for name, row in ROWS.items() if row.check is not None}
 _AGREED: dict[bool, dict[str, Callable[[Any], Any]]] = {False: {}, True: {}}
 for _name, _row in ROWS.items():
@@ -281,7 +281,7 @@ _FEATURES = [name for name, row in ROWS.items() if row.feature]
 
 
 def _unknown(given: Mapping[str, Any]) -> str:
-    """List those of these names that are no options, each with what may have been meant.
+    """List the names that are no options, each with a likely correction.
 
     >>> _unknown({"windw": 3, "causal": True})
     'windw (did you mean window?)'
@@ -295,7 +295,7 @@ def _unknown(given: Mapping[str, Any]) -> str:
 
 
 def not_default(given: Mapping[str, Any]) -> list[str]:
-    """List the names of those options that are not their defaults; all are given.
+    """List the options whose values are not their defaults; all must be given.
 
     >>> not_default(DEFAULTS | {"window": 3, "causal": True})
     ['causal', 'window']

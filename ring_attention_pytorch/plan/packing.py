@@ -43,7 +43,7 @@ def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> Batch
 
 
 def gather_packings(ring: Ring, packing: BatchDocuments) -> BatchDocuments:
-    """Gather documents of every rank's samples, where each rank brings samples of its own."""
+    """Gather documents of every rank's samples; each rank has samples of its own."""
     notes = exchange_json(ring, "documents", [documents.runs for documents in packing])
     samples = []
     for runs in chain.from_iterable(notes):
@@ -52,7 +52,7 @@ def gather_packings(ring: Ring, packing: BatchDocuments) -> BatchDocuments:
 
 
 def exchange_json(ring: Ring, subject: str, note: Any) -> list[Any]:
-    """Exchange notes; return those of the ring's ranks. All ranks of the group take part."""
+    """Exchange notes; return the notes of the ring's ranks. All ranks of the group take part."""
     notes = ring.gather_notes(subject, json.dumps(note).encode())
     return [json.loads(text) for text in notes[ring.first : ring.first + ring.size]]
 
@@ -64,7 +64,7 @@ def whole_packing(
     segments: tuple[Segments, ...],
     batch: int,
 ) -> BatchDocuments | None:
-    """Return the documents of each sample, once all ranks have agreed on what was given."""
+    """Return the documents of each sample, once all ranks have agreed on the arguments."""
     if isinstance(documents, Tensor):
         return gather_ids(ring, documents, segments)
     if cu_seqlens is None:

@@ -1,4 +1,4 @@
-"""A picture of a step as SVG: the schedule that runs, and beside it what was measured of it."""
+"""A picture of a step as SVG: the schedule as predicted, and below it as measured."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -57,9 +57,9 @@ def picture(plan: RingPlan) -> str:
 
 
 def measured(record: Record) -> Timeline:
-    """Return the bars of what was recorded.
+    """Return the bars of recorded calls.
 
-    A transfer is under way until its wait is over: when it arrived, nobody looked.
+    A transfer is drawn until its wait is over: its arrival was not recorded.
     """
     program, parts = record.program, record.program.parts
     computed: list[Bar] = []
@@ -129,6 +129,6 @@ def box(x: float, y: float, wide: float, colour: str) -> str:
 def text(
     x: float, y: float, words: str, weight: str = "normal", colour: str = INK, anchor: str = "start"
 ) -> str:
-    """Draw words."""
+    """Draw text."""
     style = f'font-weight="{weight}" fill="{colour}" text-anchor="{anchor}"'
     return f'<text x="{x:.1f}" y="{y}" {style}>{escape(words)}</text>'

@@ -1,13 +1,13 @@
 """Placements: where the tokens of a batch are, known to all attention inside a block.
 
-A model between the data and its attention knows nothing of layouts. So the data says where its
-tokens are, and attention that is called inside its block takes layout, documents and mask from it:
+The model between the data and its attention knows nothing of layouts. The batch therefore stores
+where its tokens are, and attention inside its block takes layout, documents and mask from it:
 
     with placement:                             # zigzag, documents [0, 5, 9]
         model(ids)  ->  ring_attn(q, k, v)      # is of zigzag shards, with these documents
 
-What contradicts the placement raises. So does backward in the block of another placement: it would
-recompute what is checkpointed with that one.
+A contradiction to the placement raises. So does backward in the block of another placement: it
+would recompute checkpointed layers with that one.
 """
 
 import threading
@@ -38,7 +38,7 @@ class OwnMask(NamedTuple):
 
     Attributes:
         values: bool `[b, n]` of this rank's keys; None if all may be seen.
-        whole: what tells the masks of whole batches apart; None if it is of no batch.
+        whole: identifies the masks of whole batches; None if it is of no batch.
     """
 
     values: Tensor | None = None

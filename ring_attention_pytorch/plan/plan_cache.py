@@ -1,6 +1,6 @@
-"""Plans that are found again, by all that they depend on.
+"""A cache of plans, keyed by all that a plan depends on.
 
-Whoever keeps plans has a `PlanCache`:
+Each owner of plans has a `PlanCache`:
 
     whose                                        plans of                     how many
     this process (`find`)                        calls that were given none   8 kinds
@@ -9,9 +9,9 @@ Whoever keeps plans has a `PlanCache`:
     a cache, a batch's block, a routing plan,    all that use it              all, as long as it is
     a chunk of a prompt, a group that decodes
 
-Layers that are given no plan share one of this process, and so do batches that are alike. Ranks
-compare notes for each of these nonetheless: another rank may want something else. They keep theirs
-only if all of them have found the one that they made together.
+Layers without a plan share one of this process, and so do batches with equal cache keys. Ranks
+exchange notes for each of these nonetheless: another rank may want something different. They use a
+cached plan only if all of them have found the one that they made together.
 """
 
 import atexit
@@ -41,7 +41,7 @@ _Plan = TypeVar("_Plan")
 
 
 class PlanCache(OrderedDict[Hashable, _Plan]):
-    """Plans by kind, in the order in which they were last kept or asked for by `of`.
+    """Plans by cache key, least recently used first.
 
     >>> cache = PlanCache()
     >>> [cache.of(key, key.upper, most=2) for key in ("a", "b", "a", "c")], [*cache]
@@ -49,12 +49,12 @@ class PlanCache(OrderedDict[Hashable, _Plan]):
     """
 
     def of(self, key: Hashable, make: Callable[[], _Plan], most: int | None = None) -> _Plan:
-        """Return the plan of this kind, made when first asked for, and keep it as `keep` does."""
+        """Return the plan of this key, made on first use, and cache it as `keep` does."""
         plan = self.get(key)
         return self.keep(key, make() if plan is None else plan, most)
 
     def keep(self, key: Hashable, plan: _Plan, most: int | None = None) -> _Plan:
-        """Keep a plan, and of `most` in all those that were asked for last; return it."""
+        """Cache a plan, and drop all but the `most` recently used ones; return it."""
         self[key] = plan
         self.move_to_end(key)
         if most is not None and len(self) > most:
@@ -65,8 +65,8 @@ class PlanCache(OrderedDict[Hashable, _Plan]):
 class GraphCache(PlanCache[Any]):
     """A module's cache of plans with graphs, for the last few kinds of batches.
 
-    A kind gets graphs from its second batch on, for many lengths come but once. Batches with a
-    mask, documents or dropout get none: what is shown or dropped is another thing in each.
+    A kind gets graphs from its second batch on, because many lengths occur once. Batches with a
+    mask, documents or dropout get none: these differ in each batch.
     """
 
     def __init__(self) -> None:
@@ -74,14 +74,14 @@ class GraphCache(PlanCache[Any]):
         self._where: Hashable = None
 
     def in_place_of(self, plan: Any) -> Any:
-        """Return a plan that does what this one does: one with graphs, if possible and of use."""
+        """Return a plan equal to this one: with graphs, if possible and useful."""
         varies = (plan.key_mask, plan.packing, plan.terms.dropout) != (None, None, None)
         if varies or graphs_refusal(plan):
             return plan
         ring, swap = plan.ring, plan.ulysses
-        swapped = None if swap is None else (repr(swap.queries), repr(swap.keys))  # where all land
+        swapped = None if swap is None else (repr(swap.queries), repr(swap.keys))  # the order there
         if ring.group is not None and self._where != (where := (ring.group, plan.device)):
-            self.clear()  # perhaps nobody else needs the old memory
+            self.clear()  # this may free the old memory
             self._where = where
         key = (
             plan.signature, plan.blocks, swapped, plan.terms, plan.kernel.name,
@@ -89,16 +89,16 @@ class GraphCache(PlanCache[Any]):
             torch.is_inference_mode_enabled(),
         )  # fmt: skip
         if key not in self:
-            self.keep(key, None, _WITH_GRAPHS)  # nothing yet: it may come but once
+            self.keep(key, None, _WITH_GRAPHS)  # nothing yet: it may occur only once
             return plan
         return self.of(key, plan.in_graphs)
 
     def __reduce__(self) -> tuple[type["GraphCache"], tuple[()]]:
-        """Pickle as an empty cache: a copy, or what is loaded, makes its own."""
+        """Pickle as an empty cache: a copy fills its own."""
         return GraphCache, ()
 
 
-# what was proposed, without tensors, and the plan of it
+# proposals, without tensors, and their plans
 _plans: PlanCache[tuple[Proposal, Any]] = PlanCache()
 atexit.register(_plans.clear)  # before process groups go
 
@@ -138,8 +138,8 @@ def cache_key(
     return key
 
 
-# what a rank brings to the agreement on a plan: the kind, a proposal, and the plan of it that is
-# kept, if one is; or what is wrong
+# a rank's part in the agreement on a plan: the cache key, a proposal, and its cached plan, if there
+# is one; or the error
 Found: TypeAlias = tuple[Hashable, Proposal, Any, ValueError | None]
 
 
@@ -149,7 +149,7 @@ def find(
     options: Mapping[str, Any],
     also: Mapping[str, Any],
 ) -> Found:
-    """Find what to propose for such a call, or what was, with the plan of it that is kept."""
+    """Find the proposal for such a call, and its cached plan; or make the proposal."""
     try:
         options = placed(ring, qkv[0], options)
         key = cache_key(ring, qkv, options, also)
@@ -158,12 +158,12 @@ def find(
             return key, Proposal.of(Call(*qkv, ring.size), options, also), None, None
         _plans.move_to_end(key)
         return key, *found, None
-    except Exception as error:  # whatever it is: all ranks are told
+    except Exception as error:  # any exception: all ranks must raise
         return None, Proposal(), None, with_type_name(error)
 
 
 def keep(key: Hashable, proposal: Proposal, plan: Any) -> None:
-    """Keep a plan of this kind, instead of those whose group is gone and of the oldest one."""
+    """Cache a plan of this key; drop plans of destroyed groups, and the oldest one."""
     for old, (_, known) in list(_plans.items()):
         if not known.ring.exists:
             del _plans[old]
@@ -171,12 +171,12 @@ def keep(key: Hashable, proposal: Proposal, plan: Any) -> None:
 
 
 def forget() -> None:
-    """Forget all plans: for those who change what plans depend on, as with `kernels.forget`."""
+    """Forget all plans, after a change to something they depend on, as with `kernels.forget`."""
     _plans.clear()
 
 
 def _seen(sinks: Tensor) -> Hashable:
-    """Return what a plan sees of sinks: that there are some like these."""
+    """Return the traits of sinks that a plan depends on: all but their values."""
     return sinks.shape, sinks.dtype, sinks.device, sinks.requires_grad
 
 

@@ -83,11 +83,11 @@ class Heads(NamedTuple):
 
 
 def swap_heads(ring: Ring, mine: Proposal, blocks: Workload, seed: int) -> Heads:
-    """Apply the all-to-all, if any, to what the plan is of: tokens, heads and mask."""
+    """Apply the all-to-all, if any, to the plan's tokens, heads and mask."""
     options = mine.options
     q, k, v = mine.shaped
     slopes = options.alibi_slopes
-    if slopes is not None:  # a copy: a caller may reuse its memory
+    if slopes is not None:  # a copy: the caller may reuse its memory
         slopes = slopes.to(accumulation_dtype(q.dtype), copy=True)
     terms = ScoreMods(
         mine.scale,
@@ -107,12 +107,12 @@ def swap_heads(ring: Ring, mine: Proposal, blocks: Workload, seed: int) -> Heads
 
 
 class TransportChoice(NamedTuple):
-    """By what kernel and transport of a plan were chosen, and which other transport there is."""
+    """The basis of a plan's choice of kernel and transport, and the alternative transport."""
 
     name: str
-    machine: Hardware  # with measured speeds, where those decided
+    machine: Hardware  # with measured speeds, if these decided
     memory: int | None
-    at_once: int  # owners whose keys a gather brings together
+    at_once: int  # owners whose keys a gather fetches together
     shape: KVShape
     overlapping_transport: Transport | None  # the transport that overlaps, if it is another
     concurrent: bool  # so little to compute that calls go side by side
@@ -123,8 +123,8 @@ def settle_transport(
 ) -> tuple[SelectedKernel, Transport, TransportChoice]:
     """Choose the kernel, choose and make the transport; `same_mask`: all samples have one.
 
-    Where no kernel is named, short documents may get another, and few tokens the one that is
-    launched least.
+    Unless a kernel is named, short documents may get another, and few tokens the one with the
+    fewest launches.
     """
     options, kernel, blocks, ulysses = mine.options, mine.kernel, heads.blocks, heads.ulysses
     q, k, v = mine.shaped
@@ -177,7 +177,7 @@ def _shape_of(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> KVShape:
 
 
 def _machine_of(kernel: SelectedKernel, ranks: list[dict[str, int]], like: Tensor) -> Hardware:
-    """Return the machine of ranks by what they have told: the slowest of their devices."""
+    """Return the machine of all ranks, from their notes: the slowest of their devices."""
     if not like.is_cuda:
         return H200
     domain = share_one_host([rank["host"] for rank in ranks])
@@ -186,6 +186,6 @@ def _machine_of(kernel: SelectedKernel, ranks: list[dict[str, int]], like: Tenso
 
 
 def _with_calls_of(kernel: SelectedKernel, machine: Hardware) -> Hardware:
-    """Return a machine with what a kernel's calls are like; its speeds stay."""
+    """Return a machine with the traits of a kernel's calls; its speeds stay."""
     traits = kernel.traits
     return machine._replace(one_call=traits.fuses_merge, keys_first=traits.keys_first)

@@ -1,6 +1,6 @@
-"""A rank's part in the agreement on a plan: what it is asked for, and what is wrong with it.
+"""A rank's part in the agreement on a plan: its arguments, and their errors.
 
-Nothing here waits for another rank. Whatever goes wrong is raised, and all ranks are told in the
+Nothing here waits for another rank. Every error is raised here, and reported to all ranks in the
 agreement, so that none of them is left waiting.
 """
 
@@ -33,7 +33,7 @@ from ring_attention_pytorch.runtime.scores import (
 )
 from ring_attention_pytorch.schedule.hardware import number_of
 
-MOST_MEMORY = 8 << 30  # bytes at most for others' keys where neither transport nor memory is given
+MOST_MEMORY = 8 << 30  # bytes at most for peers' keys if neither transport nor memory is given
 
 
 class Proposal(NamedTuple):
@@ -48,7 +48,7 @@ class Proposal(NamedTuple):
     options: Options = Options()
     scale: float = 1.0
     kernel: SelectedKernel | Any = None  # None of an empty one
-    fewest_launches: SelectedKernel | None = None  # for few tokens, where none is named
+    fewest_launches: SelectedKernel | None = None  # for few tokens, if none is named
     for_short: SelectedKernel | None = None  # for short documents, likewise
     shaped: tuple[Tensor, ...] = ()
 
@@ -68,7 +68,7 @@ class Proposal(NamedTuple):
 
     @classmethod
     def _right(cls, call: Call, options: Options, also: Mapping[str, Any]) -> "Proposal":
-        """Propose what passed all checks; raise ValueError if the kernel can't do it."""
+        """Make the proposal after all checks; raise ValueError if the kernel can't do it."""
         q, k, v, size = call
         scale = options.scale
         if scale is None:
@@ -121,11 +121,11 @@ def _facts(like: Tensor) -> dict[str, int]:
 
 
 def memory_left(like: Tensor, ring_size: int) -> int:
-    """Return the bytes others' keys may take here: on a GPU at most half of those that are free.
+    """Return the bytes that peers' keys may take here: on a GPU at most half of the free ones.
 
-    They are rounded down to a power of two, because they decide in which groups owners come, and so
-    do nothing where algorithms are deterministic. Of two ranks they decide nothing: one owner's
-    keys come in any case. To ask takes 25 to 50 us.
+    They are rounded down to a power of two, because they decide in which groups owners' keys
+    arrive. They are not used with deterministic algorithms, nor with two ranks, where one owner's
+    keys arrive in any case. The query takes 25 to 50 us.
     """
     if ring_size <= 2 or not like.is_cuda or torch.are_deterministic_algorithms_enabled():
         return MOST_MEMORY

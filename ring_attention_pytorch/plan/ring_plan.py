@@ -1,4 +1,4 @@
-"""The plan of a ring attention: what it does, decided first and agreed by all ranks."""
+"""The plan of a ring attention: all decisions, made before the call and agreed by all ranks."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -50,16 +50,16 @@ from ring_attention_pytorch.runtime.tape import Tape
 from ring_attention_pytorch.schedule.pieces import Workload
 from ring_attention_pytorch.schedule.steps import Schedule
 
-_LAYERS = 256  # whose plans a plan remembers
+_LAYERS = 256  # layers whose plans a plan caches
 _Results = TypeVar("_Results", bound=tuple[Any, ...])
 
 
 class Agreed(NamedTuple):
-    """The name of a plan's calls, which all ranks give alike, and when they compare notes."""
+    """The name of a plan's calls, the same on all ranks, and when ranks exchange notes."""
 
     number: int = 0  # the ranks' number for this plan
     of_layer: str = ""  # " of layer 3", as calls of that layer are named
-    always: bool = False  # whether ranks compare notes in each call, and not for the plan only
+    always: bool = False  # exchange notes in each call, not only for the plan
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class Worked:
     tiles: dict[Segments, list[Any]] = field(default_factory=dict)
     calls: dict[bool, int] = field(default_factory=dict)  # of the kernel, by direction
     placements: WeakSet[Placement] = field(default_factory=WeakSet)  # where it may be used
-    passed: set[tuple[Any, ...]] = field(default_factory=set)  # kinds of tensors that are right
+    passed: set[tuple[Any, ...]] = field(default_factory=set)  # signatures that are checked
 
 
 @dataclass(eq=False)
@@ -85,8 +85,8 @@ class Own:
 class RingPlan:
     """All of a ring attention that depends on ranks, lengths and masks, and not on values.
 
-    Make it once per batch with `RingPlan.make` and pass it to every layer. Ranks compare notes
-    when it is made. Calls that are given a plan exchange nothing but keys and gradients.
+    Make it once per batch with `RingPlan.make` and pass it to every layer. Ranks exchange notes
+    when it is made. Calls with a plan exchange nothing but keys and gradients.
     """
 
     ring: Ring
@@ -97,14 +97,14 @@ class RingPlan:
     terms: ScoreMods
     kernel: SelectedKernel
     transport: Transport
-    chosen: TransportChoice  # by what the transport was chosen, and which other there is
+    chosen: TransportChoice  # the basis of the choice of transport, and the alternative
     blocks: Workload  # of the ranks that the transport connects
     ulysses: Ulysses | None
     key_mask: Tensor | None
     own_mask: OwnMask  # as it was given, before any all-to-all
     agreed: Agreed = field(default=Agreed(), compare=False)
     handle: int = field(init=False, compare=False, repr=False)  # its number in traced graphs
-    replay: Replay = field(init=False, compare=False, repr=False)  # what may repeat its calls
+    replay: Replay = field(init=False, compare=False, repr=False)  # how its calls can be replayed
     recordings: Recordings | None = field(init=False, compare=False, repr=False)
     _shared: Worked = field(default_factory=Worked, compare=False, repr=False)
     _own: Own = field(default_factory=Own, init=False, compare=False, repr=False)
@@ -137,14 +137,14 @@ class RingPlan:
 
         Args:
             q, k, v, group: as for `ring_attn`.
-            also: what else all ranks must have the same, by name.
-            options: those of `ring_attn`, by name (`plan.options.Options`).
+            also: other values, by name, that all ranks must have the same.
+            options: the options of `ring_attn`, by name (`plan.options.Options`).
 
         Returns:
             A plan for any number of calls with tensors of these shapes, dtype and device.
 
         Raises:
-            ValueError: arguments can't be; the same text on all ranks, whichever rank gave them.
+            ValueError: arguments are invalid; the same text on all ranks, whichever rank gave them.
 
         >>> q = torch.randn(1, 6, 2, 4)
         >>> plan = RingPlan.make(q, q, q, causal=True)
@@ -203,7 +203,7 @@ class RingPlan:
     ) -> Tensor:
         """Return the global positions of this rank's queries, int64 `[n]`.
 
-        With `in_documents` they restart with each document: `[b, n]` where samples differ.
+        With `in_documents` they restart with each document: `[b, n]` if samples differ.
 
         Raises:
             ValueError: PyTorch knows no such device.
@@ -219,11 +219,11 @@ class RingPlan:
 
     @checked
     def for_layer(self, number: int) -> "RingPlan":
-        """Return this plan, but dropout draws otherwise for each number; without dropout, itself.
+        """Return this plan with other dropout for each number; without dropout, the plan itself.
 
-        Nothing is exchanged, and of the last 256 numbers nothing made anew. Layers that share a
-        plan would drop alike. All ranks of the ring must give a call the same number, which its
-        messages have.
+        Nothing is exchanged, and plans of the last 256 numbers are cached. Layers that share a plan
+        would drop the same probabilities. All ranks of the ring must give a call the same number,
+        which is in its messages.
 
         Raises:
             ValueError: the number is negative, or 2 ** 32 - 1 or more.
@@ -247,11 +247,11 @@ class RingPlan:
 
     @checked
     def in_graphs(self) -> "RingPlan":
-        """Return this plan, but calls are captured as CUDA graphs by the second, and replayed.
+        """Return this plan, but from the second call on CUDA graphs replay it.
 
-        It is for few tokens a GPU, where Python takes longer than the kernels. Layers may share it:
-        before a graph is launched it is told where the call's tensors are. These are copied only
-        if they are not contiguous, or not aligned. Nothing is exchanged.
+        For few tokens per GPU, where Python takes longer than the kernels. Layers may share it:
+        each replay gets the addresses of the call's tensors. These are copied only if they are not
+        contiguous, or not aligned. Nothing is exchanged.
 
         Raises:
             ValueError: tensors are not on CUDA, keys travel in messages, or the driver is older
@@ -262,16 +262,16 @@ class RingPlan:
         return with_graphs(self)
 
     def warm_up(self, *qkv: Tensor, sinks: Tensor | None = None) -> None:
-        """Make all that this plan makes on its first calls, so that the first step has nothing new.
+        """Make now all that first calls would make, so that the first step is a normal one.
 
-        Kernels are compiled, tapes recorded, graphs captured where it is `in_graphs()`, shared
-        memory is met in. It makes some calls, forward and backward, or forward only where
-        gradients are off. All ranks of the ring must call this together.
+        Kernels are compiled, tapes recorded, graphs captured if it is `in_graphs()`, and the
+        barriers of shared memory passed. It makes some calls, forward and backward, or only forward
+        if gradients are off. All ranks of the ring must call this together.
 
         Args:
-            qkv: tensors laid out like those to come, whose values don't matter and stay as they
-                are; contiguous ones by default. Calls with other strides are recorded anew.
-            sinks: `[h]`, if calls have some.
+            qkv: tensors with the strides of later ones; values don't matter and are not changed;
+                contiguous ones by default. Calls with other strides are recorded anew.
+            sinks: `[h]`, if calls have them.
 
         Raises:
             ValueError: tensors do not fit the plan, or ranks differ; the same text on all ranks.
@@ -279,12 +279,12 @@ class RingPlan:
         >>> q = torch.randn(1, 6, 2, 4)
         >>> RingPlan.make(q, q, q, causal=True).warm_up()
         """
-        from ring_attention_pytorch.warm_up import warm_up  # which stands above attention
+        from ring_attention_pytorch.warm_up import warm_up  # a layer above attention
 
         warm_up(self, qkv, sinks)
 
     def by(self, transport: Transport) -> "RingPlan":
-        """Return this plan with another transport: other calls, of which others may overlap."""
+        """Return this plan with another transport, whose calls overlap differently."""
         return replace(self, transport=transport, _shared=Worked())
 
     def run(
@@ -310,15 +310,15 @@ class RingPlan:
         return statistics_of(self.records)
 
     def call(self, direction: str) -> AbstractContextManager[object]:
-        """Return the block of a call; if `always`, all ranks raise where their calls differ."""
+        """Return the block of a call; if `always`, all ranks raise if their calls differ."""
         number, of_layer, always = self.agreed
         block = self.ring.call(f"ring attention{of_layer}, {direction}", number)
         return in_the_same_call(self.ring, block) if always else block
 
     def keys(self, k: Tensor, v: Tensor) -> KVBlock:
-        """Make the KV block that the transport wants of this rank's keys, after any all-to-all.
+        """Make the KV block that the transport needs of this rank's keys, after any all-to-all.
 
-        What nobody may see is 0 in it, so that no kernel comes across NaN there.
+        Keys that no query may see are 0 in it, so that no kernel reads NaN there.
         """
         keys = KVBlock(k, v, self.key_mask, self.blocks.keys[self.place], own=True)
         if self.key_mask is None and self.seen.reached is None:
@@ -326,7 +326,7 @@ class RingPlan:
         return keys.without_unseen(self.seen.reached)
 
     def tiles(self, keys: Segments) -> list[tuple[slice, Tiles]]:
-        """List samples that see alike, and the tiles that their queries here see of these keys."""
+        """List samples with the same mask, and the tiles of own queries and these keys."""
         known = self._shared.tiles
         if keys not in known:
             known[keys] = [
@@ -337,7 +337,7 @@ class RingPlan:
         if self.key_mask is None:
             return shared
         own = self._own.tiles
-        if self.seen.repeats or keys not in own:  # others' keys, or another plan's mask
+        if self.seen.repeats or keys not in own:  # peers' keys, or another plan's mask
             own[keys] = [(samples, block.of_another_mask()) for samples, block in shared]
         return own[keys]
 
@@ -381,12 +381,12 @@ class RingPlan:
 
     @property
     def records(self) -> dict[str, Record]:
-        """What was observed in the last calls, by direction."""
+        """The records of the last observed calls, by direction."""
         return self._own.records
 
     @property
     def schedule(self) -> Schedule:
-        """What all ranks do in a call, forward and backward."""
+        """The programs of all ranks in a call, forward and backward."""
         return self.transport.schedule
 
     @cached_property
@@ -401,7 +401,7 @@ class RingPlan:
 
     @property
     def alone(self) -> bool:
-        """Tell whether one call of the kernel is all there is to do."""
+        """True if a call consists of one call of the kernel."""
         return len(self.blocks.queries) == 1 == len(self.seen.samples)
 
     @property
@@ -411,7 +411,7 @@ class RingPlan:
 
     @cached_property
     def place(self) -> int:
-        """This rank's place among those that the transport connects, the rows of `blocks`."""
+        """This rank's place in the rows of `blocks`, the ranks that the transport connects."""
         return self.transport.fabric.ring.rank
 
     def _of_block(self, keys: Segments, samples: slice, mask: Mask) -> Tiles:
@@ -430,7 +430,7 @@ class RingPlan:
         return block
 
     def check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> None:
-        """Raise ValueError where the plan was made for other tensors than these."""
+        """Raise ValueError if the plan was made for other tensors than these."""
         block, passed = block_of(q), self._shared.passed
         if block is not None and block in self._shared.placements:
             block = None
@@ -449,7 +449,7 @@ class RingPlan:
         except ValueError as error:
             self.ring.report_failure(
                 f"raised ValueError: {error}"
-            )  # to those who will wait for this rank
+            )  # for ranks that will wait for this one
             raise ValueError(f"ring attention: {error}") from None
         if block is not None:
             self._shared.placements.add(block)
@@ -457,7 +457,7 @@ class RingPlan:
 
 
 class _TracedLayer(RingPlan):
-    """A layer's plan while code is traced: what modules look at, and the handle of the layer."""
+    """A layer's plan in traced code: the attributes that modules read, and the layer's handle."""
 
     # torch 2.11 hands a frozen dataclass its defaults, whatever its __init__ takes
     def __init__(self, plan: RingPlan, number: int, **_defaults: object) -> None:
