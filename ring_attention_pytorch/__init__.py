@@ -46,7 +46,7 @@ from ring_attention_pytorch.training.collator import RingCollator
 from ring_attention_pytorch.training.dataset import SequenceShardedDataset, TokenFile
 from ring_attention_pytorch.training.losses import ring_cross_entropy, ring_token_logprobs
 
-if TYPE_CHECKING:  # checkers find modules at the places where they are
+if TYPE_CHECKING:  # type checkers find modules only at their real places
     from ring_attention_pytorch.compat.ring_flash_attention import ring_flash_attn, ring_flash_attn_
     from ring_attention_pytorch.compat.ring_flash_attention_cuda import (
         ring_flash_attn_cuda,

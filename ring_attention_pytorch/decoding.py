@@ -31,7 +31,7 @@ from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.tensor_kinds import check_plain
 
-_FEW_TOKENS, _LARGEST_HEAD = 16, 256  # for which our kernel is taken unasked
+_FEW_TOKENS, _LARGEST_HEAD = 16, 256  # limits for our kernel as the default
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Given = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]  # q, k, v and key_mask
@@ -57,13 +57,13 @@ def tree_attn_decode(
     Args:
         q: `[b, h, t, d]`, the same on every rank; t is 1 in decoding.
         k, v: `[b, h_kv, n, d]` and `[b, h_kv, n, d_v]`. With shard_kv_seq all keys, the same on
-            every rank; else this rank's keys, of any number, or None for no keys.
-        eps: lower bound of the total weight that results are divided by; queries that see no key
-            get 0.
-        shard_kv_seq: shard the keys: each rank takes its part of k, v and key_mask.
-        use_triton: True takes our kernel for caches, which is for CUDA and not for float64, and
-            merges in memory that ranks share, if they do. False takes PyTorch's fastest kernel, and
-            ranks send one message each. None is ours for up to 16 tokens and head sizes up to 256.
+            every rank; otherwise this rank's keys, any number of them, or None for no keys.
+        eps: lower bound of the total weight that results are divided by; queries without a visible
+            key get 0.
+        shard_kv_seq: shard the keys: each rank uses its part of k, v and key_mask.
+        use_triton: True runs our kernel for caches, on CUDA and not in float64, and merges in
+            shared memory if ranks have it. False runs PyTorch's fastest kernel, and ranks send one
+            message each. None runs ours for up to 16 tokens and head sizes up to 256.
         key_mask: bool `[b, n]`, True where a key may be seen; whole or sharded as k is.
         group: the ranks; None is the default group, or this process alone.
 
@@ -83,7 +83,7 @@ def tree_attn_decode(
     d_v = _width(ring, (q, k, v, key_mask), shard_kv_seq, use_triton, wrong)
     whole = 0
     if shard_kv_seq and k is not None and v is not None:
-        whole = k.shape[2]  # which ranks that are in step have in common
+        whole = k.shape[2]  # the same on ranks that are in step
         k = k.tensor_split(ring.size, dim=2)[ring.rank]
         v = v.tensor_split(ring.size, dim=2)[ring.rank]
         if key_mask is not None:
@@ -94,7 +94,7 @@ def tree_attn_decode(
 
 
 def _by_triton(q: Tensor, use_triton: bool | None) -> bool:
-    """Tell whether our kernel attends from these queries."""
+    """Return whether our kernel computes attention for these queries."""
     if use_triton is not None or not q.is_cuda:
         return bool(use_triton) and q.numel() > 0
     few = q.ndim == 4 and 0 < q.shape[2] <= _FEW_TOKENS and q.shape[3] <= _LARGEST_HEAD
@@ -102,7 +102,7 @@ def _by_triton(q: Tensor, use_triton: bool | None) -> bool:
 
 
 def _by_message(ring: Ring, given: Given, d_v: int, whole: int) -> Tensor:
-    """Attend by the fastest kernel there is, and merge what all ranks send in one message each."""
+    """Run the fastest kernel, and merge the results of all ranks, in one message from each."""
     q, k, v, key_mask = given
     result = OutputAccumulator(q, q[..., :1].expand(*q.shape[:3], d_v))
     if k is not None and v is not None and 0 not in (k.shape[2], q.shape[1]):
@@ -123,7 +123,7 @@ def _by_message(ring: Ring, given: Given, d_v: int, whole: int) -> Tensor:
 
 
 def _by_our_kernel(ring: Ring, given: Given, d_v: int, whole: int) -> Tensor:
-    """Attend by our kernel, which merges in shared memory, too, where there is any."""
+    """Run our kernel, which also merges, in shared memory if there is any."""
     q, k, v, key_mask = given
     heads = q.shape[2] if k is None else k.shape[1]
 
@@ -135,7 +135,7 @@ def _by_our_kernel(ring: Ring, given: Given, d_v: int, whole: int) -> Tensor:
     return _known_to(ring).of(kind, prepared).attend(q, k, v, key_mask, whole)
 
 
-# of each group: keys as our kernel sees them, and head sizes of v
+# per group: keys in our kernel's form, and head sizes of v
 _known: WeakKeyDictionary[ProcessGroup, PlanCache[Any]] = WeakKeyDictionary()
 _known_alone: PlanCache[Any] = PlanCache()
 
@@ -147,10 +147,10 @@ def _known_to(ring: Ring) -> PlanCache[Any]:
 def _width(
     ring: Ring, given: Given, shard_kv_seq: bool, use_triton: bool | None, wrong: ValueError | None
 ) -> int:
-    """Return the head size of v, which ranks without keys learn from the others, once.
+    """Return the head size of v; ranks without keys learn it once, from the others.
 
-    So decoding does not compare notes for each token. Only for another head size do ranks with keys
-    agree anew; one without takes the last.
+    This spares an agreement for each token. Only for another head size do ranks with keys agree
+    anew; one without keys uses the last.
     """
     q, _, v, key_mask = given
     known = _known_to(ring)
@@ -160,7 +160,7 @@ def _width(
     found = known.get((kind, width))
     if found is None:
         found = _agreed_width(ring, given, shard_kv_seq, use_triton, wrong)
-        for each in (found, None):  # a rank without keys takes the last
+        for each in (found, None):  # a rank without keys uses the last
             known.keep((kind, each), found)
     elif wrong is not None:
         with ring.call("tree_attn_decode"):
@@ -180,7 +180,7 @@ def _agreed_width(
         "shard_kv_seq": shard_kv_seq,
         "device": q.device.type,
         "use_triton": use_triton,
-        "our kernel": _by_triton(q, use_triton),  # not where Triton is not installed
+        "our kernel": _by_triton(q, use_triton),  # False if Triton is not installed
     }
     if shard_kv_seq and k is not None:
         same |= {"k": list(k.shape), "key_mask": key_mask is not None}
@@ -193,7 +193,7 @@ def _agreed_width(
             f"got {sorted(widths)}"
         )
     if decode_plan.PUSH:
-        pushed_rows(ring, q.device)  # which ranks make together
+        pushed_rows(ring, q.device)  # collective: all ranks make it together
     return widths.pop()
 
 

@@ -76,7 +76,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     cross: bool | None = None,
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
-    # what a score is
+    # how scores are computed
     scale: float | int | None = None,
     softclamp: float | int | None = None,
     sinks: Tensor | None = None,
@@ -104,8 +104,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     result. Results and gradients, those through lse too, equal those of ordinary attention over
     the whole sequence.
 
-    The options below are in three groups: which keys a query sees (causal to key_positions), what
-    a score is (scale to dropout_seed), and how attention is computed (group to return_lse).
+    The options below are in three groups: which keys a query sees (causal to key_positions), how
+    scores are computed (scale to dropout_seed), and how attention is run (group to return_lse).
 
     Args:
         q: `[b, n, h, d]`, this rank's queries.
@@ -121,22 +121,22 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         documents: int `[b, n]`, the document of each token. Tokens see one another only if these
             are equal, wherever they are in the sequence. causal and window count the tokens of
             the document.
-        cu_seqlens: documents given by their borders: ints that ascend from 0 to the length of the
-            whole sequence, a document between each two; one list, or one for each sample.
+        cu_seqlens: documents given by their borders: ascending ints from 0 to the length of the
+            whole sequence, with a document between each two; one list, or one for each sample.
         prefix: with causal, the number of first tokens of the sequence that see one another both
             ways; one number, or one for each sample.
         mask_mod: a function of (sample, head, position of the query, position of the key), int
             tensors that broadcast. It returns bool, True where the key may be seen; all other masks
-            apply too. Positions count within the document. It must be the same on all ranks: code
-            and what that reads. On CUDA the kernel "flex" compiles the
-            function, which may compare, compute and look up in tensors. The kernel "eager", the
-            only one elsewhere, takes any function.
-        cross: True if the keys are of another sequence than the queries, in shards of any
-            lengths; None is True where n and m differ on any rank. Excludes documents, and
-            without query_positions also causal and window.
-        query_positions, key_positions: int `[n]` and `[m]`, the positions that causal and window
-            use where keys are of another sequence; less than 2 ** 30 from 0. Best in few runs that
-            ascend by one, since each pair of runs makes a tile.
+            apply too. Positions count within the document. The function and the data that it reads
+            must be the same on all ranks. On CUDA the kernel "flex" compiles it; it may compare,
+            compute and look up in tensors. The kernel "eager", the only one elsewhere, takes any
+            function.
+        cross: True if keys belong to another sequence than the queries, in shards of any lengths;
+            None means True if n and m differ on any rank. Excludes documents, and without
+            query_positions also causal and window.
+        query_positions, key_positions: int `[n]` and `[m]`, the positions for causal and window if
+            keys belong to another sequence; less than 2 ** 30 from 0. Best in few runs that ascend
+            by one, since each pair of runs makes a tile.
         scale: the factor of q.k in a score; None is d ** -0.5.
         softclamp: c replaces a scaled score s by c * tanh(s / c).
         sinks: `[h]`, learnable: for each head the score of an additional key without value, which
@@ -147,14 +147,14 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         key_bias: `[b, m]` or `[b, m, h]`, finite, differentiable: added to all scores of a key. It
             takes additional columns of the head size: one, or one for each query head of a group;
             twice as many in 16 bits.
-        dropout: the share of probabilities that is dropped; the others are multiplied by
-            1 / (1 - dropout), and lse is computed without dropout. What is dropped depends on seed,
-            sample, head and the tokens' places in the whole sequence only, not on ranks. Keys of
-            another sequence count in the order of ranks; given positions must not repeat.
-        dropout_seed: an int of 64 bits, the same on all ranks. None draws one by PyTorch's CPU
-            generator when the plan is made, and all ranks take the first rank's; so
-            torch.manual_seed repeats it. Steps that share a plan drop alike, and so do layers,
-            unless each takes `plan.for_layer(i)`.
+        dropout: the fraction of probabilities that is dropped; the others are multiplied by 1 / (1
+            - dropout), and lse is computed without dropout. The choice depends only on seed,
+            sample, head and the tokens' places in the whole sequence, not on ranks. Keys of another
+            sequence count in the order of ranks; given positions must not repeat.
+        dropout_seed: an int of 64 bits, the same on all ranks. None draws one from PyTorch's CPU
+            generator when the plan is made, and all ranks use the first rank's: repeatable with
+            torch.manual_seed. Steps that share a plan drop the same probabilities, and so do
+            layers, unless each uses `plan.for_layer(i)`.
         group: the ring, a ProcessGroup or a DeviceMesh of one dimension. None is the default
             group, or this process alone if there is none; inside `with batch:` the batch's ring.
         layout: which tokens of the sequence a rank holds (`positions` lists them): "contiguous",
@@ -165,41 +165,42 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             backward. None takes the fastest that supports the call (`explain_kernel` says which).
             Short sequences on several GPUs get the kernel with the fewest launches, short documents
             get "triton"; `explain_plan` says which runs. A named one never falls back to another.
-        transport: "ring" passes keys from neighbour to neighbour, "gather" brings all needed keys
-            at once. None chooses: on GPUs by a prediction, with constants of the device, so that
-            it is the same in every run; on CPUs "ring".
+        transport: "ring" passes keys from neighbour to neighbour, "gather" fetches all required
+            keys in one exchange. None chooses: on GPUs by a prediction from constants of the
+            device, hence the same in every run; on CPUs "ring".
         ulysses: how many neighbours swap heads for sequence (all-to-all) first, so that only ranks
             with the same heads exchange keys. It must divide the ring and the heads of q.
-        memory: bytes that other ranks' keys and gradients may take on this rank under "gather",
-            which then brings the keys of fewer owners at once, but of at least one. None sets no
-            bound if transport is named; else 8 GiB, and on GPUs at most half of the free memory.
-        bucket_size: kernels that hold scores in memory hold those of this many queries at once.
-        calibrate: on GPUs, choose by speeds that are measured here, when the first plan of a group
-            and a kernel is made, and not by constants; not with transport="ring", nor under
-            torch.use_deterministic_algorithms, for the choice may differ between runs.
-        check: "always" lets ranks check in each call that they agree, and says where one is out of
-            step: for debugging. None takes the environment's RING_ATTENTION_CHECK.
-        plan: a `RingPlan` for tensors like these. It replaces all options except return_lse,
-            sinks, key_bias and heads_first; it must have been made with the first two of these
-            if they are given, of q, k and v with tokens first.
+        memory: a limit in bytes for other ranks' keys and gradients on this rank under "gather",
+            which then fetches the keys of fewer owners at once, but of at least one. None means no
+            limit if transport is named; otherwise 8 GiB, and on GPUs at most half of the free
+            memory.
+        bucket_size: kernels that store scores store those for this many queries at once.
+        calibrate: on GPUs, choose by speeds measured here, instead of constants, when the first
+            plan of a group and a kernel is made; not with transport="ring", nor under
+            torch.use_deterministic_algorithms, because the choice may differ between runs.
+        check: "always" makes ranks check in each call that they agree, and reports a rank that is
+            out of step: for debugging. None uses the environment's RING_ATTENTION_CHECK.
+        plan: a `RingPlan` for tensors like these. It replaces all options except return_lse, sinks,
+            key_bias and heads_first. If sinks or key_bias are given, the plan must have been made
+            with them; and always for q, k and v with tokens first.
         heads_first: q, k, v and the result are `[b, h, n, d]`, as for
             `scaled_dot_product_attention`.
         return_lse: also return the log-sum-exp of the scores.
 
-    q, k and v may be DTensors whose sequence one dimension of their mesh shards: that is the ring
-    then, and results are DTensors, too. An `AsyncCollectiveTensor` is waited for. Of tensors
-    without values, on the meta device or of a FakeTensorMode, results have none either; all ranks
-    must have such.
+    q, k and v may be DTensors with the sequence sharded over one dimension of their mesh: that
+    dimension is the ring, and results are DTensors, too. An `AsyncCollectiveTensor` is waited for.
+    From tensors without values, on the meta device or of a FakeTensorMode, results have none
+    either; then all ranks must pass such tensors.
 
     Returns:
         `[b, n, h, d_v]` in q's dtype; with return_lse also lse `[b, h, n]`, natural
         logarithm, float32 (float64 for float64).
 
     Raises:
-        ValueError: shapes, dtypes or options are invalid or differ between ranks, shards are not
-            the layout's, or the kernel does not support the call. The same on every rank, and
-            before any tensor is sent.
-        NotImplementedError: second derivatives or forward mode of another kernel than "eager".
+        ValueError: shapes, dtypes or options are invalid or differ between ranks, shards do not fit
+            the layout, or the kernel does not support the call. The same on every rank, and before
+            any tensor is sent.
+        NotImplementedError: second derivatives or forward mode with another kernel than "eager".
 
     Source: Liu et al. 2023, https://arxiv.org/abs/2310.01889
 
@@ -231,7 +232,7 @@ def _attention_of_kinds(
     plan: RingPlan | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | Any]:
-    """Compute (out, lse) as `_attention`, of tensors that may be of other kinds than plain."""
+    """Compute (out, lse) as `_attention`; tensors may be DTensors or other subclasses."""
     shards = sharded(qkv, options, group, plan)
     if shards is not None:
         qkv, group = shards.qkv, shards.group
@@ -256,7 +257,7 @@ def _attention(
     plan: RingPlan | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | Any]:
-    """Compute (out, lse), with options or with a plan; lse may be left out if nobody asks."""
+    """Compute (out, lse), with options or with a plan; lse may be left out if not requested."""
     sinks, key_bias = options["sinks"], options["key_bias"]
     compiling = is_compiling()
     if compiling or torch._C._is_any_autocast_enabled():
@@ -271,7 +272,7 @@ def _attention(
     else:
         _check_only_plan(options, group)
         if key_bias is not None:
-            try:  # a block takes the host longer
+            try:  # a with block takes more host time
                 check_bias(key_bias, q, k, plan.terms.scale, plan.terms.softclamp)
             except ValueError as error:
                 raise ValueError(f"ring attention: {error}") from None
@@ -298,17 +299,18 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
     packed: bool = False,
     kernel: KernelOption | None = None,
 ) -> str:
-    """Say which kernel `ring_attn` would run for tensors and options like these, and why.
+    """Return which kernel `ring_attn` would run for tensors and options like these, and why.
 
-    A plan for few tokens over several GPUs, or for short documents, may take another:
+    For few tokens over several GPUs, or for short documents, a plan can choose another:
     `explain_plan` says which.
 
     Args:
-        packed: whether there are documents.
+        packed: True if there are documents.
         The rest: as for `ring_attn`; only shape, dtype and device of the tensors matter.
 
     Returns:
-        A line for each faster kernel that says why it can't run, then a line for the one that runs.
+        A line for each faster kernel with the reason why it can't run, then a line for the one that
+        runs.
 
     Raises:
         ValueError: there is no such kernel, or a number is out of range.
@@ -382,9 +384,9 @@ def ulysses_attn(
 
 
 def _check_only_plan(options: dict[str, Any], group: Group) -> None:
-    """Raise ValueError if options are given beside a plan, which decides them already."""
-    given = {**options, "sinks": None, "key_bias": None}  # a plan only knows that these are given
-    if group is None and given == DEFAULTS:  # takes the host less than to look at each
+    """Raise ValueError if options are given together with a plan, which already decides them."""
+    given = {**options, "sinks": None, "key_bias": None}  # a plan only knows that they are given
+    if group is None and given == DEFAULTS:  # faster on the host than to look at each
         return
     beside = not_default(given) + ["group"] * (group is not None)
     if beside:
