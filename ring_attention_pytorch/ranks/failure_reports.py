@@ -75,7 +75,7 @@ def _in_time(work: Callable[[], object]) -> None:
 class Overdue:
     """The exchanges of a device that may not have arrived, watched by a separate thread.
 
-    `come` returns the number of those that have; it does not synchronize with the GPU.
+    `come` returns how many have arrived; it does not synchronize with the GPU.
     """
 
     def __init__(self, come: Callable[[], float], timeout: float) -> None:

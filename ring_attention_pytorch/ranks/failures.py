@@ -35,7 +35,7 @@ _LONG = 15.0  # seconds after which a wait of the host is logged, and again when
 # stack frames of files that start with these are not the caller's
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _PASSED_BY = (_PACKAGE, os.path.dirname(torch.__file__), contextlib.__file__, "<")
-# gloo closes all connections of a group when one message does not come in time, and NCCL ends
+# when a message times out, gloo closes all connections of a group, and NCCL ends the process
 NEW_GROUP = (
     "the connections of this group are closed now, for all that uses it, and no plan mends them: "
     "to go on, all ranks make a new group, or start again"

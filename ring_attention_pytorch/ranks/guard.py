@@ -20,7 +20,7 @@ from ring_attention_pytorch.runtime.streams import capturing, current_stream
 from ring_attention_pytorch.runtime.tape import opaque, prepared
 
 _STAMPS = 1 << 20  # a message out of step has the expected stamp one time in a million
-_KINDS, _PLANS = 1 << 16, 1 << 15  # that a barrier distinguishes, in 31 bits
+_KINDS, _PLANS = 1 << 16, 1 << 15  # distinct purposes of barriers, in 31 bits
 _BLOCK = 4096  # bytes that one program fills at a time
 _PROGRAMS = 16  # for filling with NaN, which need not be fast
 
