@@ -1,7 +1,7 @@
 # ruff: noqa: PLR0913 - a kernel takes every stride by itself
-"""Kernels that meet, as `_triton_guard` says, and move what ranks hold right after that.
+"""Kernels that wait at a barrier (`_triton_guard`), and then copy or add in one launch.
 
-Each program waits by itself. What it has brought is NaN if a rank was out of step meanwhile.
+Each program waits by itself. Its results are NaN if a rank has been out of step since.
 """
 
 import triton
@@ -34,10 +34,10 @@ def write_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write k and v [b, n, h, d] to `place` [b, m, h, d + d_v], which others read.
+    """Write k and v [b, n, h, d] to `place` [b, m, h, d + d_v], which peers read.
 
-    Meet before, if it `WAITS`; if that fails, NaN is written. A line of the table is: first row of
-    all heads here, first row there, number of rows.
+    With `WAITS` it waits at the barrier first; if that fails, NaN is written. A line of the table
+    is: first row of all heads here, first row there, number of rows.
     """
     number = tl.load(state + MET) + 1
     gone = number < 0  # never
@@ -85,7 +85,7 @@ def pull_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Meet, then copy to `out` what lies where a table says.
+    """Wait at the barrier, then copy to `out` by the table.
 
     A line is: address, offset in `out` and length, these two in words. All are multiples of
     `ALIGNED` bytes.
@@ -132,11 +132,11 @@ def take_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Meet, then copy to `OUTS` rooms what lies where a table says.
+    """Wait at the barrier, then copy to `OUTS` tensors by the table.
 
-    A line is: number of the room, address, offset in the room, from row to row there and here,
-    width of a row, number of rows. Offset, pitches and width are in words, the last `WIDTH` at
-    most. They, the address and where rooms begin are multiples of `ALIGNED` bytes.
+    A line is: index of the tensor, address, offset in the tensor, row pitch there and here, width
+    of a row, number of rows. Offset, pitches and width are in words, the width at most `WIDTH`.
+    They, the address and the tensors' addresses are multiples of `ALIGNED` bytes.
     """
     STEP: tl.constexpr = ALIGNED * 8 // WORD.primitive_bitwidth
     number = tl.load(state + MET) + 1
@@ -171,7 +171,7 @@ def take_kernel(
 
 @triton.jit
 def _place(outs, line, WORD: tl.constexpr, ALIGNED: tl.constexpr, OUTS: tl.constexpr):
-    """Return where the piece of a line goes."""
+    """Return the target of a line's piece."""
     STEP: tl.constexpr = ALIGNED * 8 // WORD.primitive_bitwidth
     which, start = tl.load(line), outs[0].to(tl.int64)
     for other in tl.static_range(1, OUTS):
@@ -203,11 +203,11 @@ def sum_kernel(
     FRESH: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Meet, then add to dk and dv [b, n, h, d] what ranks hold of them, or write it if `FRESH`.
+    """Wait at the barrier, then add peers' gradients to dk, dv [b, n, h, d]; `FRESH` overwrites.
 
-    A line is: first row, number of rows, number of ranks, and `MOST` addresses. At each of these
-    lie as many rows of d + d_v numbers, and addresses are multiples of `ALIGNED`. Sums are rounded
-    once. If `EARLY`, the next kernel may begin meanwhile.
+    A line is: first row, number of rows, number of ranks, and `MOST` addresses. At each address are
+    these rows of d + d_v numbers; addresses are multiples of `ALIGNED`. Sums are rounded once. If
+    `EARLY`, the next kernel may run at the same time.
     """
     let_next_begin(EARLY)
     number = tl.load(state + MET) + 1
@@ -242,7 +242,7 @@ def _sum(
     MOST: tl.constexpr,
     FRESH: tl.constexpr,
 ):
-    """Sum columns of the rows of a line, from the `FIRST` on, in `total`, which has `D` of them."""
+    """Sum columns of a line's rows, `D` columns from `FIRST` on, in `total`."""
     to, rows, ranks = total + tl.load(line) * D, tl.load(line + 1), tl.load(line + 2)
     col = tl.arange(0, WIDTH)
     for first in range(0, rows, ROWS):
@@ -253,7 +253,7 @@ def _sum(
             found = tl.zeros((ROWS, WIDTH), WIDE)
         else:
             found = tl.load(place, mask=within, other=0.0).to(WIDE)
-        for number in tl.static_range(MOST):  # all are under way at once
+        for number in tl.static_range(MOST):  # all loads are in flight at once
             address = tl.load(line + 3 + number).to(tl.pointer_type(TYPE))
             source = tl.multiple_of(address, ALIGNED) + FIRST
             there = within & (number < ranks)

@@ -91,7 +91,7 @@ class _AllGather(Function):
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """Sum in wide numbers, always in the order of ranks, so that results repeat."""
+    """Sum in the accumulator's dtype, in the order of ranks, so that results repeat."""
     dtype = parts[0].dtype
     total = parts[0].to(accumulation_dtype(dtype), copy=True)
     for part in parts[1:]:
@@ -102,7 +102,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 def _swap(
     ring: Ring, shapes: Sequence[Shape], tensors: Sequence[Tensor], call: str
 ) -> list[Tensor]:
-    """Send tensor i to rank i; return those that came, and a view of the own one."""
+    """Send tensor i to rank i; return the received tensors, and a view of the own one."""
     own = tensors[ring.rank]
     received = [
         own.view_as(own) if rank == ring.rank else own.new_empty(shape)
@@ -114,7 +114,7 @@ def _swap(
 
 
 def _start(ring: Ring, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Transfer:
-    """Send tensor i to rank i, and let tensor i be received from it; own ones stay."""
+    """Send `sends[i]` to rank i and receive `receives[i]` from it, except for this rank."""
     others = [rank for rank in range(ring.size) if rank != ring.rank]
     return ring.exchange(
         [(rank, sends[rank].contiguous()) for rank in others],

@@ -56,7 +56,7 @@ class Traffic(NamedTuple):
         mine, sends, receives, pieces = program.chunks(block, rank), [], [], []
         for number, distance in enumerate(transfer.distances):
             to, by = (rank + distance) % ring.size, (rank - distance) % ring.size
-            if back:  # what I have of theirs, and they of mine
+            if back:  # own copies of their keys, and theirs of mine
                 gone, come = of_owner(mine, to), of_owner(program.chunks(block, by), rank)
                 spans = [at for _, at in places(mine, to)]
                 here = [piece.cols for piece in come]

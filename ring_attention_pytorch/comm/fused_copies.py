@@ -20,7 +20,7 @@ from ring_attention_pytorch.ranks.guard import Barrier
 from ring_attention_pytorch.runtime.launches import KernelCall, can_begin_early, operation
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
-_PROGRAMS = 128  # that wait at a barrier, at most
+_PROGRAMS = 128  # the most programs that wait at a barrier
 # programs that add while a kernel computes, and take multiprocessors from it: on two H100 2k tokens
 # take 640 and 649 us in a graph if 24 add, 648 and 650 with 16, 649 and 652 with 32, 650 and 657
 # with 64; added afterwards 665 and 675
@@ -98,7 +98,7 @@ class FusedWrite(FusedCopy):
 
 @dataclass(frozen=True)
 class FusedSum(FusedCopy):
-    """A fused sum: it overwrites if `fresh`, else adds; with `overlap` the next kernel runs too."""
+    """A fused sum: it overwrites if `fresh`, or adds; with `overlap` the next kernel runs too."""
 
     fresh: bool
     overlap: bool
@@ -382,7 +382,7 @@ def _most_programs(device: torch.device) -> int:
 
 
 def _at_once(width: int, ranks: int = 1) -> int:
-    """Return how many rows of a width a program has under way, of so many ranks each.
+    """Return how many rows of a width a program has in flight, each summed over `ranks`.
 
     They are not fewer for more than four ranks: most lines have few.
 

@@ -16,7 +16,7 @@ from ring_attention_pytorch.schedule.steps import Part, Program, Schedule
 
 
 class Call(Protocol):
-    """One rank's part in one call, with the blocks that are here. Transfers go by numbers."""
+    """One rank's part in one call, with its blocks on this rank. Transfers are numbered."""
 
     def start(self, number: int) -> None:
         """Start a transfer; all ranks do."""
@@ -71,7 +71,7 @@ class ScheduledTransport:
     ) -> Iterator[tuple[KVBlock, KVGrads]]:
         """Yield the keys of each part, with accumulators (dk, dv) for their gradients.
 
-        When the stream ends, `own`, the gradients of own keys, contain what every rank added. Work
+        When the stream ends, `own`, the gradients of own keys, contain all ranks' parts. Work
         that a kernel has `deferred` runs while its gradients travel, or is left to the caller.
         """
         program = self.schedule.backward

@@ -132,7 +132,7 @@ def by_copy_engines(
 ) -> Gather:
     """Make a gather by copy engines, with room for the keys of `kv_shape` and their gradients.
 
-    Keys that arrive `late` come in two stages. With `own_low_priority` the backward call for own
+    Keys that are `late` arrive in two stages. With `own_low_priority` the backward call for own
     keys still runs while gradients are sent home.
     """
     rounds = (in_two_stages(blocks),) if late else schedule(blocks, at_once)

@@ -2,7 +2,7 @@
 
 Jacobs et al. 2023, "DeepSpeed Ulysses", section 3. Neighbours in a ring make an all-to-all, so
 that each has all their tokens for some heads. Keys then travel among the ranks that have the same
-heads. What arrives is put in the order of positions, so that chunks of neighbours become one.
+heads. Arriving tokens are sorted by position, so that chunks of neighbours become one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -74,7 +74,7 @@ class HeadPartition:
 
     @cached_property
     def to_sequence(self) -> CopyPlan:
-        """The all-to-all back to sequence, the heads of one place behind those of another."""
+        """The all-to-all back to sequence, the places' heads one after another."""
         starts = [0, *accumulate(map(len, self.heads))]
         got = [(length, starts[-1]) for length in self.lengths]
         moves = []
@@ -279,7 +279,7 @@ class Ulysses:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """An exchange of one kind, to `to`: a function of the ranks and tensors `[b, n, h, ...]`."""
+    """An all-to-all to heads or to sequence: a function of ranks and tensors `[b, n, h, ...]`."""
 
     to: Literal["heads", "sequence"]
     with_keys: bool  # with q, k and v; otherwise only tensors with the tokens and heads of q
