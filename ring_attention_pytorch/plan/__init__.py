@@ -1,1 +1,1 @@
-"""Plans: what a call does, decided and agreed by all ranks before it starts."""
+"""Plans: all decisions of a call, made and agreed by all ranks before it starts."""

@@ -30,7 +30,7 @@ from ring_attention_pytorch.schedule.pieces import KVShape
 Seconds = dict[str, float]
 
 _BYTES = (1 << 16, 8 << 20, 64 << 20)  # of the messages that are timed
-_PULLED = 16 << 20  # bytes, of which symmetric memory keeps one rank's part
+_PULLED = 16 << 20  # bytes; symmetric memory stores one rank's part
 _COPIES = 16  # of the longest message within a device
 _FLOPS = 1 << 38  # of the block that a kernel computes: half a millisecond on an H200
 _ROUNDS = 3

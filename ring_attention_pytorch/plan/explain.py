@@ -215,7 +215,7 @@ def _of_all_together(plan: RingPlan) -> str:
 
 
 def _held(plan: RingPlan) -> int:
-    """Return the most bytes of others' keys and gradients that are here at once."""
+    """Return the peak bytes of peers' keys and gradients on this rank."""
     shape, program = plan.chosen.shape, plan.schedule.forward
     longest = max(map(count, plan.blocks.keys))
     if plan.chosen.name == "ring":

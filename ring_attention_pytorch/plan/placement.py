@@ -27,7 +27,7 @@ from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 
 _open: list[tuple[int, "Placement"]] = []  # with the threads that opened them, innermost last
-# those whose blocks have ended, while autograd has nodes that may be recomputed
+# placements whose blocks have ended, while autograd has nodes that may be recomputed
 _ended: WeakSet["Placement"] = WeakSet()
 # set when attention ran within an autograd Function in a batch's block: it may be recomputed
 _unseen: list[bool] = []
@@ -47,16 +47,16 @@ class OwnMask(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The layout of a batch's tokens over a ring, their documents, and which may be seen.
+    """The layout of a batch's tokens over a ring, their documents, and the key mask.
 
     Attributes:
         ring: the ranks that share the batch.
-        layout: which of the `length` tokens each of them holds.
+        layout: decides which of the `length` tokens each rank holds.
         packing: the documents of each sample; None if a sample is one.
         key_mask: bool `[b, n]` of this rank's tokens, True where one may be seen; None if all may.
-        whole_mask: what tells the masks of whole batches apart; None if nobody has looked.
-        digest: what tells whole batches apart, the same on all ranks; None likewise.
-        wholes: what was made of whole sequences in the block: means over all ranks, gathered parts.
+        whole_mask: identifies the masks of whole batches; None if it has not been compared.
+        digest: identifies whole batches, the same on all ranks; None likewise.
+        wholes: results of whole sequences made in the block: means over all ranks, gathered parts.
     """
 
     ring: Ring
@@ -70,7 +70,7 @@ class Placement:
 
     @cached_property
     def held(self) -> int:
-        """How many of the tokens this rank holds: each call of attention in the block asks."""
+        """The number of tokens on this rank, cached for all attention calls in the block."""
         return count(all_segments(self.layout, self.ring.size, self.length)[self.ring.rank])
 
     def __enter__(self) -> "Placement":
@@ -85,8 +85,8 @@ class Placement:
         """Raise ValueError if a call contradicts the placement.
 
         Args:
-            ring: that of the call.
-            n: its queries on this rank.
+            ring: the call's ring.
+            n: the number of its queries on this rank.
             given: its options.
         """
         mine, held = self.ring, self.held
@@ -116,7 +116,7 @@ class Placement:
             )
 
     def check_plan(self, plan: Any) -> None:
-        """Raise ValueError if a plan that is used in this block lies otherwise."""
+        """Raise ValueError if a plan that is used in this block has another layout."""
         if _ranks(plan.ring) != _ranks(self.ring) and plan.ring.size > 1:
             raise ValueError("the plan is of other ranks than the batch in whose block it is used")
         lies_alike = (plan.layout, plan.packing) == (self.layout, self.packing)
@@ -128,7 +128,7 @@ class Placement:
             )
 
     def has_mask(self, mask: OwnMask) -> bool:
-        """Tell whether a plan's mask is the batch's, by values; of no batch, the host waits."""
+        """Return whether a plan's mask equals the batch's; syncs if the plan's is of no batch."""
         if mask.values is None or self.key_mask is None:
             return mask.values is self.key_mask
         if None not in (mask.whole, self.whole_mask):
@@ -136,11 +136,11 @@ class Placement:
         return torch.equal(mask.values.to(self.key_mask.device), self.key_mask)
 
     def fits(self, q: Tensor) -> bool:
-        """Tell whether there are as many queries as this rank has tokens."""
+        """Return whether q has as many queries as this rank has tokens."""
         return q.ndim > 1 and q.shape[1] == self.held
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a call's options with those of the placement."""
+        """Return a call's options, completed with the placement's."""
         mine: dict[str, Any] = {"layout": self.layout}
         if not given.get("cross"):
             mine |= {"documents": self.packing, "key_mask": self.key_mask}
@@ -152,13 +152,13 @@ def _ranks(ring: Ring) -> tuple[object, ...]:
 
 
 def current() -> Placement | None:
-    """Return the placement in whose block this is; None if it is in none.
+    """Return the placement whose block this runs in; None outside of any.
 
-    Backward may run in threads of autograd. There it is the one that is open, if it is alone.
+    Backward may run in threads of autograd. There it is the open one, if there is only one.
     """
     if not _open:
         return None
-    if is_compiling():  # which can't ask for the thread
+    if is_compiling():  # tracing can't ask for the thread
         return _open[-1][1]
     here = threading.get_ident()
     for thread, placement in reversed(_open):
@@ -169,26 +169,26 @@ def current() -> Placement | None:
 
 
 def note_whole(name: str) -> None:
-    """Note in the block, if this is in one, that something was made of whole sequences."""
+    """If this runs in a block, note there that a result of whole sequences was made."""
     if (placement := current()) is not None:
         placement.wholes.append(name)
 
 
 def attention_ring(group: Group, size: int | None = None) -> Ring:
-    """Return the ring of attention: of a group that is named, else that of the batch's block."""
+    """Return the ring of attention: of the named group, otherwise of the batch's block."""
     placement = current() if group is None and size is None else None
     return as_ring(group, size) if placement is None else placement.ring
 
 
 def in_backward() -> bool:
-    """Tell whether autograd runs this, as it does where something is recomputed."""
+    """Return whether autograd runs this, as when it recomputes a checkpoint."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _within_function() -> bool:
-    """Tell whether the forward of an autograd Function runs this, as of a reentrant checkpoint.
+    """Return whether the forward of an autograd Function runs this, as in a reentrant checkpoint.
 
-    Whoever evaluates under no_grad has forward mode on, which a Function turns off.
+    no_grad alone leaves forward mode on; a Function turns it off.
     """
     inference = torch.is_inference_mode_enabled()
     return not (torch.is_grad_enabled() or torch._C._is_fwd_grad_enabled() or inference)
@@ -197,10 +197,10 @@ def _within_function() -> bool:
 def placed(ring: Ring, q: Tensor, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a call's options with those of the current placement.
 
-    Attention of this process alone to other tokens than the batch's is none of its business.
+    Attention of this process alone to other tokens than the batch's gets no options from it.
 
     Raises:
-        ValueError: the call contradicts the placement, or is outside of the block that it had.
+        ValueError: the call contradicts the placement, or is outside of its own block.
     """
     placement = current()
     if placement is None and (_ended or _unseen) and in_backward():
@@ -217,7 +217,7 @@ def placed(ring: Ring, q: Tensor, given: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def own_mask(given: Tensor | None) -> OwnMask:
-    """Return the mask that a plan is made with, a copy: a caller may reuse the memory of its own.
+    """Return a copy of the mask for a plan, because the caller may reuse its memory.
 
     That would silently change gradients.
     """
@@ -229,7 +229,7 @@ def own_mask(given: Tensor | None) -> OwnMask:
 
 
 def block_of(q: Tensor) -> Placement | None:
-    """Return the placement in whose block a plan is called for these queries; None if in none."""
+    """Return the placement whose block a plan is called in for these queries; None if in none."""
     if not _open:
         return None
     placement = None if in_backward() else current()
@@ -237,12 +237,12 @@ def block_of(q: Tensor) -> Placement | None:
 
 
 def check_began_here(began: Placement | None) -> None:
-    """Raise ValueError in the backward of a call that began in the block of another placement."""
+    """Raise ValueError in backward if the call began in the block of another placement."""
     if began is None:
         return
     here = threading.get_ident()
     mine = [placement for thread, placement in _open if thread == here]
-    found = mine or [placement for _, placement in _open]  # or this is a thread of autograd
+    found = mine or [placement for _, placement in _open]  # in a thread of autograd
     if found and began not in found:
         raise ValueError(
             "backward of one batch was called in the block of another one; call it in its own"

@@ -3,10 +3,10 @@
 Each owner of plans has a `PlanCache`:
 
     whose                                        plans of                     how many
-    this process (`find`)                        calls that were given none   8 kinds
+    this process (`find`)                        calls without a plan         8 kinds
     a plan                                       its layers                   256
     a module with `in_graphs=True`               batches, with graphs         4 kinds
-    a cache, a batch's block, a routing plan,    all that use it              all, as long as it is
+    a cache, a batch's block, a routing plan,    all that use it              all, while it exists
     a chunk of a prompt, a group that decodes
 
 Layers without a plan share one of this process, and so do batches with equal cache keys. Ranks
@@ -79,7 +79,7 @@ class GraphCache(PlanCache[Any]):
         if varies or graphs_refusal(plan):
             return plan
         ring, swap = plan.ring, plan.ulysses
-        swapped = None if swap is None else (repr(swap.queries), repr(swap.keys))  # the order there
+        swapped = None if swap is None else (repr(swap.queries), repr(swap.keys))  # token orders
         if ring.group is not None and self._where != (where := (ring.group, plan.device)):
             self.clear()  # this may free the old memory
             self._where = where
