@@ -76,7 +76,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     cross: bool | None = None,
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
-    # how scores are computed
+    # what a score is
     scale: float | int | None = None,
     softclamp: float | int | None = None,
     sinks: Tensor | None = None,

@@ -196,7 +196,7 @@ class Options:
     query_positions: Annotated[Tensor | None, Row(_check_positions)] = None
     key_positions: Annotated[Tensor | None, Row(_check_positions)] = None
 
-    # how scores are computed
+    # what a score is
     scale: Annotated[float | int | None, Row(_check_scale, itself, feature=True)] = None
     softclamp: Annotated[float | int | None, Row(_check_softclamp, itself, feature=True)] = None
     sinks: Annotated[
