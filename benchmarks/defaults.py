@@ -33,10 +33,10 @@ def subjects(shape: Shape, plan: RingPlan, given: list[Tensor]) -> dict[str, Cal
     _, without_plan = passes(partial(ring_attn, **how), given)
 
     def new_plan() -> RingPlan:
-        found = dict(plan_cache._kept)
+        found = dict(plan_cache._plans)
         plan_cache.forget()
         made = RingPlan.make(*leaves, **how)
-        plan_cache._kept.update(found)  # or who has no plan would record its calls anew
+        plan_cache._plans.update(found)  # or who has no plan would record its calls anew
         return made
 
     return {

@@ -69,7 +69,7 @@ def subjects(device: str, n: int, h: int, h_kv: int, d: int) -> dict[str, Subjec
     whole = (attention.forward, *given, None)
     for _ in range(4):
         plan.run("forward", *whole)
-    replay = next(tape.replay for tape in plan.recordings._kept.values() if tape.replay)
+    replay = next(tape.replay for tape in plan.recordings._recordings.values() if tape.replay)
 
     def new_plan() -> RingPlan:
         plan_cache.forget()

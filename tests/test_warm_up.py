@@ -41,11 +41,11 @@ def step(plan: RingPlan, given: list[Tensor], **more: Tensor) -> list[Tensor]:
 
 def replays(plan: RingPlan, given: list[Tensor], **more: Tensor) -> list[Tensor]:
     """Do a step, by the tapes that there are."""
-    known = [tape.replay for tape in plan.recordings._kept.values()]
+    known = [tape.replay for tape in plan.recordings._recordings.values()]
     assert all(known)
     found = step(plan, given, **more)
     assert [
-        tape.replay for tape in plan.recordings._kept.values()
+        tape.replay for tape in plan.recordings._recordings.values()
     ] == known  # what is recorded comes in the place of another
     return found
 
@@ -69,7 +69,7 @@ def test_without_gradients_only_forward_is_warm() -> None:
     with torch.no_grad():
         plan = RingPlan.make(*shards(), causal=True)
         plan.warm_up()
-    assert [kind[0].__name__ for kind in plan.recordings._kept] == ["forward"]
+    assert [kind[0].__name__ for kind in plan.recordings._recordings] == ["forward"]
 
 
 def test_ranks_warm_up_together_and_are_told_what_is_wrong_with_one() -> None:

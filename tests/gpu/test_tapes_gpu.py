@@ -51,4 +51,4 @@ def test_a_tape_does_what_would_be_done(kernel: str, case: str, d: int) -> None:
             assert relative_error(taped, computed) < 4e-3, name
     if plan.replay.tape:
         assert replayed(plan) == ["backward", "forward"]
-        assert len(plan.recordings._kept) == 2
+        assert len(plan.recordings._recordings) == 2

@@ -190,7 +190,7 @@ def one(
         replay = replay or replayed(run)
         want = first.setdefault(id(way.transport), got)  # few tokens' graphs have another
         assert all(torch.equal(a, b) for a, b in zip(want, got)), (how, turn, "not repeated")
-    kept = [] if plan.recordings is None else plan.recordings._kept.values()
+    kept = [] if plan.recordings is None else plan.recordings._recordings.values()
     assert any(known.replay for known in kept) == plan.transport.fabric.replay.tape, (
         "what can be taped is"
     )

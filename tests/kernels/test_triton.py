@@ -167,7 +167,7 @@ def _taped() -> list[bool]:
         for each in (plan, plan, plan, plan, direct):
             out, lse = ring_attn(*given, plan=each, return_lse=True)
             found.append([out, *torch.autograd.grad(out.sum() + lse.sum(), given)])
-        taped = all(known.replay for known in plan.recordings._kept.values())
+        taped = all(known.replay for known in plan.recordings._recordings.values())
         return taped and all(torch.equal(*pair) for pair in zip(*found[-2:]))
 
     alone, launch = threading.Lock(), KernelCall.launch

@@ -166,8 +166,8 @@ def test_layers_that_share_graphs_get_what_is_theirs(on_cpu, own_low_priority):
         for layer, (mine, expected) in enumerate(zip(got, want)):
             for a, b in zip(mine, expected):
                 assert torch.equal(a, b), f"layer {layer}"
-        assert all(graph.replay for graph in captured.recordings._kept.values())
-        assert len(captured.recordings._kept) == 3  # two of them backward
+        assert all(graph.replay for graph in captured.recordings._recordings.values())
+        assert len(captured.recordings._recordings) == 3  # two of them backward
 
     threads.run(3, main)
 
@@ -196,7 +196,7 @@ def swaps_are_captured(ulysses: int) -> None:
             for a, b in zip(plain(captured, *layer), plain(plan, *layer), strict=True):
                 assert torch.equal(a, b)
         assert has_graphs(captured.ulysses)
-        kept = captured.ulysses.recordings._kept
+        kept = captured.ulysses.recordings._recordings
         assert len(kept) == 4
         assert all(graph.replay for graph in kept.values())
 
@@ -301,7 +301,7 @@ def test_graphs_of_other_memory_or_other_kernels_are_not_replayed(on_cpu, monkey
             dict(memory=shared, determinism=deterministic, precision=precision)[what][0] = 2
         assert kept.run(more, None, torch.full((2,), float(turn)))[0].tolist() == [turn + 1.0] * 2
     assert turns == [1, 4]
-    assert len(kept._kept) == (1 if what == "memory" else 2)
+    assert len(kept._recordings) == (1 if what == "memory" else 2)
 
 
 def test_copies_of_graphs_are_none(on_cpu):
@@ -310,7 +310,7 @@ def test_copies_of_graphs_are_none(on_cpu):
     for _ in range(2):
         kept.run(more, None, x)
     for other in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
-        assert not other._kept
+        assert not other._recordings
         assert other.run(more, None, x)[0].tolist() == [2.0, 2.0]
 
 
@@ -362,7 +362,7 @@ def test_while_a_graph_is_captured_there_is_no_replay(on_cpu, monkeypatch):
     kept = Recordings(Graph)
     for _ in range(3):
         assert kept.run(more, None, torch.ones(1))[0].item() == 2
-    assert not kept._kept
+    assert not kept._recordings
 
 
 def replays_wait_for_those_before(machine: Machine, patch: pytest.MonkeyPatch) -> None:

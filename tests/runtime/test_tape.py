@@ -90,7 +90,7 @@ def taped(function: Callable, *given: Tensor, times: int = 5) -> tuple[list, lis
     """Call a function by one plan's tapes; return its results, and the lines of its tape."""
     tapes, plan = Recordings(Tape), torch.empty(0)
     found = [tapes.run(lambda_of(function), plan, *given) for _ in range(times)]
-    (known,) = tapes._kept.values()
+    (known,) = tapes._recordings.values()
     return found, getattr(known.replay, "source", "").splitlines()
 
 
@@ -168,7 +168,7 @@ def swaps_have_tapes(ulysses: int) -> None:
         object.__setattr__(direct.ulysses, "recordings", None)
 
         def tapes() -> int:
-            return sum(bool(known.replay) for known in plan.ulysses.recordings._kept.values())
+            return sum(bool(known.replay) for known in plan.ulysses.recordings._recordings.values())
 
         def grow() -> None:
             for each in (plan, direct):
@@ -190,7 +190,7 @@ def test_a_plan_of_one_call_records_nothing() -> None:
     given = tensors("causal", torch.float32)
     plan = RingPlan.make(*given)
     ring_attn(*given, plan=plan)
-    assert all(known._before is None for known in plan.recordings._kept.values())
+    assert all(known._before is None for known in plan.recordings._recordings.values())
 
 
 def test_a_tape_is_a_line_for_each_operation_and_frees_what_it_needs_no_more() -> None:
@@ -236,7 +236,7 @@ def test_tensors_laid_out_otherwise_have_a_tape_of_their_own() -> None:
     tapes, dense = Recordings(Tape), torch.arange(4.0).view(2, 2)
     for x in [dense] * 4 + [dense.t()] * 4:
         assert torch.equal(tapes.run(function, dense, x)[0], x.flatten() + 1)
-    assert len(tapes._kept) == 2
+    assert len(tapes._recordings) == 2
 
 
 def test_views_that_nothing_needs_are_left_out_and_writes_through_them_are_not() -> None:
@@ -331,7 +331,7 @@ def deterministic_algorithms_have_tapes_of_their_own() -> None:
             torch.use_deterministic_algorithms(deterministic)
             (found,) = tapes.run(doubled_where_deterministic, None, t)
             assert torch.equal(found, t * (1 + deterministic))
-    assert len([known for known in tapes._kept.values() if known.replay]) == 2
+    assert len([known for known in tapes._recordings.values() if known.replay]) == 2
 
 
 def test_deterministic_algorithms_have_tapes_of_their_own(restore_determinism: None) -> None:

@@ -9,7 +9,7 @@ from ring_attention_pytorch.plan import plan_cache
 
 def replayed(plan: RingPlan) -> list[str]:
     """List the functions of a plan that have a tape."""
-    kept = plan.recordings._kept.items()
+    kept = plan.recordings._recordings.items()
     return sorted(kind[0].__name__ for kind, known in kept if known.replay)
 
 
