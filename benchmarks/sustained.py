@@ -68,7 +68,7 @@ def subjects(shape: Shape, kernel: str, graphs: bool) -> tuple[Runs, dict[Subjec
 def copies_in_flight(fabric: SharedMemory) -> Callable[[], None]:
     """Return what copies some bytes out of the next rank's memory, if it is time."""
     space, ring = fabric.space, fabric.ring
-    there = space.keys.halves[fabric.ranks[(ring.rank + 1) % ring.size]].flatten()[:COMES]
+    there = space.keys.slots[fabric.ranks[(ring.rank + 1) % ring.size]].flatten()[:COMES]
     here, stream, last = torch.empty_like(there), torch.cuda.Stream(space.device), 0.0
 
     def come() -> None:

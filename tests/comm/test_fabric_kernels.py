@@ -58,7 +58,7 @@ def swaps_in_shared_memory(patch: pytest.MonkeyPatch) -> None:
         spread = HeadPartition((length,) * 2, length, land(shards)[1], key_heads(4, 4, 2))
         given, way = q[:, :length].to(dtype), spread.to_heads
         forms = [Form.of_parts((way.part(given, place),)) for place in range(2)]
-        room = way.room(given, 0)
+        room = way.alloc(given, 0)
         swap.swap([given], [way], [room])
         first, (barrier, table, written, shapes) = buffer.told[-2:]
         assert (first, barrier, written) == ("all have read", "all have written", [3.0])

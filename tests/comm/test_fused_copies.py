@@ -229,11 +229,11 @@ COMPILED = {
         dict(TILES, WAITS=True),
     ),
     "pull_kernel": (
-        dict(room="*bf16", table="*i64", lines="i32"),
+        dict(out="*bf16", table="*i64", lines="i32"),
         dict(RANKS=2, LANES=32, WORD="int64", ALIGNED=16, BLOCK=2048),
     ),
     "take_kernel": (
-        dict(rooms=("*bf16", "*bf16", "*fp32"), table="*i64", lines="i32"),
+        dict(outs=("*bf16", "*bf16", "*fp32"), table="*i64", lines="i32"),
         dict(RANKS=2, LANES=32, WORD="int64", ALIGNED=16, OUTS=3, WIDTH=64, ROWS=64),
     ),
     "sum_kernel": (
@@ -379,7 +379,7 @@ def otherwise(
         for place, moves in enumerate(way.moves):
             # a table is of places, not of tensors
             want, got, other = (
-                [poisoned(way.room(t, place)) for t, *_ in sources] for _ in range(3)
+                [poisoned(way.alloc(t, place)) for t, *_ in sources] for _ in range(3)
             )
             for room, theirs in zip(want, sources):
                 for m in moves:

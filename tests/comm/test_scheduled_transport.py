@@ -145,8 +145,10 @@ def what_is_left_is_done_in_time() -> None:
         "dk, dv", "dq", "wait", "dk, dv", "gradients start", "dq", "wait", "dk, dv", "dq", "wait",
         "gradients start", "wait",
     ]  # fmt: skip
-    later, some = Deferred(), slice(1, 2)
-    assert GradAccumulator(torch.zeros(2, 3, 1), later=later).samples(some).later is later
+    deferred, some = Deferred(), slice(1, 2)
+    assert (
+        GradAccumulator(torch.zeros(2, 3, 1), deferred=deferred).samples(some).deferred is deferred
+    )
 
 
 def no_two_parts_leave_something_for_the_same_queries() -> None:

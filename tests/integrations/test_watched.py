@@ -27,7 +27,7 @@ def block(positions: torch.Tensor | None = None) -> SimpleNamespace:
 
     return SimpleNamespace(
         inputs={"position_ids": positions}, wholes=[], same=[positions], check_positions=True,
-        told=tell, ensure=tell, num_items=None, said=told,
+        ensure=tell, num_items=None, said=told,
     )  # fmt: skip
 
 

@@ -45,9 +45,9 @@ def test_tensors_that_do_are_not(dtype):
 
 def test_a_call_must_be_as_the_plan_was_made_for():
     q, k, v = t(2, 6, 4, 8), t(2, 9, 2, 8), t(2, 9, 2, 5)
-    made = checks.Signature.of(q, k, v)
-    checks.check_tensors(made, False, (q, k, v), None)
-    checks.check_tensors(made, True, (q, k, v), t(4))
+    made = checks.Expected(checks.Signature.of(q, k, v), False, q.device)
+    checks.check_tensors(made, (q, k, v), None)
+    checks.check_tensors(made._replace(sinks=True), (q, k, v), t(4))
     for sinks, tensors, said in (
         (True, (q, k, v), "was made with sinks, got none"),
         (False, (q[:, :5], k, v), r"n=6, .*; got .*n=5"),
@@ -58,9 +58,9 @@ def test_a_call_must_be_as_the_plan_was_made_for():
         ),
     ):
         with pytest.raises(ValueError, match=said):
-            checks.check_tensors(made, sinks, tensors, None)
+            checks.check_tensors(made._replace(sinks=sinks), tensors, None)
     with pytest.raises(ValueError, match="was made without sinks, got some"):
-        checks.check_tensors(made, False, (q, k, v), t(4))
+        checks.check_tensors(made, (q, k, v), t(4))
 
 
 @pytest.mark.parametrize("mask", [t(2, 9), t(2, 8).bool(), t(9).bool()], ids=str)

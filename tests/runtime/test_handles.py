@@ -53,7 +53,7 @@ def test_those_used_last_are_kept():
         return number
 
     first, second = used_and_left(), used_and_left()
-    for _ in range(handles._HELD - 1):
+    for _ in range(handles._MOST_KEPT - 1):
         handles.object_of(first)
         last = used_and_left()
     for number in (first, last):

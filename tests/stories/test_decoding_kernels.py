@@ -339,7 +339,7 @@ def test_what_is_compiled_is_launched_with_addresses(monkeypatch: pytest.MonkeyP
 ATTEND = dict(
     q="*bf16", k_new="*bf16", v_new="*bf16", slopes="*bf16", key_mask="*u8", keys="*bf16",
     values="*bf16", key_scales="*fp32", value_scales="*fp32", tables="*i32", lengths="*i32",
-    width="i32", page_rows="i64", head_rows="i64", given="i64", starts="*i32", rooms="*i32",
+    width="i32", page_rows="i64", head_rows="i64", given="i64", starts="*i32", capacities="*i32",
     acc_of="*fp32", lse_of="*fp32", next_lengths="*i32", state="*i64", factor="fp32", clamp="fp32",
     window="i32",
 )  # fmt: skip
@@ -371,7 +371,7 @@ MERGE_SIZES = dict(
 APPEND = dict(
     k="*bf16", v="*bf16", keys="*bf16", values="*bf16", key_scales="*fp32", value_scales="*fp32",
     tables="*i32", lengths="*i32",
-    rooms="*i32", n="i32", width="i32",
+    capacities="*i32", n="i32", width="i32",
 )  # fmt: skip
 APPEND_SIZES = dict(
     PAGE=16, RANKS=2, RANK=1, KV=8, D=80, D_V=64, ROWS=16, WIDTH=128, WIDTH_V=64, SCALED=False,
