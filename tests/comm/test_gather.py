@@ -96,7 +96,7 @@ def test_gradients_are_made_where_their_owners_read_them(monkeypatch):
 
 def test_rooms_are_there_before_the_stream_follows_that_fills_them(monkeypatch):
     """For PyTorch may fill new memory itself, on the stream that computes."""
-    shares = CopyChannel.shares
+    shares = CopyChannel.peer_gradients
 
     def told(call: CopyChannel, *how: Any) -> list:
         call.space.grads.told_of.append("rooms")
@@ -104,11 +104,11 @@ def test_rooms_are_there_before_the_stream_follows_that_fills_them(monkeypatch):
 
     def visit(transport: Gather, keys: KVBlock) -> None:
         grads = transport.fabric.space.grads
-        grads.told_of, grads.follow = [], lambda: grads.told_of.append("follow")
+        grads.told_of, grads.side_stream_follows = [], lambda: grads.told_of.append("follow")
         gone_through(transport, keys)
         assert grads.told_of == ["rooms", "follow"]
 
-    monkeypatch.setattr(CopyChannel, "shares", told)
+    monkeypatch.setattr(CopyChannel, "peer_gradients", told)
     noted(monkeypatch, 9, True, visit)
 
 

@@ -32,7 +32,7 @@ def test_positions_go_into_tables_and_rotary_embeddings() -> None:
     )()  # fmt: skip
     model.embed_positions = OPTLearnedPositionalEmbedding(4, 2)
     model.angles = type("RotaryTable", (nn.Module,), {"forward": lambda self, n: n})()
-    assert at_work.places_of(model) == {
+    assert at_work.places_of(dict(model.named_modules())) == {
         model.wpe: 0, model.rotary_emb: 1, model.embed_positions: 1
     }  # fmt: skip
 

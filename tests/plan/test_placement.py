@@ -118,7 +118,10 @@ def test_masks_are_told_apart_by_the_whole_or_by_values():
     assert not here.has_mask(OwnMask(~mask, None))
     assert not here.has_mask(OwnMask(None, None))
     with here:
-        assert own_mask(mask) == OwnMask(mask, 5)
+        found = own_mask(mask)
+        assert torch.equal(found.values, mask)
+        assert found.values.data_ptr() != mask.data_ptr()
+        assert found.whole == 5
         assert own_mask(None) == OwnMask(None, None)
 
 

@@ -24,7 +24,7 @@ class Counted:
         Counted.made.append(self)
 
     @staticmethod
-    def kind(given: tuple) -> tuple | None:
+    def key(given: tuple) -> tuple | None:
         return None if given[0].dtype == torch.int64 else tuple(t.shape for t in given)
 
     def run(self, function: Any, owner: Any, given: tuple) -> Any:

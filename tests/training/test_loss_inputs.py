@@ -26,11 +26,9 @@ def test_logits_are_those_of_the_formula_in_the_dtype_of_sums(dtype: torch.dtype
     assert Head().logits(x).equal(x.to(found.dtype))
 
 
-def test_a_head_counts_its_classes_and_chunks_its_tokens() -> None:
+def test_a_head_counts_its_classes() -> None:
     assert Head(WEIGHT).classes(X) == 5
     assert Head().classes(X) == 4
-    assert Head().chunk is None
-    assert Head(WEIGHT).chunk is not None
 
 
 @pytest.mark.parametrize(
