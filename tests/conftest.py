@@ -18,7 +18,7 @@ LONGEST = (
     "test_transformers", "test_trainer", "test_docs", "test_transformer", "test_gathered_keys",
     "test_fused_copies", "test_features", "test_trials", "test_assert", "test_packed_documents",
     "test_guard", "test_attention", "test_failing_well", "test_original", "test_models",
-    "test_cache", "test_hf_examples", "test_decoding_kernels", "test_doctor",
+    "test_cache", "test_hf_examples", "test_decoding_kernels",
 )  # fmt: skip
 
 

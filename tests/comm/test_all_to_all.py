@@ -42,6 +42,6 @@ def test_sizes_are_those_of_the_plan_with_all_other_dimensions():
 
 
 def test_equal_numbers_are_of_one_kind():
-    assert one_head_each().key == one_head_each().kind
+    assert one_head_each().key == one_head_each().key
     assert one_head_each() != one_head_each()
-    assert one_head_each().key != one_head_each((4, 0, 4)).kind
+    assert one_head_each().key != one_head_each((4, 0, 4)).key

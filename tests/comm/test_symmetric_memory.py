@@ -12,7 +12,7 @@ from ring_attention_pytorch.runtime import streams
 
 
 def test_of_many_tables_the_one_asked_for_longest_ago_is_given_up(monkeypatch):
-    monkeypatch.setattr(symmetric_memory, "_KEPT", 2)
+    monkeypatch.setattr(symmetric_memory, "_MOST_CACHED", 2)
     monkeypatch.setattr(symmetric_memory, "capturing", lambda device: False)
     buffer = SimpleNamespace(device=torch.device("cpu"), tables={}, read_by_graphs=set())
     made = []

@@ -48,7 +48,7 @@ def test_no_hook_stays_when_a_call_ends() -> None:
     model = hf.model_of("Qwen3", "sdpa")
     call = Watched(block(), model)
     assert len(model.model.rotary_emb._forward_pre_hooks) == 1
-    call.end()
+    call.hooks.close()
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
