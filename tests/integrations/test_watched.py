@@ -27,7 +27,7 @@ def block(positions: torch.Tensor | None = None) -> SimpleNamespace:
 
     return SimpleNamespace(
         inputs={"position_ids": positions}, wholes=[], same=[positions], check_positions=True,
-        ensure=tell, num_items=None, said=told,
+        agree_in_block=tell, ensure=tell, num_items=None, said=told,
     )  # fmt: skip
 
 
