@@ -86,7 +86,7 @@ def test_losses_of_several_batches_have_none_of_routers() -> None:
     def tell(error: ValueError) -> None:
         raise error
 
-    here.told = tell
+    here.agree_in_block = tell
     with pytest.raises(ValueError, match="the routers' loss is of a batch"):
         Watched(here).router_loss((torch.zeros(2, 3),), 1, None)
     assert Watched(here).router_loss(None, 1, None) == 0
