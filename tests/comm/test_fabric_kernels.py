@@ -14,7 +14,7 @@ from ring_attention_pytorch.comm.ulysses import HeadPartition, key_heads, land
 from ring_attention_pytorch.geometry.layouts import all_segments
 
 
-class RecordingShelf:
+class RecordingBuffer:
     """A buffer of two ranks that notes what is done with it, and has a table for each kind."""
 
     def __init__(self) -> None:
@@ -25,11 +25,11 @@ class RecordingShelf:
     def wait_for_readers(self) -> None:
         self.told.append("all have read")
 
-    def to_read(self) -> str:
+    def read_barrier(self) -> str:
         return "all have written"
 
     def local_view(self, form: Form) -> list[Tensor]:
-        return self.of(0, form)
+        return self.peer_view(0, form)
 
     def peer_view(self, rank: int, form: Form) -> list[Tensor]:
         return form.open(self.memory[rank])
@@ -40,7 +40,7 @@ class RecordingShelf:
 
 def swaps_in_shared_memory(patch: pytest.MonkeyPatch) -> None:
     """Ranks meet, write, meet and take; of the same tokens and heads there is one table."""
-    buffer, waited = RecordingShelf(), []
+    buffer, waited = RecordingBuffer(), []
     space = SimpleNamespace(swaps=buffer, follow_stream=lambda: waited.append("waits"))
     space.keys = space.grads = None
     swap = OneStream(SimpleNamespace(rank=0, size=2), space, (0, 1))
