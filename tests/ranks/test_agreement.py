@@ -1,6 +1,7 @@
 """Comparing notes: all ranks go on, or all of them say the same."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -263,3 +264,33 @@ def test_without_a_plan_others_are_told_where_they_agree():
     assert said(2, call) == ["here: of a wrong type (on rank 1)"] * 2
     ring = Ring.alone()
     report_to_group("here", ring_of=lambda *_: ring)({"plan": "a plan"}, ValueError("bad"))
+
+
+def test_long_values_that_differ_are_shortened_in_the_error():
+    text, _ = said(2, lambda ring: agree(ring, "here", {"x": "a" * 5000 + str(ring.rank)}))
+    assert "x must be the same on every rank" in text
+    assert "a" * 200 + "... (" in text
+    assert len(text) < 1000
+
+
+def test_ranks_that_compared_another_number_of_notes_are_out_of_step():
+    def call(ring: Ring) -> None:
+        ring.steps.notes += ring.rank
+        agree(ring, "here", {})
+
+    assert all("here: ranks are out of step" in text for text in said(2, call))
+
+
+def test_a_wrong_type_is_reported_to_the_group_that_was_given():
+    given, reported = [], []
+    ring = Ring.alone()
+
+    def ring_of(group, size):
+        given.append((group, size))
+        return SimpleNamespace(report_failure=reported.append)
+
+    report_to_group("here", ring_of=ring_of)({"plan": "a plan"}, ValueError("bad"))
+    assert reported == ["raised ValueError: bad"]
+    with pytest.raises(AttributeError):  # it agrees, which a stand-in can't
+        report_to_group("here", ring_of=ring_of)({"group": ring, "ring_size": 2}, ValueError("x"))
+    assert given == [(None, None), (ring, 2)]
