@@ -16,7 +16,7 @@ Words:
     segment    positions start, start + stride, ... that a rank holds
     owner      the rank whose keys these are
     block      one owner's keys, in memory together
-    tile       a visible rectangle of scores, with a band: -left <= j - i <= right
+    tile       a rectangle of scores with a band: query i sees key j if -left <= j - i <= right
     plan       all decisions before the call, agreed by all ranks, shared by all layers
     transport  sends keys to the ranks that need them, and gradients to the keys' owners
     kernel     computes attention on the tiles of one block
