@@ -63,7 +63,7 @@ class Run:
             torch.autograd.grad(out.sum(), given)
         return plan
 
-    def wait_for_readers(self) -> None:
+    def wait(self) -> None:
         """Let the host wait for the device, and for the other ranks' hosts."""
         torch.cuda.synchronize()
         self.ring.gather_bytes(b"", 1)
@@ -73,12 +73,12 @@ class Run:
         given = [self.mine(t) for t in self.shard(0)]
         leaves = [t.requires_grad_() for t in given[:3]]
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        self.meet()
+        self.wait()
         with torch.cuda.graph(forward):
             out = ring_attn(*leaves, plan=self.plans[which])
         with torch.cuda.graph(backward, pool=forward.pool()):
             grads = torch.autograd.grad(out, leaves, given[3])
-        self.meet()
+        self.wait()
         return given, forward.replay, [out.detach(), *grads], backward.replay
 
     def forward(self, which: int, seed: int) -> Layer:
@@ -184,7 +184,7 @@ EVENTS = {
 def outcome(ring: Ring, event: str, transport: str, way: str, ulysses: int = 1) -> dict:
     """What this rank got, and when it heard of it; then all is right again."""
     run = Run(ring, way, transport, ulysses)
-    run.meet()
+    run.wait()
     begin, heard = time.monotonic(), None
     try:
         EVENTS[event](run)
@@ -226,12 +226,12 @@ def fails_alone(said: Path) -> None:
     report_to(said)
     with fail_together(), mock.patch.object(Ring, "shared", return_value=None):
         run = Run(Ring(), "one by one", "ring", 1)
-        run.meet()
+        run.wait()
         with run.plans[0].call("forward") if run.rank == OTHER else nullcontext():
             if run.rank == OTHER:
                 raise MemoryError
             run.forward(0, 1)
-            run.meet()
+            run.wait()
 
 
 def check(event: str, answers: list[tuple[str, dict]]) -> None:
