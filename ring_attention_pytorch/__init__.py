@@ -59,7 +59,7 @@ else:
         ring_flash_attn_cuda_,
     )
 
-__version__ = "1.0.0"
+__version__ = "1.1.0"
 
 __all__ = [
     "ConditionalRoutedAttention",
