@@ -113,12 +113,12 @@ def walked(program: Program, clock: Clock) -> Iterator[Spent]:
     """
     arrived: dict[int, float] = {}
     now = link = left = last = 0.0
-    by_copy_engine = Part(0)  # the low-priority part
+    yielding = Part(0)  # the low-priority part
     for wait, start, part in program.steps:
         ready = max([now, *(arrived[number] for number in wait)])
         if left and ready > now:
             spent = min(left, ready - now)
-            yield Spent(by_copy_engine, now, now + spent)
+            yield Spent(yielding, now, now + spent)
             left -= spent
         now = ready
         for number in start:
@@ -128,13 +128,13 @@ def walked(program: Program, clock: Clock) -> Iterator[Spent]:
             yield Spent(program.transfers[number], begin, link)
         last = 0.0
         if part is not None and part.low_priority:
-            by_copy_engine, left = part, left + clock.parts[part]
+            yielding, left = part, left + clock.parts[part]
         elif part is not None:
             last = clock.parts[part]
             yield Spent(part, now, now + last)
             now += last
     if left:
-        yield Spent(by_copy_engine, now, now + left)
+        yield Spent(yielding, now, now + left)
 
 
 def _visible(program: Program, part: Part, rank: int) -> tuple[Tile, ...]:
@@ -153,13 +153,13 @@ def part_seconds(
     visible = _visible(program, part, rank)
     rows = sum(tile.rows.stop - tile.rows.start for tile in visible)
     kernel = visible_pairs(visible) * shape.pair_flops * seconds_a_flop
-    overlap_rate = 1.0
+    share = 1.0
     if len(program.blocks) == 2 and len(program.parts) > 1 and not program.blocks[1].whole:
-        overlap_rate = _OVERLAPPED_CALL_SHARE  # calls of one round overlap
+        share = _OVERLAPPED_CALL_SHARE  # calls of one round overlap
     if machine.one_call:  # it merges by itself, so there is no further pass over the results
-        return kernel + _ALL_TILES * min(len(visible), 1) * machine.call * overlap_rate
+        return kernel + _ALL_TILES * min(len(visible), 1) * machine.call * share
     passed = rows * shape.row_bytes / machine.memory
-    return kernel + len(visible) * machine.call * overlap_rate + passed
+    return kernel + len(visible) * machine.call * share + passed
 
 
 def bytes_of(transfer: Transfer, shape: KVShape) -> int:

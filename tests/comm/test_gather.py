@@ -20,7 +20,7 @@ from tests.support.cases import Attention, check_in_threads, check_symmetric, ov
 
 
 class Noted(threads.ThreadBuffer):
-    """A shelf that notes how far its stream was told to come, and to which end it was joined."""
+    """A buffer that notes the marks of its side stream, and those that were joined."""
 
     def __init__(self, *how: Any) -> None:
         super().__init__(*how)
@@ -41,7 +41,7 @@ class Noted(threads.ThreadBuffer):
 def noted(
     monkeypatch: pytest.MonkeyPatch, at_once: int, late: bool, visit: Callable[..., None]
 ) -> None:
-    """Visit a gather over such shelves on each of four ranks."""
+    """Run `visit` on a gather over such buffers, on each of four ranks."""
     case = Attention(32, "zigzag", causal=True, dtype=torch.bfloat16)
 
     def main(ring: threads.ThreadRing) -> None:

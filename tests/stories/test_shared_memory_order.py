@@ -114,7 +114,7 @@ class Log:
 
 
 class LoggedBuffer(threads.ThreadBuffer):
-    """A shelf of which a log is kept."""
+    """A buffer whose uses are logged."""
 
     log: Log
 

@@ -212,7 +212,7 @@ class ThreadBoard:
 
 
 class _Beside(threading.local):
-    """The shelf beside whose rank's thread something is told."""
+    """The buffer to whose side stream this thread launches now."""
 
     buffer: ThreadBuffer | None = None
 
