@@ -16,12 +16,15 @@ Call = Callable[[int], object]  # of a layer's number
 
 
 def read_speed(device: torch.device) -> float:
-    """Return the bytes a second at which PyTorch reads memory at best."""
+    """Return the bytes a second at which PyTorch reads memory at best.
+
+    Rounds of several reads: single ones, each waited for, leave a GPU at the clock of an idle one.
+    """
     x = torch.zeros(1 << (29 if device.type == "cuda" else 22), device=device)
     found = []
     for view in (x, x.view(torch.int64), x.view(torch.int32)):
         for read in (torch.sum, torch.amax):
-            took = slowest(lambda read=read, view=view: read(view), 1, 9, device)
+            took = slowest(lambda r=read, v=view: [r(v) for _ in range(CALLS)], CALLS, 9, device)
             found.append(x.nbytes / (took / 1e6))
     return max(found)
 
