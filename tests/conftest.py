@@ -1,5 +1,8 @@
+import os
 from dataclasses import asdict
 from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of scripts that tests start, too; before torch
 
 import pytest
 import torch
