@@ -8,7 +8,7 @@ import ast
 import builtins
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper
 from types import CodeType, FunctionType
