@@ -43,6 +43,7 @@ def launched(
     everyone = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     everyone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
     everyone |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "tests"}
+    everyone |= {"TORCHELASTIC_RESTART_COUNT": "0"}
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, stream) for stream in ("stdout", "stderr")]
         members = []
