@@ -1,5 +1,8 @@
+import os
 from dataclasses import asdict
 from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of scripts that tests start, too; before torch
 
 import pytest
 import torch
@@ -13,12 +16,13 @@ torch.set_num_threads(1)
 
 # Files that take longest, which begin first, so that no worker is left with one at the end.
 LONGEST = (
-    "test_mutants", "test_compile", "test_examples", "test_triton", "test_ring_attention",
-    "test_bench_ring", "test_notebook", "test_failing_ranks", "test_types", "test_generation",
-    "test_transformers", "test_trainer", "test_docs", "test_transformer", "test_gathered_keys",
-    "test_fused_copies", "test_features", "test_trials", "test_assert", "test_packed_documents",
-    "test_guard", "test_attention", "test_failing_well", "test_original", "test_models",
-    "test_cache", "test_hf_examples", "test_decoding_kernels",
+    "test_mutants", "test_compile", "test_failing_ranks", "test_types", "test_bench_ring",
+    "test_triton", "test_hf_examples", "test_restart", "test_trainer", "test_examples",
+    "test_features", "test_launch", "test_transformers", "test_gathered_keys", "test_transformer",
+    "test_ring_attention", "test_cache", "test_assert", "test_fused_copies", "test_caches",
+    "test_decoding_kernels", "test_outputs", "test_generation", "test_docs", "test_out_of_step",
+    "test_rowwise", "test_notebook", "test_guard", "test_commands", "test_routed_modules",
+    "test_stalls", "test_ulysses", "test_failing_well", "test_attention",
 )  # fmt: skip
 
 

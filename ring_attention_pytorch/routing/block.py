@@ -32,6 +32,7 @@ class ConditionalRoutedTransformerBlock(nn.Module):
     Raises:
         ValueError: arguments are invalid or contradict one another.
 
+    >>> import torch
     >>> block = ConditionalRoutedTransformerBlock(
     ...     16, num_heavy_attn_tokens_q=4, num_heavy_attn_tokens_kv=4, num_heavy_ff_tokens=4
     ... )

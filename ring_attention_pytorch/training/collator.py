@@ -18,6 +18,7 @@ class RingCollator:
 
     In the training loop set the ring if it is not the default group: `batch.over(mesh["cp"])`.
 
+    >>> import torch
     >>> def stack(ids):
     ...     return {"input_ids": torch.stack(ids)}
     >>> batch = RingCollator(stack, rank=0, ring_size=2)([torch.arange(4)])

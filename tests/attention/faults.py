@@ -58,18 +58,6 @@ ATTENTION = [
 
 SECOND_ORDER = [
     Mutant(
-        "sinks stand still", "second_order.py:RingTangents.forward",
-        "tlse += sink_weights(sinks, lse)", "tlse += 0 * sink_weights(sinks, lse)",
-    ),
-    Mutant(
-        "a sink's weight stands still", "second_order.py:_of_sinks",
-        "moved = tp * saved.delta + p *", "moved = p *",
-    ),
-    Mutant(
-        "cotangents stand still in forward over reverse", "attention.py:RingGradients.jvp",
-        "ctx.saved_tensors, along[:4], *along[6:8])[0]", "ctx.saved_tensors, along[:4])[0]",
-    ),
-    Mutant(
         "tangents of other ranks' keys stay at home", "second_order.py:RingTangents.forward",
         "_with_tangents((k, v), (tk, tv))", "_with_tangents((k, v), (tk.zero_(), tv))",
     ),
@@ -126,10 +114,5 @@ COMPILED = [
         "backward's messages go into CUDA graphs", "operators.py:_define",
         'overload or "default"), ctx, dout, dlse)',
         'overload and "default" or "default"), ctx, dout, dlse)',
-    ),
-    Mutant(
-        "a sum's gradient is this rank's", "operators.py:_define",
-        'return getattr(ops.total, overload or "default")(grad, ctx.handle)',
-        "return grad.clone() if overload else grad",
     ),
 ]  # fmt: skip

@@ -12,24 +12,12 @@ ATTENTION = [
         "apart, keys_first", "apart",
     ),
     Mutant(
-        "keys are computed on before their stage has come",
-        "comm/fabric_copies.py:CopyChannel.take",
-        "self.space.keys.join(self.ends[transfer.stage])",
-        "pass",
-    ),
-    Mutant(
         "nobody asks for stages", "comm/transports.py:make_transport",
         "late = keys_arrive_late(blocks, at_once, kv_shape, machine)", "late = False",
     ),
     Mutant(
         "too little room for out and lse", "comm/ulysses.py:most_bytes",
         "(by_token, by_head, results)", "(by_token, by_head)",
-    ),
-    Mutant(
-        "gradients are added before they have come home",
-        "comm/fabric_copies.py:CopyChannel.reduce",
-        "total.after(partial(buffer.join, end))",
-        "pass",
     ),
     Mutant(
         "a replay takes shelves as they were",
@@ -124,10 +112,6 @@ ATTENTION = [
         "kernel, light = short, None", "light = None",
     ),
     Mutant(
-        "a kernel of one call is predicted as one of many", "plan/prepare.py:settle_transport",
-        "_with_calls_of(kernel, machine)", "machine",
-    ),
-    Mutant(
         "documents without a causal mask are half as long",
         "schedule/policy.py:documents_are_short", "(1 + workload.visible.causal)", "2",
     ),
@@ -185,14 +169,6 @@ ATTENTION = [
         "self.ranks[self.ring.rank]",
     ),
     Mutant(
-        "keys written while others read", "comm/fabric_copies.py:CopyChannel._begin",
-        "self.space.keys.wait_for_readers()", "pass",
-    ),
-    Mutant(
-        "keys that come together are written while others read",
-        "comm/fabric_kernels.py:KernelChannel._written", "buffer.wait_for_readers()", "pass",
-    ),
-    Mutant(
         "heads written while others read", "comm/fabric_shared.py:SharedMemory.swap",
         "buffer.wait_for_readers()", "",
     ),
@@ -228,29 +204,12 @@ ATTENTION = [
 
 SILENT = [
     Mutant(
-        "batches of nothing are copied", "comm/fabric_kernels.py:_copy_all",
-        "if parts and len(place):",
-        "if True:",
-    ),
-    Mutant(
         "all are taken to have told what this rank has", "ranks/notes.py:exchange",
         "== len(firsts)", "> 0",
     ),
     Mutant(
         "own numbers are taken for the others'", "ranks/agreement.py:agree",
         "notes.count(mine) == len(notes)", "notes.count(mine) > 0",
-    ),
-    Mutant(
-        "a problem that all ranks have is none", "ranks/agreement.py:agree",
-        "problem is None and", "",
-    ),
-    Mutant(
-        "any call's notes will do", "ranks/notes.py:check_subjects",
-        "if len({*first_lines}) == 1 and first_lines[0] is not None:", "if True:",
-    ),
-    Mutant(
-        "notes end where they are exchanged", "ranks/notes.py:exchange",
-        "if more > 0", "if False",
     ),
     Mutant(
         "notes of any kind are read", "ranks/agreement.py:read_note",
@@ -262,23 +221,12 @@ SILENT = [
         "(self._since, self.calls)",
     ),
     Mutant(
-        "messages of any call", "ranks/steps.py:Steps.begin", "self.calls + 1", "self.calls",
-    ),
-    Mutant(
-        "ranks out of step go on", "ranks/agreement.py:_check_in_step",
-        "if len({*steps}) > 1:", "if False:",
-    ),
-    Mutant(
         "what differs late is taken for the same", "ranks/agreement.py:_plain",
         "if len(text) <= _LONGEST_TEXT: return text", "return text[:_LONGEST_TEXT]",
     ),
     Mutant(
         "a wrong type is kept to itself", "ranks/agreement.py:typed",
         "report(arguments.by_name(args, kwargs), ValueError(why))", "report",
-    ),
-    Mutant(
-        "a wrong type within a call is told as its own", "arguments.py:Arguments.refusal",
-        "trace.tb_next.tb_next is None", "True",
     ),
     Mutant(
         "what breaks is kept to itself", "ranks/agreement.py:error_of",

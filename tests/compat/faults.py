@@ -18,10 +18,6 @@ ORIGINAL = [
         "circular_index_left(ring.rank, ring.size, min(hop, 1))",
     ),
     Mutant(
-        "neighbours are those of the first ring", "compat/ring.py:circular_rank_right",
-        "return rank - rank % size + place", "return place",
-    ),
-    Mutant(
         "key heads go round", "compat/zig_zag_attention.py:zig_zag_attn",
         "both.repeat_interleave(queries_per_key, 1)", "both.repeat(1, queries_per_key, 1, 1)",
     ),

@@ -148,8 +148,10 @@ class Hunter:
     def learn(self) -> None:
         """Leaves out what fails, or does not end, in a process of its own without any fault."""
         one_each = {fault.where: fault for fault in self.faults}.values()
-        jobs = [partial(hunt.learn, self.planter, [case], [*one_each]) for case in self.cases]
-        known = dict(hunt.as_they_end(jobs, Learnt("no end", [], [], []), SECONDS, self.processes))
+        ended = Learnt("no end", [], [], [])
+        with self.planter.marked(hunt.places(self.planter, one_each)) as now:
+            jobs = [partial(hunt.learn, self.planter, [case], now) for case in self.cases]
+            known = dict(hunt.as_they_end(jobs, ended, SECONDS, self.processes))
         hunt.import_too({name for each in known.values() for name in each.modules})
         good = [number for number in sorted(known) if not known[number].problem]
         self.left_out = len(self.cases) - len(good)

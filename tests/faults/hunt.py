@@ -46,10 +46,10 @@ class Verdict(NamedTuple):
 # --- in processes of their own ---
 
 
-def learn(planter: Planter, cases: Sequence[Case], planted: Sequence[Fault]) -> Learnt:
-    before, now = {*sys.modules}, set()
+def learn(planter: Planter, cases: Sequence[Case], now: set[tuple[str, str]]) -> Learnt:
+    """Run each case; `now` is what functions are added to that are reached (`Planter.marked`)."""
+    before = {*sys.modules}
     reached, seconds = [], []
-    planter.mark(_places(planter, planted), now.add)
     for number, case in enumerate(cases):
         now.clear()
         begin = time.process_time()  # of all threads, whatever else the machine does
@@ -75,11 +75,14 @@ def judge(planter: Planter, cases: Sequence[Case], learnt: Learnt, mutant: Fault
     return Verdict(False, f"{away.count(False)} cases reach {mutant.where}, and none fails")
 
 
-def _places(planter: Planter, planted: Iterable[Fault]) -> list[Place]:
+def places(planter: Planter, planted: Iterable[Fault]) -> list[Place]:
+    """Where faults belong, of those that can be planted."""
     found = []
     for mutant in planted:
         with suppress(Misplaced):  # which is said when it is to be planted
-            found.append(planter.sources.find(mutant.where))
+            place = planter.sources.find(mutant.where)
+            if planter.reaches(f"{place.file}:{place.name}"):
+                found.append(place)
     return found
 
 
@@ -167,7 +170,9 @@ def verdicts(names: Sequence[str]) -> dict[str, dict[str, Verdict]]:
     lists = [(list(module.battery()), module.MUTANTS) for module in modules]
     planter = Planter(Sources())
     too_long = Learnt(f"no end in {SECONDS} s", [], [], [])
-    learnt = forked((partial(learn, planter, *each) for each in lists), too_long)
+    everywhere = places(planter, (mutant for _, planted in lists for mutant in planted))
+    with planter.marked(everywhere) as now:
+        learnt = forked((partial(learn, planter, cases, now) for cases, _ in lists), too_long)
     import_too({name for each in learnt for name in each.modules})
     jobs = [
         partial(judge, planter, cases, known, mutant)

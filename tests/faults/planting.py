@@ -8,7 +8,8 @@ import ast
 import builtins
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import _lru_cache_wrapper
 from types import CodeType, FunctionType
 
@@ -23,12 +24,15 @@ class Planter:
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
-        self.functions: dict[tuple[str, str], list[FunctionType]] = {}
+        # those of the package by file and name: a fork that looked at all others would copy them
+        self.functions: dict[str, dict[str, list[FunctionType]]] = {}
         self.caches = []
+        folder = f"{sources.folder}/"
         for each in gc.get_objects():
             if type(each) is FunctionType:
-                key = each.__code__.co_filename, each.__code__.co_qualname
-                self.functions.setdefault(key, []).append(each)
+                if (code := each.__code__).co_filename.startswith(folder):
+                    here = self.functions.setdefault(code.co_filename.removeprefix(folder), {})
+                    here.setdefault(code.co_qualname, []).append(each)
             elif type(each) is _lru_cache_wrapper and self._is_ours(each.__module__):
                 self.caches.append(each)
 
@@ -41,7 +45,7 @@ class Planter:
     def reaches(self, where: str) -> bool:
         """Whether the function is there as it was written, and not what a decorator made of it."""
         file, _, name = where.partition(":")
-        return (str(self.sources.folder / file), name) in self.functions
+        return name in self.functions.get(file, {})
 
     def plant(self, fault: Fault) -> Place:
         """This process goes on with the fault."""
@@ -52,22 +56,35 @@ class Planter:
             self._assign(place, dict(definitions(tree))[place.name])
         return place
 
-    def mark(self, places: Iterable[Place], reached: Callable[[tuple[str, str]], None]) -> None:
-        """Let each function say when it is reached, by its file and name."""
-        setattr(builtins, _MARK, reached)
+    @contextmanager
+    def marked(self, places: Iterable[Place]) -> Iterator[set[tuple[str, str]]]:
+        """Inside it each function that is reached adds its file and name to the set."""
+        reached = set[tuple[str, str]]()
+        setattr(builtins, _MARK, reached.add)
         by_file: dict[str, set[str]] = {}
         for place in places:
             if isinstance(place.node, ast.FunctionDef):
                 by_file.setdefault(place.file, set()).add(place.name)
+        before: list[tuple[FunctionType, CodeType]] = []
         for file, names in by_file.items():
             tree = ast.parse(self.sources.texts[file])
             for name, node in definitions(tree):
                 if name in names:
                     node.body.insert(0, ast.parse(f"{_MARK}({(file, name)!r})").body[0])
-            self._swap(file, ast.fix_missing_locations(tree), names)
+            before += self._swap(file, ast.fix_missing_locations(tree), names)
+        try:
+            yield reached
+        finally:
+            for function, code in before:
+                function.__code__ = code
 
-    def _swap(self, file: str, tree: ast.Module, names: set[str]) -> None:
-        """Give functions, and those that were made in them, the code that they have in a tree."""
+    def _swap(
+        self, file: str, tree: ast.Module, names: set[str]
+    ) -> list[tuple[FunctionType, CodeType]]:
+        """Give functions, and those that were made in them, the code that they have in a tree.
+
+        Returns them, each with the code that it had.
+        """
         filename = str(self.sources.folder / file)
         fresh: dict[str, list[CodeType]] = {}
         for code in _codes(compile(tree, filename, "exec", dont_inherit=True)):
@@ -75,10 +92,13 @@ class Planter:
         for name in names:
             if not self.reaches(f"{file}:{name}"):
                 raise Misplaced(f"{file}:{name} is in no module that was imported")
-        for (at, name), functions in self.functions.items():
-            if at == filename and name.partition(".<locals>")[0] in names:
+        before = []
+        for name, functions in self.functions[file].items():
+            if name.partition(".<locals>")[0] in names:
                 for function in functions:
+                    before.append((function, function.__code__))
                     _give(function, fresh.get(name, []))
+        return before
 
     def _assign(self, place: Place, node: ast.Assign | ast.AnnAssign) -> None:
         filename = str(self.sources.folder / place.file)

@@ -78,8 +78,4 @@ ATTENTION = [
 ]  # fmt: skip
 
 SILENT = [
-    Mutant(
-        "documents without values", "geometry/documents.py:check_documents",
-        "if not fits or documents.is_meta:", "if not fits:",
-    ),
 ]  # fmt: skip

@@ -13,20 +13,8 @@ INTEGRATIONS = [
         "kind = _KINDS.get(getattr(function, \"__code__\", None), lambda _: _ALL)",
     ),
     Mutant(
-        "of two masks the first one counts", "integrations/masks.py:_both",
-        "found = found & _read(part)", "found = found if found.window else _read(part)",
-    ),
-    Mutant(
         "positions are taken as they are", "integrations/watched.py:Watched.place",
         "if block.check_positions and not", "if not block.check_positions and not",
-    ),
-    Mutant(
-        "any mask of padding will do", "integrations/models.py:RingForward.check_whole",
-        "given.shape == mine.shape and are_equal(given, mine)", "True",
-    ),
-    Mutant(
-        "layers of other masks share a plan", "integrations/models.py:RingForward.attend",
-        "q.device, mask, sinks is None", "q.device, sinks is None",
     ),
     Mutant(
         "sinks are dropped", "integrations/models.py:_attention",
@@ -37,38 +25,13 @@ INTEGRATIONS = [
         "if unknown := sorted(asked - _IDLE):", "if unknown := sorted(asked - asked):",
     ),
     Mutant(
-        "a trainer's own mask of a model counts", "integrations/models.py:_attention",
-        "if not isinstance(attention_mask, RingMask):", "if attention_mask is None:",
-    ),
-    Mutant(
         "states along the sequence end at shards", "integrations/layers.py:check_layers",
         "kinds - _SPREAD", "kinds - kinds",
-    ),
-    Mutant(
-        "frequencies depend on the shard", "integrations/layers.py:_check_rotary",
-        "length > trained", "length < 0",
     ),
     Mutant(
         "accelerate adds its own context parallelism",
         "integrations/accelerate.py:RingParallelismConfig.cp_enabled",
         "return self._asks_for_mesh", "return self.cp_size > 1",
-    ),
-    Mutant(
-        "what is pooled of a shard comes out", "integrations/outputs.py:_check_tokens",
-        "of_tokens = shape[:2] == (b, n)", "of_tokens = True",
-    ),
-    Mutant(
-        "labels of masked words are moved", "integrations/losses.py:loss_of",
-        "in_place and batch.in_place is not None", "False",
-    ),
-    Mutant(
-        "attention that is handed positions has used them",
-        "integrations/watched.py:Watched.are_placed",
-        "placed = self.placed or in_backward()", "placed = True",
-    ),
-    Mutant(
-        "the first real token is taken for the last", "integrations/pooling.py:of_last_token",
-        "(places * real)", "real",
     ),
     Mutant(
         "towers look for ours in their tables", "integrations/layers.py:is_tower_by_name",
@@ -77,10 +40,6 @@ INTEGRATIONS = [
     Mutant(
         "a head looks for a token in a shard", "integrations/layers.py:check_reading",
         "in _SEARCHING", "in (type(model).__name__,)",
-    ),
-    Mutant(
-        "a model of two models is one", "integrations/watched.py:Outermost._begins",
-        "models[:1]", "models[:0]",
     ),
     Mutant(
         "a loss of a subclass is not its own", "integrations/known_trainers.py:loss_of",
@@ -115,10 +74,6 @@ INTEGRATIONS = [
         '"sinks": None',
     ),
     Mutant(
-        "chunks of a prompt begin anew", "integrations/cache.py:RingHFCache.prefill",
-        "places[:, at + mine]", "places[:, mine]",
-    ),
-    Mutant(
         "padding on the right is let in", "integrations/cache.py:RingHFCache.mask",
         "if given.shape[1] != kv_length or", "if given.shape[1] != kv_length and",
     ),
@@ -127,15 +82,8 @@ INTEGRATIONS = [
         "if torch.is_grad_enabled() and", "if not torch.is_grad_enabled() and",
     ),
     Mutant(
-        "any way to logits will do", "integrations/heads.py:_measured",
-        "max(1e-5, 8 * torch.finfo(hidden.dtype).eps)", "torch.inf",
-    ),
-    Mutant(
         "a head's softcap is forgotten", "integrations/heads.py:_named",
         "tuple(values(_SOFTCAPS))", "()",
-    ),
-    Mutant(
-        "choices are tokens", "training/batches.py:_tokens", "t.ndim == ndim", "t.ndim >= 2",
     ),
     Mutant(
         "a model's modules are those of its first call", "integrations/watched.py:parts_of",

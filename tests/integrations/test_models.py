@@ -238,6 +238,7 @@ def test_a_name_of_transformers_own_is_not_taken():
 
 
 def test_backward_of_checkpoints_knows_its_block_after_it_has_ended():
+    register()
     want = hf.dense("Llama", "packed")
     model = model_of("Llama", "ring").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -16,11 +16,6 @@ ORIGINAL = [
         "wide * pos.cos() + turned", "wide * pos.cos().to(t.dtype) + turned",
     ),
     Mutant(
-        "turned heads are summed in 16 bits", "nn/rotary.py:apply_rotary_pos_emb",
-        "wide * pos.cos() + turned * pos.sin()",
-        "(wide * pos.cos()).to(t.dtype) + (turned * pos.sin()).to(t.dtype)",
-    ),
-    Mutant(
         "gathered gradients are a rank's own alone", "comm/exchange.py:_AllGather.backward",
         "_sum(mine)", "_sum(mine[:1])",
     ),
@@ -32,10 +27,6 @@ INFERENCE = [
         "nn/generation.py:CachedTransformer.prefill", "rank=ring.rank", "rank=0",
     ),
     Mutant(
-        "padding is in the summaries of new tokens", "summaries/cache.py:SummaryCache._real",
-        "if self.starts is None", "if step == 1",
-    ),
-    Mutant(
         "layers have no window in generation", "nn/layer_caches.py:TokenCache.attend",
         "window=attn.window", "window=None",
     ),
@@ -44,18 +35,7 @@ INFERENCE = [
         "softclamp=attn.softclamp", "softclamp=None",
     ),
     Mutant(
-        "spare is more than a share", "inference/model_cache.py:model_cache",
-        "min(SPARE, share * page // _SHARE)", "SPARE",
-    ),
-    Mutant(
-        "any temperature", "nn/generation.py:Sampling.check", "_COLDEST <=", "0 <",
-    ),
-    Mutant(
         "only NaN is no number", "nn/generation.py:Sampling.choose",
         "~largest.isfinite().squeeze(-1)", "wide.isnan().any(-1)",
-    ),
-    Mutant(
-        "one of the top_k is left out", "nn/generation.py:Sampling._kept", "logits < least",
-        "least >= logits",
     ),
 ]  # fmt: skip

@@ -2,7 +2,6 @@
 
 import doctest
 import json
-import os
 import random
 import subprocess
 import sys
@@ -15,17 +14,16 @@ import torch
 
 from benchmarks import __main__ as command
 from benchmarks import decode, few
-from benchmarks.lib import attempts, calls, jobs, results, sequences
+from benchmarks.lib import attempts, calls, cpu_work, jobs, results, sequences
 from ring_attention_pytorch import RingPlan
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.runtime.interfaces import Traits
 from tests.support import threads
 from tests.support.cases import over_shared_memory
+from tests.support.launched import launched
+from tests.support.ranks import context
 
 ROOT = Path(__file__).parents[2]
-RUN = [
-    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-]  # fmt: skip
 THOROUGH = pytest.mark.thorough
 SMALL = ["--device", "cpu", "--heads", "4", "2", "--dim-head", "16", "--repeats", "2"]
 ONE = {"device": "CPU", "command": "python -m benchmarks ring"}
@@ -53,17 +51,16 @@ benchmark.main(options)
 """
 
 
-def run(name: str, *options: str, ranks: int = 2) -> None:
-    ran = subprocess.run(
-        [*RUN, str(ranks), "-m", "benchmarks", name, *SMALL, *options], cwd=ROOT,
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+def run(name: str, *options: str, ranks: int = 2) -> str:
+    """Run a benchmark of small tensors; return its table."""
+    ran = launched("benchmarks", name, *options, ranks=ranks)
     assert ran.returncode == 0, ran.stderr
+    return ran.stdout
 
 
 def saved(file: Path, name: str, *options: str, ranks: int = 2) -> list[dict[str, Any]]:
     """Run a benchmark with --save; return its rows of both passes."""
-    run(name, *options, "--save", str(file), ranks=ranks)
+    run(name, *SMALL, *options, "--save", str(file), ranks=ranks)
     rows = json.loads(file.read_text())
     start = f"torchrun --nproc-per-node {ranks} -m benchmarks {name} --device cpu"
     assert all(row["command"].startswith(start) for row in rows)
@@ -132,10 +129,7 @@ def test_a_rank_that_fails_alone_ends_all_soon_and_rows_stay(
     script.write_text(FAILING)
     options = ["--tokens", "16", "32", "--kernels", "sdpa", "--save", str(file)]
     options += ["--transports", "ring", "--mask", "causal"] if name == "ring" else []
-    ran = subprocess.run(
-        [*RUN, "2", str(script), name, ranks, *SMALL, *options], cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    ran = launched(str(script), name, ranks, *SMALL, *options, ranks=2)
     rows = json.loads(file.read_text())
     assert ("ring" if name == "ring" else "gather", 16) in [
         (row["subject"], row["tokens"]) for row in rows
@@ -185,7 +179,7 @@ def test_one_rank_of_many_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_traces_are_kept(tmp_path: Path) -> None:
-    run("ring", "--tokens", "16", "--mask", "causal", "--trace", str(tmp_path))
+    run("ring", *SMALL, "--tokens", "16", "--mask", "causal", "--trace", str(tmp_path))
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {f"{t}-sdpa-16-rank{r}.json" for t in ("ring", "gather") for r in (0, 1)}
 
@@ -235,24 +229,17 @@ def test_keys_come_together_as_a_plan_has_them(square: bool, monkeypatch) -> Non
 @pytest.mark.thorough
 def test_defaults_are_measured() -> None:
     options = "--tokens", "48", "--rounds", "1", "--repeats", "1"
-    ran = subprocess.run(
-        [*RUN, "2", "-m", "benchmarks", "defaults", *SMALL, *options], cwd=ROOT,
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert "| 48 tokens a rank, sdpa, SendRecv | us |" in ran.stdout
-    assert "| RingPlan.make, anew |" in ran.stdout
+    table = run("defaults", *SMALL, *options)
+    assert "| 48 tokens a rank, sdpa, SendRecv | us |" in table
+    assert "| RingPlan.make, anew |" in table
 
 
 @pytest.mark.thorough
-def test_cpu_time_is_measured_and_right(tmp_path: Path) -> None:
+def test_cpu_time_is_measured_and_right(tmp_path: Path, monkeypatch) -> None:
     file = tmp_path / "cpu.json"
     options = ["--length", "64", "--ranks", "2", "--repeats", "1", "--save", str(file)]
-    ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "cpu", *options], cwd=ROOT, capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
+    monkeypatch.setattr(cpu_work, "_context", context)
+    command.main(["cpu", *options])
     rows = {row["subject"]: row for row in json.loads(file.read_text())}
     assert are_right([rows[name] for name in ("zigzag", "striped", "contiguous")])
     assert "zigzag, compute alone" in rows  # the ring that hands every message back
@@ -270,11 +257,7 @@ def test_decoding_is_timed_by_as_many_exchanges_on_every_rank(
     options: tuple[str, ...], subjects: set[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "decode.json"
-    ran = subprocess.run(
-        [*RUN, "2", "-m", "benchmarks", "decode", "--device", "cpu", "--save", str(file), *options],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
+    run("decode", "--device", "cpu", "--save", str(file), *options)
     rows = {row["subject"]: row for row in json.loads(file.read_text())}
     assert rows.keys() == subjects  # none has failed
     if "ours" in rows:  # one that has all keys reads twice as many

@@ -18,6 +18,7 @@ from torch.multiprocessing import ProcessRaisedException
 from examples import demo, pictures, train_documents, train_text
 from examples.train_text import Config, Step
 from ring_attention_pytorch.geometry.tiles import Mask, Tile
+from tests.support.launched import Done, launched
 
 ROOT = Path(__file__).parents[2]
 TINY = Config(steps=3, length=96, batch=4, dim=16, depth=1, heads=2)
@@ -33,31 +34,32 @@ class Terminal(io.StringIO):
         return True
 
 
-def launch(
-    *options: str, ranks: int = 4, example: str = "train_text"
-) -> subprocess.CompletedProcess[str]:
-    """`torchrun` an example, on a port that is free."""
-    run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+def under_torchrun(file: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Over two ranks, on a port that is free."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     run += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    return subprocess.run(
-        [*run, f"examples/{example}.py", *options],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
+    return subprocess.run([*run, file, *options], cwd=ROOT, capture_output=True, text=True)
+
+
+def over_four(file: str, *options: str) -> Done:
+    """Over four ranks, which are forked."""
+    return launched(file, *options, ranks=4)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("launch", "options"),
     [
-        ["--data-parallel=ddp", "--layout=zigzag"],
+        (under_torchrun, ["--data-parallel=ddp", "--layout=zigzag"]),
+        (over_four, ["--data-parallel=ddp", "--layout=zigzag"]),
         pytest.param(
-            ["--data-parallel=fsdp2", "--layout=striped", "--lookback=20"],
+            over_four, ["--data-parallel=fsdp2", "--layout=striped", "--lookback=20"],
             marks=pytest.mark.thorough,
         ),
     ],
-)
-def test_training_under_torchrun_has_one_process_gradients(options):
+)  # fmt: skip
+def test_training_over_ranks_has_one_process_gradients(launch, options):
     small = ["--check", "--steps=1", "--length=101", "--dim=16", "--heads=2"]
-    done = launch(*small, *options)
+    done = launch(str(ROOT / "examples" / "train_text.py"), *small, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS: allowed is 1e-10" in done.stdout
     assert "layers.*.0.to_qkv.1.weight" in done.stdout
@@ -233,7 +235,7 @@ def test_curves_mark_what_differs():
 def test_training_on_documents_is_that_of_one_process(tmp_path):
     many, one, curves = (tmp_path / name for name in ("many.json", "one.json", "curves.svg"))
     small = ["--steps=3", "--length=101", "--double"]
-    done = launch(*small, f"--losses={many}", ranks=2, example="train_documents")
+    done = launched("examples/train_documents.py", *small, f"--losses={many}", ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     run = CliRunner()
     assert run.invoke(train_documents.main, [*small, f"--losses={one}"]).exit_code == 0

@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.cases import cases_of
 from tests.faults.generated import generated
-from tests.faults.hunt import Learnt, Verdict, forked, judge, learn
+from tests.faults.hunt import Learnt, Verdict, forked, judge, learn, places
 from tests.faults.mutant import Misplaced, Mutant, Sources
 from tests.faults.planting import Planter
 
@@ -250,7 +250,9 @@ def test_cases_that_reach_a_fault_come_first_and_all_others_after(made):
         partial(case, "doubled", lambda: module.doubled(5) > 0, True),
     ]
     fault = Mutant("", "a.py:doubled", "x + 1", "x")
-    learnt = learn(planter, cases, [fault, fault._replace(where="a.py:nowhere")])
+    both = fault, fault._replace(where="a.py:nowhere")
+    with planter.marked(places(planter, both)) as now:
+        learnt = learn(planter, cases, now)
     assert [len(reached) for reached in learnt.reached] == [0, 1, 1]
     ran.clear()
     assert judge(planter, cases, learnt, fault).found
@@ -262,7 +264,7 @@ def test_cases_that_reach_a_fault_come_first_and_all_others_after(made):
 
 
 def test_a_case_that_fails_without_a_fault_is_told(made):
-    learnt = learn(made[1], [lambda: 1 / 0], [])
+    learnt = learn(made[1], [lambda: 1 / 0], set())
     assert "ZeroDivisionError" in learnt.problem
     found, said = judge(made[1], [], learnt, Mutant("", "a.py:kept", "x", "0"))
     assert not found

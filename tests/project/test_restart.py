@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from examples import train_text
 from examples.train_text import Checkpoints, Config
+from tests.support.launched import launched
 from tests.support.scripts import ROOT, WAIT, Script, linux
 
 STEPS, EVERY = 24, 5
@@ -23,15 +24,11 @@ TINY = [
 ]  # fmt: skip
 
 
-def torchrun(ranks: int, folder: Path, *options: str) -> Script:
-    """`examples/train_text.py` with files in this folder."""
+def training(folder: Path, *options: str) -> list[str]:
+    """`examples/train_text.py` with files in this folder, which is made."""
     folder.mkdir()
-    return Script(
-        "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-        "--max-restarts=1", str(ROOT / "examples" / "train_text.py"),
-        f"--losses={folder / 'losses'}", f"--checkpoint={folder / 'run'}", *TINY, *options,
-        folder=folder,
-    )  # fmt: skip
+    files = f"--losses={folder / 'losses'}", f"--checkpoint={folder / 'run'}"
+    return [str(ROOT / "examples" / "train_text.py"), *files, *TINY, *options]
 
 
 def losses(folder: Path) -> dict[int, list[str]]:
@@ -57,9 +54,14 @@ def state(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(("data_parallel", "ranks"), [("fsdp2", 2), ("ddp", 3)])
 def test_after_a_kill_all_numbers_are_those_of_an_undisturbed_run(tmp_path, data_parallel, ranks):
     calm, struck = tmp_path / "calm", tmp_path / "struck"
-    with torchrun(ranks, calm, f"--data-parallel={data_parallel}") as script:
-        assert script.ends(WAIT) == 0, script.text()
-    with torchrun(ranks, struck, f"--data-parallel={data_parallel}") as script:
+    how = f"--data-parallel={data_parallel}"
+    done = launched(*training(calm, how), ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    torchrun = [
+        "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+        "--max-restarts=1",
+    ]  # fmt: skip
+    with Script(*torchrun, *training(struck, how), folder=struck) as script:
         script.until(lambda: len(losses(struck)) > 2 * EVERY + 1)
         [victim] = script.others(having="RANK=1")
         os.kill(victim, signal.SIGKILL)

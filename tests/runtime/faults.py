@@ -36,10 +36,6 @@ ATTENTION = [
         "self.stream.wait_event(side.begins)", "",
     ),
     Mutant(
-        "memory is used again that a call writes", "runtime/streams.py:_SideStream.__enter__",
-        "t.record_stream(self.stream)", "pass",
-    ),
-    Mutant(
         "what is sent does not wait for the last call",
         "runtime/streams.py:_SideStreamAfterOthers.__enter__",
         "for lane in _OTHERS:", "for lane in _OTHERS[:1]:",
@@ -75,21 +71,9 @@ ATTENTION = [
         'raise _error(f"{name}: CUDA error {code}")', "pass",
     ),
     Mutant(
-        "nodes of unknown kinds have no memory", "runtime/graph_nodes.py:_given",
-        "if kind.value in _NO_TENSORS:", "if kind.value not in _READ:",
-    ),
-    Mutant(
         "kernels that hide what they are given have no memory",
         "runtime/graph_nodes.py:_there",
         "raise _error(f\"kernel {_name(params)} hides what it is given\")", "return 0",
-    ),
-    Mutant(
-        "out is not where a graph has it", "attention.py:forward",
-        "else None, into)", "else None)",
-    ),
-    Mutant(
-        "a replay does not wait for those before", "runtime/replay.py:Recordings._follow_last",
-        "current.wait_stream(self._last)", "pass",
     ),
     Mutant(
         "one graph whatever is given", "runtime/graphs.py:Graph.key",
@@ -108,10 +92,6 @@ ATTENTION = [
         "buffer.read_barrier()", "buffer.write_barrier()",
     ),
     Mutant(
-        "swaps don't wait for other streams", "comm/fabric_shared.py:SharedMemory.follow_stream",
-        "self.space.follow_stream()", "pass",
-    ),
-    Mutant(
         "each plan has tables of its own", "comm/all_to_all.py:CopyPlan.key",
         "self.given, self.got, *moves", "id(self),",
     ),
@@ -120,40 +100,8 @@ ATTENTION = [
         "_recorded(replace(swap), swap.by.replay)", "swap",
     ),
     Mutant(
-        "a plan that was replaced keeps graphs", "runtime/graphs.py:_recorded",
-        "Recordings(Graph, replay.follow)",
-        "vars(owner.ring).setdefault('kept', Recordings(Graph, replay.follow))",
-    ),
-    Mutant(
         "graphs of one batch's mask are another's", "plan/plan_cache.py:GraphCache.in_place_of",
         "(plan.key_mask, plan.packing, plan.terms.dropout)", "(None, plan.packing, None)",
-    ),
-    Mutant(
-        "batches of other lengths share graphs", "plan/plan_cache.py:GraphCache.in_place_of",
-        "plan.signature, plan.blocks, swapped, plan.terms", "swapped, plan.terms",
-    ),
-    Mutant(
-        "each batch is captured anew", "plan/plan_cache.py:GraphCache.in_place_of",
-        "self.of(key, plan.in_graphs)", "plan.in_graphs()",
-    ),
-    Mutant(
-        "neighbours of other lengths share graphs", "plan/plan_cache.py:GraphCache.in_place_of",
-        "plan.blocks, swapped,",
-        "plan.blocks,",
-    ),
-    Mutant(
-        "graphs go on with what a module was", "plan/plan_cache.py:GraphCache.in_place_of",
-        "plan.terms, plan.kernel",
-        "plan.kernel",
-    ),
-    Mutant(
-        "graphs of all batches stay", "plan/plan_cache.py:GraphCache.in_place_of",
-        "self.keep(key, None, _WITH_GRAPHS)", "self.keep(key, None)",
-    ),
-    Mutant(
-        "layers that drop otherwise have graphs anew each time",
-        "plan/ring_plan.py:RingPlan.for_layer",
-        "self._own.layers.of(number, of_layer, _LAYERS)", "of_layer()",
     ),
     Mutant(
         "no delta", "runtime/interfaces.py:Residuals.delta",
@@ -179,7 +127,6 @@ ATTENTION = [
         "self.seed ^ _mixed_seed(number)",
         "self.seed",
     ),
-    Mutant("a bias is scaled", "runtime/scores.py:with_bias", "/ (scale * pick)", "/ pick"),
     Mutant(
         "a bias of another head", "runtime/scores.py:with_bias", '"b m (g r) -> b m g r"',
         '"b m (r g) -> b m g r"',
@@ -195,16 +142,8 @@ SUMMARIES = [
 
 SILENT = [
     Mutant(
-        "a scale that float32 takes for 0", "runtime/interfaces.py:KernelRequest.of",
-        "scale < torch.finfo(torch.float32).tiny", "0 >= scale",
-    ),
-    Mutant(
         "a bias over its scale is larger than its dtype holds", "runtime/scores.py:_undoing",
         "2.0 ** min(1023, 1 - math.frexp(scale)[1])", "1.0",
-    ),
-    Mutant(
-        "scales that float16 can't undo", "runtime/scores.py:check_bias",
-        "if not held.tiny <= _undoing(scale) <= held.max:", "if False:",
     ),
     Mutant(
         "parts of float16 travel as they are", "runtime/rowwise.py:wire_dtype",
@@ -214,14 +153,6 @@ SILENT = [
         "a part is taken for the sum in another dtype",
         "runtime/accumulate.py:GradAccumulator.finalize",
         "self._parts[0][1][0].dtype == self._end", "True",
-    ),
-    Mutant(
-        "kernels get memory of the sum's dtype", "runtime/accumulate.py:_Accumulator._alloc",
-        "if self._end != self._like.dtype:", "if False:",
-    ),
-    Mutant(
-        "another mask's cells", "runtime/interfaces.py:Tiles.of_another_mask",
-        "found.masked = {}", "pass",
     ),
     Mutant(
         "another layout's graphs", "plan/plan_cache.py:GraphCache.in_place_of",
@@ -241,16 +172,8 @@ KEPT = [
         "torch._C._get_deterministic_algorithms(),", "",
     ),
     Mutant(
-        "constants of a tape come and go", "runtime/tape.py:_Recorder.agrees",
-        "number in self.views or _same(a, b)", "True",
-    ),
-    Mutant(
         "tensors laid out otherwise take the same tape", "runtime/tape.py:Tape.key",
         "(t.stride(), t.data_ptr() & 15)", "True",
-    ),
-    Mutant(
-        "what flash-attn 4 launches first is not seen", "kernels/flash_attn_4.py:_seen_by_tapes",
-        'hasattr(each, "compile_cache")', 'each is interface._flash_attn_fwd',
     ),
     Mutant(
         "a tensor given twice is two", "runtime/tape.py:Tape.key", "*map(ids.index, ids),", "",

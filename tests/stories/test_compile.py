@@ -41,10 +41,23 @@ def test_ten_lengths_and_plans_take_three_graphs_at_most(pools):
         assert row.error < 1e-14
 
 
+def ranks_of(subject, feature):
+    """Two where that is cheap or ranks do several things, and for one feature of layers; else one.
+
+    Operators hide from a graph what they send, so it is the same graph.
+    """
+    return 2 if subject == "ring_attn" or feature in ("ulysses", "documents, angles restart") else 1
+
+
+OTHERS = [row for row in ROWS if row not in {each[:2] for each in QUICK}]
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize(("subject", "feature"), ROWS)
-def test_every_row_of_the_matrix(pools, subject, feature):
-    for found in pools(2).run(measured, subject, feature, "aot_eager", (16, 17, 19)):
+@pytest.mark.parametrize(
+    ("subject", "feature", "size"), [(*row, ranks_of(*row)) for row in OTHERS]
+)  # fmt: skip
+def test_every_row_of_the_matrix(pools, subject, feature, size):
+    for found in pools(size).run(measured, subject, feature, "aot_eager", (16, 17, 19)):
         # without a plan, what follows it is compiled anew for a plan of as many tokens
         # here, too: first of another number, then of another length
         assert found.graphs <= (5 if feature == "without a plan" else 4)

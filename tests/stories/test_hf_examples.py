@@ -1,10 +1,7 @@
 """The examples for Hugging Face train as transformers and TRL alone; the guide quotes them."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +12,10 @@ pytest.importorskip("accelerate")
 
 from examples import train_llama
 from ring_attention_pytorch.integrations.transformers import register
+from tests.support.launched import Done, launched
 from tests.support.trainers import as_launched
 
-ROOT = Path(__file__).parents[2]
-GUIDE = ROOT / "docs" / "guide" / "huggingface.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "huggingface.md"
 TINY = dict(steps=3, length=96)
 
 
@@ -34,23 +31,20 @@ def test_trainer_and_accelerate_train_as_transformers_does_alone(pools):
     want = losses("plain")
     assert not dist.is_initialized()
     for by in ("trainer", "accelerate"):
-        for found in pools(4).run(losses, by):
+        for found in pools(2).run(losses, by):
             assert found == pytest.approx(want, rel=1e-5), by
 
 
-def launch(example: str, ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
-    run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    run += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    run += ["-m", "tests.support.hash_seeds", f"examples.{example}"]  # sets differ between ranks
-    done = subprocess.run(
-        [*run, *options],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
+def launch(example: str, ranks: int, *options: str) -> Done:
+    run = [f"examples.{example}", *options]
+    if ranks > 1:
+        run = ["tests.support.hash_seeds", *run]  # sets differ between ranks
+    done = launched(*run, ranks=ranks)
     assert done.returncode == 0, done.stderr
     return done
 
 
-def launched(by: str, ranks: int, file: Path) -> list[float]:
+def losses_of(by: str, ranks: int, file: Path) -> list[float]:
     sizes = [f"--{name}={value}" for name, value in TINY.items()]
     launch("train_llama", ranks, f"--by={by}", *sizes, f"--losses={file}")
     return json.loads(file.read_text())
@@ -59,14 +53,14 @@ def launched(by: str, ranks: int, file: Path) -> list[float]:
 @pytest.mark.thorough
 def test_lightning_trains_as_transformers_does_alone(tmp_path):
     pytest.importorskip("lightning", reason="not among the tested versions of requirements.txt")
-    found = launched("lightning", 2, tmp_path / "two.json")
+    found = losses_of("lightning", 2, tmp_path / "two.json")
     assert found == pytest.approx(losses("plain"), rel=1e-5)
 
 
 @pytest.mark.thorough
 def test_sft_packs_documents_over_two_processes_as_over_one(tmp_path):
     pytest.importorskip("trl", reason="not among the tested versions of requirements.txt")
-    two, one = (launched("sft", ranks, tmp_path / f"{ranks}.json") for ranks in (2, 1))
+    two, one = (losses_of("sft", ranks, tmp_path / f"{ranks}.json") for ranks in (2, 1))
     assert two == pytest.approx(one, rel=1e-5)
 
 

@@ -8,24 +8,8 @@ SUMMARIES = [
         "before[token]", "(before + 1)[token].clamp(max=rule.stride - 1)",
     ),
     Mutant(
-        "edges of all documents are one", "summaries/cells.py:edge_keys",
-        "document * _APART", "0 * document",
-    ),
-    Mutant(
-        "a query sees the cell that its own window is in", "summaries/cells.py:rows_of",
-        "(first + row - 1)[token]", "torch.minimum(first + row, first + cells - 1)[token]",
-    ),
-    Mutant(
-        "blocks begin where cells begin", "summaries/cells.py:shares",
-        "t - (cell + 1) * rule.stride + rule.block", "t - cell * rule.stride",
-    ),
-    Mutant(
         "documents are numbered one upon the other", "summaries/cells.py:Places.of",
         "borders[-1], rule.count(tokens)", "0, rule.count(tokens)",
-    ),
-    Mutant(
-        "another rank's tokens hide what is seen here", "summaries/plan.py:Deal.visible",
-        "seen[land] |= part.bool()", "seen[land] = part.bool()",
     ),
     Mutant(
         "parts of ranks weigh alike", "summaries/pooling.py:_merged",
@@ -55,33 +39,12 @@ SUMMARIES = [
         ".softmax(-1).sum(2)", ".softmax(-1).sum((0, 2))[None].repeat(2, 1, 1)",
     ),
     Mutant(
-        "no bias", "summaries/attention.py:summary_attn", "far[1] + bias.to(far[1].dtype)",
-        "far[1] + 0 * bias.to(far[1].dtype)",
-    ),
-    Mutant(
         "gates change places", "summaries/attention.py:summary_attn",
         "gates[..., 1:] * far[0]", "gates[..., :1] * far[0]",
     ),
     Mutant(
         "queries of a group read others' keys", "summaries/attention.py:_far",
         '"(r w) (g h) d -> 1 r (g h w) d"', '"(r w) (h g) d -> 1 r (g h w) d"',
-    ),
-    Mutant(
-        "summaries are rotated by their number", "summaries/layer.py:SummaryLayer._summarized",
-        "self.rotary(plan.summary_positions(in_documents=self.restart))",
-        "self.rotary(plan.summary_positions(in_documents=self.restart) // self.rule.stride)",
-    ),
-    Mutant(
-        "the cache never forgets", "summaries/cache.py:SummaryCache._summarise",
-        "self.numbers < self.cells - self.rule.span", "self.numbers < -1",
-    ),
-    Mutant(
-        "decoding without the bias of summaries", "summaries/cache.py:_biased",
-        "bias.to(q.dtype)", "0 * bias.to(q.dtype)",
-    ),
-    Mutant(
-        "decoding's first block has the weights of a whole one",
-        "summaries/cache.py:SummaryCache._summarise", "first - end + self.rule.block", "0",
     ),
     Mutant(
         "summaries never restart", "summaries/layer.py:SummaryLayer._summarized",

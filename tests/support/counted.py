@@ -2,6 +2,7 @@
 
 import weakref
 
+import torch._dynamo  # noqa: F401 - the first operation under a mode would, in all threads at once
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -17,8 +17,8 @@ from ring_attention_pytorch.plan import placement
 
 _START = 200.0  # seconds until all processes of a pool run, however busy the machine is
 _GRACE = 20.0  # seconds that others are waited for once a rank has failed
-_context = mp.get_context("forkserver")
-_context.set_forkserver_preload(
+context = mp.get_context("forkserver")
+context.set_forkserver_preload(
     [
         "torch",
         "torch.distributed",
@@ -143,8 +143,8 @@ class Pool:
     def _start(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
         for rank in range(self.size):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(
+            ours, theirs = context.Pipe()
+            process = context.Process(
                 target=_serve,
                 args=(
                     theirs,
@@ -173,8 +173,8 @@ def alone(main: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0
     """`main(rank, *args)` in `size` new processes without a group; every rank's result."""
     members = []
     for rank in range(size):
-        ours, theirs = _context.Pipe()
-        process = _context.Process(target=_tell, args=(theirs, main, rank, *args), daemon=True)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_tell, args=(theirs, main, rank, *args), daemon=True)
         process.start()
         theirs.close()
         members.append((ours, process))

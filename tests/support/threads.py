@@ -22,7 +22,7 @@ from ring_attention_pytorch.comm.symmetric_memory import PeerGroup, SymmetricWor
 from ring_attention_pytorch.ranks.ring import Ring, SubRing
 from ring_attention_pytorch.runtime.tape import opaque
 
-PATIENCE = 30.0  # seconds
+PATIENCE = 120.0  # seconds; who waits for nothing hears of it, if late: machines may be busy
 
 
 class Hub:

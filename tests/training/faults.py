@@ -18,10 +18,6 @@ TRAINING = [
         "batch = make() self._done += self.replicas", "self._done += self.replicas; batch = make()",
     ),
     Mutant(
-        "labels are not shifted", "training/batches.py:_Whole.read",
-        "if shift:\n in_place, labels =", "if not shift:\n in_place, labels =",
-    ),
-    Mutant(
         "positions are the shard's", "training/batches.py:_Whole.shard",
         "return t.index_select(dim, segment_positions(segments, t.device))",
         "return t.narrow(dim, 0, len(segment_positions(segments)))",
@@ -33,11 +29,6 @@ TRAINING = [
     Mutant(
         "a token ahead is the next one", "nn/loss.py:next_tokens",
         "torch.isin(mine + ahead, held)", "torch.isin(mine + 1, held)",
-    ),
-    Mutant(
-        "the loss is the mean of this rank", "nn/loss.py:mean_over_ranks",
-        "(_SumOverRanks.apply(t, ring) for t in (total, held))",
-        "(_SumOverRanks.apply(t, ring) if t is total else t for t in (total, held))",
     ),
     Mutant(
         "the mean's denominator has no gradient", "training/losses.py:ring_cross_entropy",
@@ -64,10 +55,6 @@ TRAINING = [
         "factor = 1 / (self.softcap or 1.0)",
     ),
     Mutant(
-        "a head's bias is left out", "training/loss_inputs.py:Head.logits",
-        "F.linear(x, self.weight, self.bias)", "F.linear(x, self.weight)",
-    ),
-    Mutant(
         "ranks do not compare the terms of a head", "training/losses.py:_same",
         '''"head": None if head.weight is None else head.weight.dtype,
         "bias of the head": head.bias is not None,
@@ -83,14 +70,6 @@ TRAINING = [
         "self._found.zero_()\n self._flags.zero_()", "pass",
     ),
     Mutant(
-        "a rank without tokens takes no part", "training/losses.py:_by_chunks",
-        "range(0, max(1, n), chunk or max(1, n))", "range(0, n, chunk or max(1, n))",
-    ),
-    Mutant(
-        "chunks overlap", "training/losses.py:_by_chunks",
-        "stop = start + (chunk or n)", "stop = start + (chunk or n) + 1",
-    ),
-    Mutant(
         "attention does not ask the batch for documents", "plan/placement.py:Placement.options",
         '"documents": self.packing,', "",
     ),
@@ -103,20 +82,12 @@ TRAINING = [
         '= {"layout": self.layout}', "= {}",
     ),
     Mutant(
-        "a plan is for any batch", "plan/placement.py:Placement.check_plan",
-        "(plan.layout, plan.packing) == (self.layout, self.packing)", "True",
-    ),
-    Mutant(
         "all masks of no batch are one", "plan/placement.py:Placement.has_mask",
         "torch.equal(mask.values.to(self.key_mask.device), self.key_mask)", "True",
     ),
     Mutant(
         "a plan's fit is known before it is looked at", "plan/ring_plan.py:RingPlan.check",
         "block.check_plan(self)", "self._blocks.add(block); block.check_plan(self)",
-    ),
-    Mutant(
-        "losses are of any batches", "training/losses.py:_agree_in_block",
-        "len(batches) > 1", "False",
     ),
     Mutant(
         "files that begin alike are one", "training/dataset.py:TokenFile.sample",
