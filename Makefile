@@ -64,8 +64,9 @@ $(SITE)/ready: docs/requirements.txt
 	touch $@
 
 # not --quiet, which would hide warnings from --strict
-site: $(SITE)/ready  ## the pages as a site, in build/site; a link that leads nowhere is an error
+site: $(SITE)/ready  ## the pages as a site, in build/site; links must lead somewhere, pages fit a phone
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict
+	$(PYTHON) docs/check_widths.py build/site
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -6,13 +6,22 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+README = (HERE / "README.md").read_text(encoding="utf-8")
 PACKAGE = (HERE / "ring_attention_pytorch" / "__init__.py").read_text(encoding="utf-8")
+
+
+def away_from_home(text: str) -> str:
+    """Name files where Markdown links to them: a package index has the text alone."""
+    text = re.sub(r"^!\[[^\]]*\]\((?!https?:)[^)]*\)\n\n?", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\[([^\]]*)\]\((?!https?:|#)\1\)", r"`\1`", text)
+    return re.sub(r"\[([^\]]*)\]\((?!https?:|#)([^)]*)\)", r"\1 (`\2`)", text)
+
 
 setup(
     name="ring-attention-pytorch",
     version=re.search(r'^__version__ = "(.+)"$', PACKAGE, re.MULTILINE)[1],
     description="Exact attention over a sequence that is spread over many processes",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description=away_from_home(README),
     long_description_content_type="text/markdown",
     author="The ring_attention_pytorch authors",
     license_expression="MIT",

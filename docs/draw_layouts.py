@@ -8,18 +8,14 @@ from pathlib import Path
 
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
 from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
+from ring_attention_pytorch.svg import COLOURS, FAINT, box, page, text
 
 RANKS, TOKENS, CELL, PANEL = 4, 16, 14, 300
-COLOURS = ("#4269d0", "#efb118", "#ff725c", "#3ca951")
-INK, FAINT = "#57606a", "#d8dee4"
 
 
 def drawing() -> str:
-    panels = "".join(panel(name, PANEL * i + 20) for i, name in enumerate(LAYOUTS))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{PANEL * 3}" height="360" '
-        f'font-family="system-ui, sans-serif" font-size="13">{panels}</svg>\n'
-    )
+    panels = (panel(name, PANEL * i + 20) for i, name in enumerate(LAYOUTS))
+    return page(PANEL * 3, 360, *panels)
 
 
 def panel(layout: str, x: int) -> str:
@@ -30,7 +26,7 @@ def panel(layout: str, x: int) -> str:
         for s in held
         for i in range(s.length)
     }
-    parts = [text(x, 24, layout, "bold", 16)]
+    parts = [text(x, 24, layout, size=16, weight="bold")]
     parts += [cell(x + CELL * t, 36, COLOURS[owner[t]]) for t in range(TOKENS)]
     parts.append(text(x, 70, "16 tokens in order, coloured by rank"))
     for query in range(TOKENS):
@@ -43,19 +39,12 @@ def panel(layout: str, x: int) -> str:
     ]
     parts.append(text(x, 330, "visible pairs of each rank:"))
     for rank, pairs in enumerate(work):
-        parts.append(text(x + 55 * rank, 350, str(pairs), "bold", 13, COLOURS[rank]))
+        parts.append(text(x + 55 * rank, 350, str(pairs), COLOURS[rank], weight="bold"))
     return "".join(parts)
 
 
 def cell(x: int, y: int, colour: str) -> str:
-    return f'<rect x="{x}" y="{y}" width="{CELL - 1}" height="{CELL - 1}" fill="{colour}"/>'
-
-
-def text(
-    x: int, y: int, words: str, weight: str = "normal", size: int = 13, colour: str = INK
-) -> str:
-    style = f'font-weight="{weight}" font-size="{size}" fill="{colour}"'
-    return f'<text x="{x}" y="{y}" {style}>{words}</text>'
+    return box(x, y, CELL - 1, CELL - 1, colour)
 
 
 if __name__ == "__main__":

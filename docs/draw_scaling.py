@@ -6,6 +6,7 @@ python docs/draw_scaling.py
 import json
 from pathlib import Path
 
+from ring_attention_pytorch import svg
 from ring_attention_pytorch.comm.transports import owners_at_once
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.tiles import Mask
@@ -18,6 +19,7 @@ from ring_attention_pytorch.schedule.cost import (
 )
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
 from ring_attention_pytorch.schedule.steps import ring
+from ring_attention_pytorch.svg import COLOURS, FAINT, box, line, text
 
 HERE = Path(__file__).parent
 JOB = KVShape(batch=1, heads=32, key_heads=8, d=128, d_v=128, itemsize=2)
@@ -31,7 +33,6 @@ WAYS = {  # name -> transport, Ulysses degree
     "Ulysses 8, ring": ("ring", 8),
     "Ulysses 8, gather": ("gather", 8),
 }
-COLOURS = ("#b04a4a", "#4878a8", "#d0943c", "#4a8a5c")
 
 RESULTS = HERE.parent / "benchmarks" / "results" / "ring.json"
 
@@ -173,38 +174,29 @@ def drawing(found: dict[tuple[int, int, int], list[tuple[float, float]]]) -> str
             parts += _panel(
                 x0, y0, wide, high, f"domains of {domain}, {length(tokens)} tokens a GPU"
             )
-            for way, colour in enumerate(COLOURS):
+            for way, colour in enumerate(COLOURS[: len(WAYS)]):
                 points = [
                     (x0 + wide * i / (len(RANKS) - 1),
                      y0 + high * (1 - found[domain, tokens, ranks][way][0]))
                     for i, ranks in enumerate(RANKS)
                 ]  # fmt: skip
-                line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-                parts.append(
-                    f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
-                )
+                parts.append(line(points, colour))
     bottom = top + 2 * (high + 60)
     for i, (name, colour) in enumerate(zip(WAYS, COLOURS)):
-        parts.append(
-            f'<rect x="{left + i * 180}" y="{bottom}" width="12" height="12" fill="{colour}"/>'
-        )
-        parts.append(f'<text x="{left + 18 + i * 180}" y="{bottom + 11}">{name}</text>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + 3 * (wide + 40)} '
-        f'{bottom + 30}" font-family="sans-serif" font-size="12">'
-        '<rect width="100%" height="100%" fill="white"/>' + "".join(parts) + "</svg>\n"
-    )
+        parts.append(box(left + i * 180, bottom, 12, 12, colour))
+        parts.append(text(left + 18 + i * 180, bottom + 11, name))
+    return svg.page(left + 3 * (wide + 40), bottom + 30, *parts)
 
 
 def _panel(x: float, y: float, wide: float, high: float, title: str) -> list[str]:
-    parts = [f'<text x="{x}" y="{y - 10}">{title}</text>']
+    parts = [text(x, y - 10, title)]
     for share in (0.0, 0.5, 1.0):
         at = y + high * (1 - share)
-        parts.append(f'<line x1="{x}" y1="{at}" x2="{x + wide}" y2="{at}" stroke="#cccccc"/>')
-        parts.append(f'<text x="{x - 6}" y="{at + 4}" text-anchor="end">{share:.0%}</text>')
+        parts.append(line([(x, at), (x + wide, at)], FAINT, width=1))
+        parts.append(text(x - 6, at + 4, f"{share:.0%}", anchor="end"))
     for i, ranks in enumerate(RANKS):
         at = x + wide * i / (len(RANKS) - 1)
-        parts.append(f'<text x="{at:.1f}" y="{y + high + 16}" text-anchor="middle">{ranks}</text>')
+        parts.append(text(at, y + high + 16, str(ranks), anchor="middle"))
     return parts
 
 

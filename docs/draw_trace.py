@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from ring_attention_pytorch.svg import COLOURS, FAINT, PALE, box, page, text
+
 WIDTH, LEFT, LANE, PANEL, TOP = 960, 150, 30, 160, 44
-INK, FAINT = "#57606a", "#f3f4f6"
-ATTENTION, OTHER, COPY, WAIT = "#4269d0", "#a5b4d4", "#efb118", "#d8dee4"
+ATTENTION, OTHER, COPY, WAIT = COLOURS[0], "#a5b4d4", COLOURS[1], FAINT
 KINDS = {"attention": ATTENTION, "other kernels": OTHER, "keys and gradients move": COPY,
          "waits for other ranks": WAIT}  # fmt: skip
 
@@ -56,15 +57,11 @@ def drawing(traces: dict[str, list[Event]]) -> str:
         for i, (title, events) in enumerate(traces.items())
     ]
     height = TOP + PANEL * len(traces)
-    legend = "".join(
-        f'<rect x="{LEFT + 200 * i}" y="14" width="12" height="12" fill="{colour}"/>'
-        + text(LEFT + 200 * i + 18, 25, kind)
+    legend = [
+        box(LEFT + 200 * i, 14, 12, 12, colour) + text(LEFT + 200 * i + 18, 25, kind)
         for i, (kind, colour) in enumerate(KINDS.items())
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
-        f'font-family="system-ui, sans-serif" font-size="13">{legend}{"".join(panels)}</svg>\n'
-    )
+    ]
+    return page(WIDTH, height, *legend, *panels)
 
 
 def panel(title: str, events: list[Event], y: int, scale: float) -> str:
@@ -72,11 +69,11 @@ def panel(title: str, events: list[Event], y: int, scale: float) -> str:
     first, *others = dict.fromkeys(e.stream for e in events if e.kind == "attention")
     lane_of = {first: "own keys" if others else "computes", **dict.fromkeys(others, "others' keys")}
     end = max(e.start + e.length for e in events)
-    parts = [text(10, y + 14, f"{title}: {end / 1e3:.2f} ms", "bold")]
+    parts = [text(10, y + 14, f"{title}: {end / 1e3:.2f} ms", weight="bold")]
     for lane, name in enumerate(dict.fromkeys([*lane_of.values(), "beside it"])):
         top = y + 24 + (LANE + 6) * lane
         parts.append(text(10, top + LANE // 2 + 5, name))
-        parts.append(box(LEFT, top, end * scale, LANE, FAINT))
+        parts.append(box(LEFT, top, end * scale, LANE, PALE))
         mine = [e for e in events if _lane(e, lane_of) == name]
         # waiting lies behind what else goes on beside it
         for e in sorted(mine, key=lambda e: e.kind != "waits for other ranks"):
@@ -90,14 +87,6 @@ def _lane(event: Event, lane_of: dict[int, str]) -> str:
     """In a CUDA graph what moves and waits may share a stream with what computes."""
     computes = event.kind in ("attention", "other kernels")
     return lane_of.get(event.stream, "beside it") if computes else "beside it"
-
-
-def box(x: float, y: float, width: float, height: float, colour: str) -> str:
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" fill="{colour}"/>'
-
-
-def text(x: int, y: int, words: str, weight: str = "normal") -> str:
-    return f'<text x="{x}" y="{y}" font-weight="{weight}" fill="{INK}">{words}</text>'
 
 
 if __name__ == "__main__":

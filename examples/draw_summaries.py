@@ -13,8 +13,10 @@ from typing import Any
 
 import click
 
+from ring_attention_pytorch.svg import COLOURS, PALE, box, line, page, text
+
 SPENT = {"steps": "steps", "flops": "FLOPs", "bytes": "bytes to a rank", "seconds": "seconds"}
-COLOURS = {"exact": "#4878a8", "window": "#999999", "summaries": "#b04a4a"}
+MODELS = dict(zip(("exact", "window", "summaries"), COLOURS))
 WIDE, HIGH, GAP = 220, 150, 40
 
 Points = list[dict[str, Any]]
@@ -22,10 +24,10 @@ Points = list[dict[str, Any]]
 
 def read(files: Sequence[str]) -> dict[str, Points]:
     """The measurements of each model, in the order of steps."""
-    found: dict[str, Points] = {name: [] for name in COLOURS}
+    found: dict[str, Points] = {name: [] for name in MODELS}
     for file in files:
-        for line in Path(file).read_text().splitlines():
-            point = json.loads(line)
+        for row in Path(file).read_text().splitlines():
+            point = json.loads(row)
             found[point["name"]].append(point)
     return {name: points for name, points in found.items() if points}
 
@@ -61,29 +63,20 @@ def drawing(found: dict[str, Points]) -> str:
     parts = []
     for number, (of, unit) in enumerate(SPENT.items()):
         x0, most = left + number * (WIDE + GAP), max(points[-1][of] for points in found.values())
-        parts.append(f'<rect x="{x0}" y="{top}" width="{WIDE}" height="{HIGH}" fill="#f6f6f6"/>')
-        parts.append(f'<text x="{x0}" y="{top - 8}">{unit}, up to {most:.3g}</text>')
+        parts.append(box(x0, top, WIDE, HIGH, PALE))
+        parts.append(text(x0, top - 8, f"{unit}, up to {most:.3g}"))
         for name, points in found.items():
-            line = " ".join(
-                f"{x0 + WIDE * p[of] / most:.1f},"
-                f"{top + HIGH * (high - p['loss']) / max(high - low, 1e-9):.1f}"
+            curve = (
+                (x0 + WIDE * p[of] / most, top + HIGH * (high - p["loss"]) / max(high - low, 1e-9))
                 for p in points
                 if p["loss"] <= high
             )
-            stroke = f'fill="none" stroke="{COLOURS[name]}" stroke-width="2"'
-            parts.append(f'<polyline points="{line}" {stroke}/>')
+            parts.append(line(curve, MODELS[name]))
     for loss, y in ((high, top + 8), (low, top + HIGH)):
-        parts.append(f'<text x="{left - 4}" y="{y}" text-anchor="end">{loss:.2f}</text>')
+        parts.append(text(left - 4, y, f"{loss:.2f}", anchor="end"))
     for number, name in enumerate(found):
-        parts.append(
-            f'<text x="{left + number * 110}" y="{top + HIGH + 20}" fill="{COLOURS[name]}">{name}'
-            "</text>"
-        )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + len(SPENT) * (WIDE + GAP)} '
-        f'{top + HIGH + 32}" font-family="sans-serif" font-size="12">'
-        '<rect width="100%" height="100%" fill="white"/>' + "".join(parts) + "</svg>\n"
-    )
+        parts.append(text(left + number * 110, top + HIGH + 20, name, MODELS[name]))
+    return page(left + len(SPENT) * (WIDE + GAP), top + HIGH + 32, *parts)
 
 
 @click.command()

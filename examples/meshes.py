@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import click
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -172,8 +173,13 @@ def compare(recipe: Callable[[nn.Module], Wrapped]) -> tuple[float, float]:
     return float(loss), worst_error(wrapped, loss, one_process(weights, replicas))
 
 
+@click.command(help=__doc__)
 def main() -> None:
     """Compare each recipe with one process."""
+    if not dist.is_torchelastic_launched():
+        raise click.UsageError(
+            "it needs 4 or 8 processes: torchrun --nproc-per-node 4 examples/meshes.py"
+        )
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # logits are a view
     with torchrun_group("gloo"):
         for name, recipe in RECIPES.items():

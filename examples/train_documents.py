@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring_attention_pytorch import ring_attn, ring_cross_entropy, shard_batch
 from ring_attention_pytorch.launch import torchrun_group
+from ring_attention_pytorch.svg import COLOURS, line, page, text
 
 
 class Block(nn.Module):
@@ -86,35 +87,26 @@ def documents() -> list[bytes]:
     """Return the functions and classes of some modules of the standard library."""
     folder, found = Path(sysconfig.get_paths()["stdlib"]), []
     for file in sorted(folder.glob("[a-f]*.py")):
-        text = file.read_text(encoding="utf-8", errors="ignore")
-        for node in ast.parse(text).body:
+        source = file.read_text(encoding="utf-8", errors="ignore")
+        for node in ast.parse(source).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                found.append((ast.get_source_segment(text, node) or "").encode())
+                found.append((ast.get_source_segment(source, node) or "").encode())
     return found
 
 
 def drawing(many: list[float], one: list[float]) -> str:
-    """Draw two curves of losses as SVG: one wide and light, the other on it."""
+    """Draw two curves of losses as SVG: one wide, the other on it."""
     wide, high, most = 640, 300, max(*many, *one)
 
-    def line(losses: list[float], stroke: str) -> str:
-        points = " ".join(
-            f"{50 + i * (wide - 70) / max(1, len(losses) - 1):.1f},"
-            f"{20 + (high - 60) * (1 - loss / most):.1f}"
-            for i, loss in enumerate(losses)
-        )
-        return f'<polyline points="{points}" fill="none" {stroke}/>'
+    def curve(losses: list[float]) -> list[tuple[float, float]]:
+        step = (wide - 70) / max(1, len(losses) - 1)
+        return [
+            (50 + i * step, 20 + (high - 60) * (1 - loss / most)) for i, loss in enumerate(losses)
+        ]
 
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{wide}" height="{high}" fill="white"/>',
-        line(one, 'stroke="#d9b26f" stroke-width="7"'),
-        line(many, 'stroke="#30506e" stroke-width="1.5"'),
-        f'<text x="50" y="{high - 12}">step 1 to {len(one)}, loss from 0 to {most:.2f}: '
-        "one process (wide, light) and a ring (thin, dark)</text>",
-        "</svg>\n",
-    ])  # fmt: skip
+    words = f"step 1 to {len(one)}, loss from 0 to {most:.2f}: one process (wide) and a ring (thin)"
+    curves = line(curve(one), COLOURS[1], width=7), line(curve(many), COLOURS[0], width=1.5)
+    return page(wide, high, *curves, text(50, high - 12, words))
 
 
 @click.command(help=__doc__)

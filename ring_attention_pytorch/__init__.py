@@ -12,6 +12,7 @@ from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.explain import explain_cache
 from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.nn.chunks import chunk_tokens
 from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
@@ -88,6 +89,7 @@ __all__ = [
     "apply_rotary_pos_emb",
     "balanced",
     "check_parity",
+    "chunk_tokens",
     "coordinate_descent",
     "default_attention",
     "explain_cache",

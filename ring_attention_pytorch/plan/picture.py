@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
-from xml.sax.saxutils import escape
 
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.observe import COMPUTE, WAIT, Record
@@ -18,14 +17,13 @@ from ring_attention_pytorch.schedule.timeline import (
     of_transfer,
     predicted,
 )
+from ring_attention_pytorch.svg import COLOURS as SERIES
+from ring_attention_pytorch.svg import FAINT, box, page, text
 
 LEFT, HIGH, GAP, PANEL = 92, 20, 5, 98
 WIDTH = 900  # of the bars of a panel
-COLOURS = {
-    OWN: "#4269d0", OTHERS: "#b07d00", ALL: "#7a5195", KEYS_COME: "#3ca951", GRADS_GO: "#d0503c",
-}  # fmt: skip
+COLOURS = dict(zip((OWN, OTHERS, ALL, KEYS_COME, GRADS_GO), (SERIES[i] for i in (0, 5, 4, 3, 2))))
 _LEGEND_AT = (0, 175, 295, 420, 510)
-INK, FAINT = "#57606a", "#d8dee4"
 
 
 class Panel(NamedTuple):
@@ -81,7 +79,7 @@ def drawing(panels: Iterable[Panel], notes: Iterable[str], scale: float | None =
     """Draw panels below one another; `scale` is pixels of a second, None fits each by itself."""
     parts, y, right = list(_legend()), 52, float(LEFT + _LEGEND_AT[-1] + 130)
     for panel in panels:
-        parts.append(text(LEFT, y, panel.title, "bold"))
+        parts.append(text(LEFT, y, panel.title, weight="bold"))
         x = float(LEFT)
         total = sum(timeline.end for timeline in panel.directions.values())
         pixels = scale or WIDTH / max(total, 1e-9)
@@ -92,43 +90,26 @@ def drawing(panels: Iterable[Panel], notes: Iterable[str], scale: float | None =
                 top = y + 24 + row * (HIGH + GAP)
                 if x == LEFT:
                     parts.append(text(LEFT - 8, top + 14, label, anchor="end"))
-                parts.append(box(x, top, timeline.end * pixels, FAINT))
+                parts.append(box(x, top, timeline.end * pixels, HIGH, FAINT))
                 for bar in bars:
                     parts += _drawn(bar, x, top, pixels)
             x += timeline.end * pixels + 30
         right, y = max(right, x), y + PANEL
     for number, note in enumerate(notes):
         parts.append(text(LEFT, y - 4 + 18 * number, note))
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{right:.0f}" height="{y + 28}" '
-        'font-family="system-ui, sans-serif" font-size="12">'
-        f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
-    )
+    return page(right, y + 28, *parts)
 
 
 def _legend() -> Iterator[str]:
     for x, (words, colour) in zip(_LEGEND_AT, COLOURS.items()):
-        yield f'<rect x="{LEFT + x}" y="12" width="12" height="12" fill="{colour}"/>'
+        yield box(LEFT + x, 12, 12, 12, colour)
         yield text(LEFT + x + 18, 22, words)
 
 
 def _drawn(bar: Bar, x: float, top: float, pixels: float) -> list[str]:
     wide = (bar.stop - bar.start) * pixels
     left = x + bar.start * pixels
-    parts = [box(left, top, max(wide - 1, 1), COLOURS[bar.kind])]
+    parts = [box(left, top, max(wide - 1, 1), HIGH, COLOURS[bar.kind])]
     if bar.words and wide > 7 * len(bar.words):
-        parts.append(text(left + 4, top + 14, bar.words, colour="white"))
+        parts.append(text(left + 4, top + 14, bar.words, "white"))
     return parts
-
-
-def box(x: float, y: float, wide: float, colour: str) -> str:
-    """Draw a bar."""
-    return f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{HIGH}" fill="{colour}"/>'
-
-
-def text(
-    x: float, y: float, words: str, weight: str = "normal", colour: str = INK, anchor: str = "start"
-) -> str:
-    """Draw text."""
-    style = f'font-weight="{weight}" fill="{colour}" text-anchor="{anchor}"'
-    return f'<text x="{x:.1f}" y="{y}" {style}>{escape(words)}</text>'

@@ -35,5 +35,5 @@ def test_a_picture_has_the_schedule_and_beside_it_what_was_measured(pools, tmp_p
         assert not any(word.startswith("measured") for word in words)
         assert "measured in the last observed call, on cpu" in more
         predicted, both = (text.count("<rect") for text in (before, after))
-        bars = predicted - 6 - 4  # the legend, the ground, and four streams
-        assert both == 6 + 2 * (4 + bars)  # as many again
+        bars = predicted - 5 - 4  # the legend, and four streams
+        assert both == 5 + 2 * (4 + bars)  # as many again

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from ring_attention_pytorch.geometry.tiles import Mask, Tile
 from tests.support.launched import Done, launched
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 TINY = Config(steps=3, length=96, batch=4, dim=16, depth=1, heads=2)
 CAUSAL = Mask(causal=True)
 
@@ -32,6 +34,21 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize(
+    "name", [file.stem for file in EXAMPLES if "@click.command" in file.read_text()]
+)
+def test_an_example_says_its_options_without_processes(name: str) -> None:
+    said = CliRunner().invoke(import_module(f"examples.{name}").main, ["--help"])
+    assert (said.exit_code, said.exception) == (0, None)
+    assert "Usage:" in said.output
+
+
+def test_an_example_of_many_processes_alone_says_how_it_is_started() -> None:
+    said = CliRunner().invoke(import_module("examples.meshes").main, [])
+    assert said.exit_code == 2
+    assert "torchrun --nproc-per-node 4 examples/meshes.py" in said.output
 
 
 def under_torchrun(file: str, *options: str) -> subprocess.CompletedProcess[str]:

@@ -44,6 +44,13 @@ def files() -> set[str]:
     return tracked()
 
 
+def test_the_description_names_files_where_the_readme_links_to_them(metadata: Message) -> None:
+    body = metadata.get_payload()
+    assert "sharding (`docs/guide/sharding.md`)" in body
+    assert "`docs/kernels.md`" in body
+    assert "![" not in body
+
+
 def test_what_setup_says_is_right(metadata: Message) -> None:
     look_at(metadata)
 

@@ -170,7 +170,9 @@ def look_at(metadata: Message) -> None:
     classifiers = metadata.get_all("Classifier")
     versions = [c.removeprefix(prefix) for c in classifiers if c.startswith(prefix)]
     assert versions == ["3.11", "3.12", "3.13"], versions
-    assert metadata.get_payload() == README
+    described = metadata.get_payload()
+    assert described.startswith(README.partition("\n![")[0])
+    assert not re.search(r"\]\((?!https?:|#)", described), "a link that only a checkout has"
 
 
 def try_wheel(environment: Environment, wheel: Path) -> None:
