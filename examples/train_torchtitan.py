@@ -17,13 +17,16 @@ attention is its time by itself, with all that it sends, over the step's: in eac
 forward and once backward.
 """
 
+import datetime
 import gc
-import json
+import re
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +52,8 @@ from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.protocols.train_spec import register_train_spec
 from torchtitan.train import Trainer
 
+from benchmarks.lib.results import markdown, revision
+from benchmarks.lib.results import save as keep
 from examples.train_text import text
 from ring_attention_pytorch import ring_attn, ring_cross_entropy, shard_batch
 from ring_attention_pytorch.launch import torchrun_group
@@ -318,35 +323,35 @@ def measured(
     peak = tools.get_peak_flops(trainer.metrics_processor.device_name)
     seen = (documents or tokens) / 2
     return {
-        "by": by, "gpus": ranks, "tokens": tokens, "documents": documents,
-        "tokens_per_second": round(a_gpu), "seconds": round(step, 3),
+        "device": trainer.metrics_processor.device_name, "date": str(datetime.date.today()),
+        "torch": torch.__version__, "revision": revision(), "command": command(),
+        "subject": by, "gpus": ranks, "length": tokens, "tokens": tokens // ranks,
+        "mask": f"documents of {documents}" if documents else "causal",
+        "tokens_per_second": round(a_gpu), "seconds": round(step, 3), "steps": count,
         "mfu": round(a_gpu * flops_per_token(trainer, seen) / peak, 4),
-        "attention": round(attention / step, 3),
-        "peak_gib": round(max(memory), 1),
-        "losses": [round(loss, 6) for loss in losses], "steps": count,
-        "device": trainer.metrics_processor.device_name, "torch": torch.__version__,
+        "attention": round(attention / step, 3), "peak_gib": round(max(memory), 1),
+        "losses": [round(loss, 6) for loss in losses],
     }  # fmt: skip
 
 
+def command() -> str:
+    """Return the command that runs this again, without `--save`."""
+    options = re.sub(r"--save \S+", "", shlex.join(sys.argv[1:])).split()
+    start = f"torchrun --nproc-per-node {dist.get_world_size()} -m examples.train_torchtitan"
+    return " ".join([start, *options])
+
+
 COLUMNS: dict[str, Callable[[Row], str]] = {
-    "by": lambda row: row["by"].replace("_", " "),
+    "attention by": lambda row: row["subject"].replace("_", " "),
     "GPUs": lambda row: str(row["gpus"]),
-    "tokens": lambda row: f"{row['tokens'] / 1024:g}k" + packed_in(row),
+    "tokens": lambda row: f"{row['length'] / 1024:g}k",
+    "mask": lambda row: row["mask"],
     "tokens/s a GPU": lambda row: f"{row['tokens_per_second']:,}",
     "MFU": lambda row: f"{row['mfu']:.1%}",
-    "attention": lambda row: f"{row['attention']:.0%}",
+    "attention's share": lambda row: f"{row['attention']:.0%}",
     "peak GiB": lambda row: f"{row['peak_gib']:.1f}",
     "losses": lambda row: ", ".join(f"{loss:.3f}" for loss in row["losses"]),
 }
-
-
-def packed_in(row: Row) -> str:
-    """Return what follows the tokens of packed documents."""
-    return f", documents of {row['documents'] / 1024:g}k" if row["documents"] else ""
-
-
-def line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 @click.command(help=__doc__)
@@ -375,7 +380,7 @@ def main(
     with torchrun_group("nccl" if torch.cuda.is_available() else "gloo", timeout=300):
         first = dist.get_rank() == 0
         if first:
-            print(line([*COLUMNS]) + "\n" + line(["---"] * len(COLUMNS)), flush=True)
+            print(markdown([*COLUMNS], []), flush=True)
         for way in by:
             trainer = trainer_of(way, flavor, max(asked)[0])
             if way != "ring":
@@ -389,9 +394,10 @@ def main(
             for (length, *documents), often in zip(asked, counts):
                 rows.append(measured(trainer, way, length, *documents, count=often))
                 if first:
-                    print(line([write(rows[-1]) for write in COLUMNS.values()]), flush=True)
+                    cells = [write(rows[-1]) for write in COLUMNS.values()]
+                    print(markdown(cells, []).splitlines()[0], flush=True)
                     if save is not None:
-                        save.write_text(json.dumps(rows))
+                        keep(rows, save)
             trainer.close()
             del trainer
             free()
