@@ -18,6 +18,7 @@ NAMES = {
     "balance": "balance",
     "compiled": "compiled",
     "cpu": "cpu",
+    "curves": "curves",
     "decode": "decode",
     "defaults": "defaults",
     "errors": "errors",

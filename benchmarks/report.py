@@ -16,6 +16,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib import training
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 DOCS = HERE.parent / "docs"
@@ -256,6 +258,10 @@ PAGES: dict[Path, Tables] = {
     DOCS / "predicted-few.md": {
         "one": partial(predictions, 1),
         "two": partial(predictions, 2),
+    },
+    DOCS / "training-runs.md": {
+        "llama": lambda: training.llama(results("llama")),
+        "curves": lambda: training.curves(results("curves")),
     },
 }
 

@@ -11,7 +11,7 @@ ranks are marked; without torchrun they do nothing, and the losses are the same.
 import ast
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -26,16 +26,17 @@ from ring_attention_pytorch.svg import COLOURS, line, page, text
 
 
 class Block(nn.Module):
-    """Attention with four heads, and a feed-forward."""
+    """Attention with some heads, and a feed-forward."""
 
-    def __init__(self, dim: int):
+    def __init__(self, dim: int, heads: int):
         super().__init__()
+        self.heads = heads
         self.to_qkv, self.to_out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.to_qkv(self.norms[0](x)).unflatten(-1, (3, 4, -1)).unbind(2)
+        q, k, v = self.to_qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
         x = x + self.to_out(ring_attn(q, k, v, causal=True).flatten(2))  # 1: attention
         return x + self.mlp(self.norms[1](x))
 
@@ -43,10 +44,12 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A transformer over bytes."""
 
-    def __init__(self, length: int, dim: int = 64, depth: int = 2):
+    block = Block
+
+    def __init__(self, length: int, dim: int = 64, depth: int = 2, heads: int = 4):
         super().__init__()
         self.bytes, self.places = nn.Embedding(256, dim), nn.Embedding(length, dim)
-        self.blocks = nn.Sequential(*[Block(dim) for _ in range(depth)])
+        self.blocks = nn.Sequential(*[self.block(dim, heads) for _ in range(depth)])
         self.to_logits = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 256))
 
     def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -71,9 +74,11 @@ def train(steps: int, length: int, dtype: torch.dtype = torch.float32) -> Iterat
         yield loss.item()
 
 
-def packed(steps: int, length: int) -> Iterator[dict[str, Tensor | list[int]]]:
+def packed(
+    steps: int, length: int, every: Sequence[bytes] = ()
+) -> Iterator[dict[str, Tensor | list[int]]]:
     """Yield sequences of whole documents, the same on all ranks; the last document is cut."""
-    every, draw = documents(), torch.Generator().manual_seed(1)
+    every, draw = every or documents(), torch.Generator().manual_seed(1)
     for _ in range(steps):
         text, borders = b"", [0]
         while len(text) < length:

@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 PASSES = ("forward", "backward", "both")
 ONE_BY_ONE, GRAPH, REPLAYED = "one by one", "graph", "replayed"
 WHO = ("ranks", "rank", "batch", "tokens", "mask", "head_dim", "subject", "kernel", "mode")
-UNSHOWN = (*WHO, "pass", "heads", "dtype", "load")
+UNSHOWN = (*WHO, "pass", "heads", "dtype", "load", "losses")
 Row = dict[str, Any]
 
 

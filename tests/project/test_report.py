@@ -11,6 +11,7 @@ from benchmarks import report
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "performance.md"
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+START = r"(python|torchrun --nproc-per-node \d) -m (benchmarks |examples\.)\w"
 EVERY = {"device", "date", "revision", "tokens", "mask", "subject"}
 
 
@@ -22,15 +23,15 @@ def test_results_say_what_was_measured_when_and_how(file: Path) -> None:
         assert re.fullmatch(r"2026-\d\d-\d\d", row["date"]), row
         assert re.fullmatch(r"((up to|before) )?[0-9a-f]{7}", row["revision"]), row
         command = row.get("command", "python -m benchmarks NAME" if "note" in row else "")
-        assert re.match(r"(python|torchrun --nproc-per-node \d) -m benchmarks \w", command), row
+        assert re.match(START, command), row
     assert len({json.dumps(row, sort_keys=True) for row in rows}) == len(rows), "rows that repeat"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_commands_of_results_exist(file: Path) -> None:
     for command in {row.get("command") for row in json.loads(file.read_text())} - {None}:
-        (name,) = re.findall(r"-m benchmarks ([\w-]+)", command)
-        assert (ROOT / "benchmarks" / f"{name}.py").exists(), command
+        ((folder, name),) = re.findall(r"-m (benchmarks|examples)[ .]([\w-]+)", command)
+        assert (ROOT / folder / f"{name}.py").exists(), command
 
 
 def test_shares_are_of_the_kernel_alone_in_the_same_run() -> None:
