@@ -16,6 +16,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 NAMES = {
     "balance": "balance",
+    "beside": "beside",
+    "bursts": "bursts",
     "compiled": "compiled",
     "cpu": "cpu",
     "decode": "decode",
@@ -37,6 +39,7 @@ NAMES = {
     "summaries": "summaries",
     "sustained": "sustained",
     "sweep": "sweep",
+    "timeline": "timeline",
 }  # to the module
 
 
