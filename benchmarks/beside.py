@@ -14,6 +14,8 @@ GPU over the whole sequence, its time divided by the ranks. Errors are of the fi
 float32. "peak_gib" is the most that a first call needs, with q, k, v and what comes into backward;
 memory shared among ranks is counted, buffers of NCCL are not.
 
+With `--rounds 0` there are first calls alone: errors and memory.
+
 Lengths of documents are multiples of twice the ranks, so that TransformerEngine pads none: it has
 two chunks of each document on each rank, ours has them dealt evenly. PyTorch's `context_parallel`
 is not here: it changes what others call (`ring` has it).
@@ -82,6 +84,11 @@ class First(NamedTuple):
 
     errors: tuple[float, ...] | None
     peak: float
+
+    def about(self) -> Row:
+        """Return what rows say of it."""
+        errors = named_errors(("out", "dq"), self.errors or ())
+        return {"peak_gib": round(self.peak, 2), "errors": errors}
 
 
 def cases(shape: Shape, asked: Namespace) -> Iterator[Case]:
@@ -169,7 +176,8 @@ def measured(
     if case.name == "causal" and shape.tokens * dist.get_world_size() <= asked.theory_up_to:
         every = shape.tensors(shape.tokens * dist.get_world_size(), seed=0)
         runs[Subject(THEORY, asked.theory)] = passes(alone(shape, asked.theory, every), every)
-    times = by_turns(runs, shape.device, asked.rounds, asked.repeats, asked.load) if runs else {}
+    turns = asked.rounds, asked.repeats, asked.load
+    times = by_turns(runs, shape.device, *turns) if runs and asked.rounds else {}
     return firsts, times
 
 
@@ -183,6 +191,8 @@ def rows(
     for subject, result in firsts.items():
         if isinstance(result, str):
             yield from failed(about | subject.about(), result)
+        elif subject not in times:
+            yield about | subject.about() | {"pass": "both"} | result.about()
     one = [each for s, each in times.items() if s.name == THEORY]
     for subject, (forward, both, host) in times.items():
         parts = ranks if subject.name == THEORY else 1
@@ -191,8 +201,7 @@ def rows(
             said["share"] = rounded(one[0].both / ranks / both)
         result = firsts.get(subject)
         if isinstance(result, First):
-            said["peak_gib"] = round(result.peak, 2)
-            said["errors"] = named_errors(("out", "dq"), result.errors or ())
+            said |= result.about()
         figures = tflops(flops, forward / parts, both / parts)
         yield from by_pass(about | subject.about(), "tflops", figures, **said)
 
