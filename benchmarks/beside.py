@@ -12,7 +12,7 @@ change; times are medians of rounds of the slowest rank. "default" marks the ker
 takes by itself, the transport being its choice always. "theory" is PyTorch's cuDNN kernel on one
 GPU over the whole sequence, its time divided by the ranks. Errors are of the first call, against
 float32. "peak_gib" is the most that a first call needs, with q, k, v and what comes into backward;
-memory shared among ranks is counted, buffers of NCCL are not.
+memory shared among ranks is counted, buffers of NCCL are not; nor is it known of graphs.
 
 With `--rounds 0` there are first calls alone: errors and memory.
 
@@ -35,6 +35,7 @@ from benchmarks.lib.attempts import attempt
 from benchmarks.lib.options import parser
 from benchmarks.lib.results import (
     GRAPH,
+    ONE_BY_ONE,
     Row,
     Run,
     Subject,
@@ -64,7 +65,7 @@ from benchmarks.lib.rings import (
     shapes,
 )
 from benchmarks.lib.sequences import KINDS, Mask, open_everywhere, packed, whole, window
-from benchmarks.lib.transformer_engine import Asked, each_in_zigzag, engine
+from benchmarks.lib.transformer_engine import MODES, Asked, each_in_zigzag, engine
 from benchmarks.ring import modes, shared_gib
 
 Calls = tuple[Callable[[], None], Callable[[], tuple[Tensor, ...]]]  # forward, both
@@ -80,15 +81,15 @@ class Case(NamedTuple):
 
 
 class First(NamedTuple):
-    """A first call: the errors of out and dq, and the GiB that it needs."""
+    """A first call: the errors of out and dq, and the GiB that it needs, if that is known."""
 
     errors: tuple[float, ...] | None
-    peak: float
+    peak: float | None
 
     def about(self) -> Row:
         """Return what rows say of it."""
-        errors = named_errors(("out", "dq"), self.errors or ())
-        return {"peak_gib": round(self.peak, 2), "errors": errors}
+        said: Row = {} if self.peak is None else {"peak_gib": round(self.peak, 2)}
+        return said | {"errors": named_errors(("out", "dq"), self.errors or ())}
 
 
 def cases(shape: Shape, asked: Namespace) -> Iterator[Case]:
@@ -130,7 +131,7 @@ def theirs(case: Case, shape: Shape, asked: Namespace) -> dict[Subject, Attend]:
     """Return other libraries' attention, but PyTorch's own."""
     if asked.no_peers:
         return {}
-    found = engine(case.asked, asked.engine)
+    found = engine(case.asked, asked.engine, asked.modes)
     if asked.all_peers and case.name in ("causal", "full"):
         every = peers.peers(shape.causal, shape.tokens, shape.key_heads).items()
         found |= {name: each.__enter__() for name, each in every if not name.startswith("torch")}
@@ -170,8 +171,11 @@ def measured(
         for subject, attend in made.items():
             calls = passes(attend, tensors)
             shared = shared_gib(shape.device) if subject.name == "ours" else 0.0
-            firsts[subject] = attempt(partial(first, calls, tensors, errors, shared))
-            if isinstance(firsts[subject], First):
+            result = attempt(partial(first, calls, tensors, errors, shared))
+            if isinstance(result, First) and subject.mode != ONE_BY_ONE:
+                result = result._replace(peak=None)  # a graph's memory is from before
+            firsts[subject] = result
+            if isinstance(result, First):
                 runs[subject] = tuple(map(captured, calls)) if subject.mode == GRAPH else calls
     if case.name == "causal" and shape.tokens * dist.get_world_size() <= asked.theory_up_to:
         every = shape.tensors(shape.tokens * dist.get_world_size(), seed=0)
@@ -215,10 +219,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     options.add_argument("--documents", nargs="+", default=[], choices=list(KINDS))
     options.add_argument("--window", type=int, nargs="+", default=[])
-    options.add_argument("--load", type=float, default=0.1, help="seconds of a turn, at least")
+    options.add_argument("--load", type=float, default=0.3, help="seconds of a turn, at least")
     options.add_argument("--theory", default="sdpa-cudnn", help="the kernel that is alone")
     options.add_argument("--theory-up-to", type=int, default=0, help="tokens of the whole")
     options.add_argument("--engine", nargs="+", help="kernels in TransformerEngine; all, unless")
+    options.add_argument("--modes", nargs="+", default=MODES, choices=MODES, help="of it")
     options.add_argument("--all-peers", action="store_true", help="not TransformerEngine alone")
     options.add_argument("--no-peers", action="store_true")
     asked = options.parse_args(argv)

@@ -10,17 +10,17 @@ the power while a call runs. Causal, bfloat16, 64 query and 8 key heads of 128, 
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import product
 from statistics import median
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.lib.blocks import Block, Shape
 from benchmarks.lib.options import parser
 from benchmarks.lib.results import ONE_BY_ONE, Row, Run, Subject, rounded
-from benchmarks.lib.spans import covered, recorded
 
 FLOPS = {"forward": 1.0, "backward": 2.5}  # as many times forward's
 CALLS, LAST = 10, 5
@@ -33,13 +33,12 @@ def bursts(shape: Shape, kernel: str, direction: str) -> Measured:
     found, mhz, watts = [], [], []
     for _ in range(CALLS):
         run = Block(shape).direct(kernel)[direction]
-
-        def call(run: Callable[[], object] = run) -> None:
+        flush.zero_()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             run()
             look(mhz, watts)
-
-        flush.zero_()
-        found.append(covered(recorded(call, 1)) / 1e6)
+            torch.cuda.synchronize()
+        found.append(sum(each.device_time_total for each in profiler.key_averages()) / 1e6)
     return median(found[-LAST:]), mhz[-LAST:], watts[-LAST:]
 
 

@@ -20,6 +20,7 @@ from benchmarks.lib.options import parser
 from benchmarks.lib.results import Row, Run, Subject, failed
 from benchmarks.lib.rings import Attend, Shape, device_name, gpus, joined, passes, shapes
 from benchmarks.lib.spans import ATTENTION, Span, longest, recorded, split
+from benchmarks.lib.transformer_engine import MODES
 
 CALLS = 5
 
@@ -29,9 +30,7 @@ def timed(shape: Shape, attend: Attend) -> list[float]:
     _, both = passes(attend, shape.tensors(shape.tokens, seed=dist.get_rank()))
     for _ in range(3):
         both()
-    torch.cuda.synchronize()
-    dist.barrier()
-    spans = recorded(both, CALLS)
+    spans = recorded(both, CALLS, dist.barrier)
     if dist.get_rank() == 0:
         print(*longest(spans), sep="\n", flush=True)
     parts = split(spans)
@@ -63,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         heads=[32, 8], dim_head=128, dtype=None, kernels=["sdpa-cudnn"],
     )  # fmt: skip
     options.add_argument("--engine", nargs="+", help="kernels in TransformerEngine; all, unless")
+    options.add_argument("--modes", nargs="+", default=MODES, choices=MODES, help="of it")
     options.set_defaults(
         documents=[], window=[], graphs=False, all_peers=False, no_peers=False, device="cuda"
     )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 ATTENTION, TRANSFER, OTHER = "attention", "transfer", "other"
+MARK = "spin_kernel"  # what `torch.cuda._sleep` launches
 # parts of the names of GPU work; what is neither is elementwise, copies and the like
 KINDS = {
     TRANSFER: ("nccl", "ptop", "pull_kernel", "take_kernel", "barrier_kernel", "sum_kernel",
@@ -78,11 +79,20 @@ def split(spans: list[Span]) -> Parts:
     return Parts(attention, transfer, other, whole - busy, whole)
 
 
-def recorded(run: Callable[[], object], calls: int) -> list[Span]:
-    """Profile calls on this GPU; return all that ran."""
+def recorded(run: Callable[[], object], calls: int, meet: Callable[[], object]) -> list[Span]:
+    """Profile calls on this GPU; return all that ran in them.
+
+    One more call comes first, and then all ranks `meet`: a profiler takes its time to start, and
+    others would wait for it in what is measured.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+        meet()
+        torch.cuda._sleep(1000)  # a mark: what is before does not count
+        torch.cuda.synchronize()
         for _ in range(calls):
             run()
         torch.cuda.synchronize()
@@ -91,11 +101,22 @@ def recorded(run: Callable[[], object], calls: int) -> list[Span]:
         profiler.export_chrome_trace(str(file))
         events = json.loads(file.read_text())["traceEvents"]
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    return [
+    found = [
         Span(event["ts"], event["ts"] + event["dur"], event["name"])
         for event in events
         if event.get("cat") in kinds
     ]
+    return after_mark(found)
+
+
+def after_mark(spans: list[Span]) -> list[Span]:
+    """Return what starts after the last mark.
+
+    >>> after_mark([Span(0, 1, "a"), Span(2, 3, "spin_kernel(long)"), Span(4, 5, "b")])
+    [Span(start=4, stop=5, name='b')]
+    """
+    mark = max((s.stop for s in spans if MARK in s.name), default=float("-inf"))
+    return [s for s in spans if s.start >= mark]
 
 
 def longest(spans: list[Span], most: int = 6) -> list[str]:

@@ -110,17 +110,20 @@ def has(package: str) -> bool:
         return False
 
 
-def engine(asked: Asked, only: Sequence[str] | None = None) -> dict[str, Attend]:
+def engine(
+    asked: Asked, only: Sequence[str] | None = None, modes: Sequence[str] = MODES
+) -> dict[str, Attend]:
     """Return attention by each mode and kernel, by name; none where the package is missing.
 
     Each takes this rank's q, k, v `[1, n, h, d]` and gives out, and must run on all ranks.
     """
     if not has("transformer_engine"):
         return {}
-    modes = MODES if dist.get_world_size() >= 4 else MODES[:-1]
+    able = MODES if dist.get_world_size() >= 4 else MODES[:-1]
     return {
         f"TransformerEngine {mode}, {kernel}": attention(asked, mode, kernel)
         for kernel, mode in product(only or kernels(), modes)
+        if mode in able
     }
 
 
