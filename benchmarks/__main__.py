@@ -16,7 +16,6 @@ from pathlib import Path
 HERE = Path(__file__).parent
 NAMES = {
     "balance": "balance",
-    "beside": "beside",
     "bursts": "bursts",
     "compiled": "compiled",
     "cpu": "cpu",
@@ -31,6 +30,7 @@ NAMES = {
     "host": "host",
     "kernels": "kernels",
     "masks": "masks",
+    "peers": "peers",
     "rank": "rank",
     "reading-path": "reading_path",
     "report": "report",

@@ -42,7 +42,7 @@ def bursts(shape: Shape, kernel: str, direction: str) -> Measured:
     return median(found[-LAST:]), mhz[-LAST:], watts[-LAST:]
 
 
-def lasting(shape: Shape, kernel: str, direction: str, load: float) -> Measured:
+def under_load(shape: Shape, kernel: str, direction: str, load: float) -> Measured:
     """Return seconds of a call among others, once they have gone on for half of the load."""
     run = Block(shape).direct(kernel)[direction]
     start, half, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
@@ -77,7 +77,7 @@ def rows(shape: Shape, kernel: str, load: float) -> Iterator[Row]:
         flops = factor * shape.flops()
         for name, found in (
             ("bursts", bursts(shape, kernel, direction)),
-            ("lasting", lasting(shape, kernel, direction, load)),
+            ("lasting", under_load(shape, kernel, direction, load)),
         ):
             seconds, mhz, watts = found
             about = shape.about() | Subject(name, kernel, ONE_BY_ONE).about()

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from benchmarks.beside import cases, ours, theirs
 from benchmarks.lib.attempts import attempt
 from benchmarks.lib.options import parser
 from benchmarks.lib.results import Row, Run, Subject, failed
 from benchmarks.lib.rings import Attend, Shape, device_name, gpus, joined, passes, shapes
 from benchmarks.lib.spans import ATTENTION, Span, longest, recorded, split
 from benchmarks.lib.transformer_engine import MODES
+from benchmarks.peers import cases, ours, theirs
 
 CALLS = 5
 

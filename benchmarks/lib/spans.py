@@ -79,18 +79,18 @@ def split(spans: list[Span]) -> Parts:
     return Parts(attention, transfer, other, whole - busy, whole)
 
 
-def recorded(run: Callable[[], object], calls: int, meet: Callable[[], object]) -> list[Span]:
+def recorded(run: Callable[[], object], calls: int, barrier: Callable[[], object]) -> list[Span]:
     """Profile calls on this GPU; return all that ran in them.
 
-    One more call comes first, and then all ranks `meet`: a profiler takes its time to start, and
-    others would wait for it in what is measured.
+    One more call comes first, and then a `barrier` of all ranks: a profiler takes its time to
+    start, and others would wait for it in what is measured.
     """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-        meet()
+        barrier()
         torch.cuda._sleep(1000)  # a mark: what is before does not count
         torch.cuda.synchronize()
         for _ in range(calls):

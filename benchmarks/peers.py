@@ -1,11 +1,11 @@
 """Measure ours beside other libraries, by turns: TF/s a GPU, errors and memory.
 
-    torchrun --nproc-per-node 4 -m benchmarks beside --save
-    torchrun --nproc-per-node 4 -m benchmarks beside --tokens 8192 --graphs --theory-up-to 70000
-    torchrun --nproc-per-node 4 -m benchmarks beside --heads 64 8 --mask causal full
-    torchrun --nproc-per-node 4 -m benchmarks beside --documents "one long, many short"
-    torchrun --nproc-per-node 4 -m benchmarks beside --window 4096
-    torchrun --nproc-per-node 2 -m benchmarks beside --device cpu --tokens 64 --heads 4 2
+    torchrun --nproc-per-node 4 -m benchmarks peers --save
+    torchrun --nproc-per-node 4 -m benchmarks peers --tokens 8192 --graphs --theory-up-to 70000
+    torchrun --nproc-per-node 4 -m benchmarks peers --heads 64 8 --mask causal full
+    torchrun --nproc-per-node 4 -m benchmarks peers --documents "one long, many short"
+    torchrun --nproc-per-node 4 -m benchmarks peers --window 4096
+    torchrun --nproc-per-node 2 -m benchmarks peers --device cpu --tokens 64 --heads 4 2
 
 FLOPs are those of visible pairs, backward 2.5 times forward. All subjects take turns, for clocks
 change; times are medians of rounds of the slowest rank. "default" marks the kernel that a plan
@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.lib import peers
 from benchmarks.lib.attempts import attempt
 from benchmarks.lib.options import parser
+from benchmarks.lib.peers import peers as installed_peers
 from benchmarks.lib.results import (
     GRAPH,
     ONE_BY_ONE,
@@ -133,7 +133,7 @@ def theirs(case: Case, shape: Shape, asked: Namespace) -> dict[Subject, Attend]:
         return {}
     found = engine(case.asked, asked.engine, asked.modes)
     if asked.all_peers and case.name in ("causal", "full"):
-        every = peers.peers(shape.causal, shape.tokens, shape.key_heads).items()
+        every = installed_peers(shape.causal, shape.tokens, shape.key_heads).items()
         found |= {name: each.__enter__() for name, each in every if not name.startswith("torch")}
     if shape.device.type == "cuda":
         torch.cuda.set_device(shape.device)  # which some change as they are imported
@@ -213,7 +213,7 @@ def rows(
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and with `--save` keep."""
     options = parser(
-        "beside", __doc__, save="beside", device="cuda",
+        "peers", __doc__, save="peers", device="cuda",
         tokens=[2048, 4096, 8192, 16384, 32768], mask=["causal"], heads=[32, 8], dim_head=128,
         dtype=None, kernels=[None], graphs=False, rounds=3, repeats=1,
     )  # fmt: skip
@@ -228,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--no-peers", action="store_true")
     asked = options.parse_args(argv)
     with joined(asked.device) as device:
-        run = Run("beside", argv, device_name(device), asked.save, **gpus(device))
+        run = Run("peers", argv, device_name(device), asked.save, **gpus(device))
         for shape in shapes(asked, device):
             for case in cases(shape, asked):
                 run.add(rows(shape, case, *measured(shape, case, asked)))

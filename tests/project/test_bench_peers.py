@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import beside, bursts, timeline
+from benchmarks import bursts, peers, timeline
 from benchmarks.lib import spans, transformer_engine
+from benchmarks.lib.jobs import by_torchrun
 from ring_attention_pytorch.geometry.layouts import positions
-from tests.project.test_bench_ring import RUN, SMALL
 
 ROOT = Path(__file__).parents[2]
+RUN = [sys.executable, *by_torchrun(2, "benchmarks", "peers")]
+SMALL = ["--device", "cpu", "--heads", "4", "2", "--dim-head", "16", "--repeats", "1"]
 # as its documentation says: each document in 2 P chunks, of which rank r has r and 2 P - 1 - r
 STUB = """
 import torch, torch.distributed as dist
@@ -81,7 +83,7 @@ def saved(stub: Path, *options: str) -> list[dict[str, Any]]:
     """Run the benchmark on two ranks; return its rows of both passes."""
     file = stub / "rows.json"
     ran = subprocess.run(
-        [*RUN, "2", "-m", "benchmarks", "beside", *SMALL, "--tokens", "48", "--rounds", "1",
+        [*RUN, *SMALL, "--tokens", "48", "--rounds", "1",
          "--load", "0", "--kernels", "sdpa", "--save", str(file), *options],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{stub}:{ROOT}"},
         capture_output=True, text=True, timeout=300,
@@ -96,13 +98,15 @@ def saved(stub: Path, *options: str) -> list[dict[str, Any]]:
     ("options", "mask", "modes"),
     [
         ((), "causal", ("p2p", "all_gather", "a2a")),
-        (("--window", "16"), "window 16", ("all_gather", "a2a")),
+        pytest.param(
+            ("--window", "16"), "window 16", ("all_gather", "a2a"), marks=pytest.mark.thorough
+        ),
         pytest.param(
             ("--mask", "full"), "full", ("p2p", "all_gather", "a2a"), marks=pytest.mark.thorough
         ),
-        (
+        pytest.param(
             ("--documents", "of 1 to 60 tokens"), "documents of 1 to 60 tokens",
-            ("p2p", "all_gather", "a2a"),
+            ("p2p", "all_gather", "a2a"), marks=pytest.mark.thorough,
         ),
     ],
 )  # fmt: skip
@@ -158,7 +162,7 @@ def test_parts_of_a_timeline_sum_to_the_whole() -> None:
     assert sum(parts[:4]) == parts.whole
 
 
-@pytest.mark.parametrize("module", [beside, bursts, timeline])
+@pytest.mark.parametrize("module", [bursts, peers, timeline])
 def test_help_is_the_docstring(module: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         module.main(["--help"])
