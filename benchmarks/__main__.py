@@ -16,6 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 NAMES = {
     "balance": "balance",
+    "bursts": "bursts",
     "compiled": "compiled",
     "cpu": "cpu",
     "curves": "curves",
@@ -30,6 +31,7 @@ NAMES = {
     "host": "host",
     "kernels": "kernels",
     "masks": "masks",
+    "peers": "peers",
     "rank": "rank",
     "reading-path": "reading_path",
     "report": "report",
@@ -38,6 +40,7 @@ NAMES = {
     "summaries": "summaries",
     "sustained": "sustained",
     "sweep": "sweep",
+    "timeline": "timeline",
 }  # to the module
 
 

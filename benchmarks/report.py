@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md and docs/predicted*.md from benchmarks/results/*.json.
+"""Writes the tables of pages such as docs/performance.md from benchmarks/results/*.json.
 
     python -m benchmarks report            # write them
     python -m benchmarks report --check    # only tell whether the pages have them
@@ -121,26 +121,109 @@ def four_gpus() -> Table:
     return filled(head, lines)
 
 
+ENGINE = [f"TransformerEngine {mode}, cuDNN" for mode in ("p2p", "all_gather", "a2a", "a2a+p2p")]
+LENGTHS = (2048, 4096, 8192, 16384, 32768)  # of one GPU
+H200 = dict(SHAPE, gpus=4, mask="causal", mode=ONE_BY_ONE, device="NVIDIA H200")
+
+
 def peers() -> Table:
-    """Other libraries beside ours, one after the other on the same machine."""
-    run = dict(SHAPE, gpus=4, mask="causal")
-    subjects = {
-        f"ours, {KERNELS[kernel]}{told}": ("gather", kernel, mode)
+    """Other libraries beside ours, and which of them is the fastest at each length."""
+    gathers = {
+        f"ours, {KERNELS[kernel]}{told}": ("ring", "gather", kernel, mode)
         for kernel in ("flash-attn-4", "sdpa-cudnn", "triton")
         for told, mode in (("", ONE_BY_ONE), (", replayed", REPLAYED))
-    } | {
-        "PyTorch context_parallel, cuDNN": (
-            "torch context_parallel, cudnn, allgather", None, ONE_BY_ONE,
-        ),
-        "axolotl-ringmaster, zigzag": ("axolotl-ringmaster, zigzag", None, ONE_BY_ONE),
-        "yunchang, Ulysses 4": ("yunchang, Ulysses 4 x ring 1", None, ONE_BY_ONE),
-    }  # fmt: skip
-    lines = []
-    for name, (subject, kernel, mode) in subjects.items():
-        asked = dict(run, subject=subject, kernel=kernel, mode=mode)
-        cells = [one("ring", tokens=tokens, **asked) for tokens in (2048, 4096, 8192)]
-        lines.append(((name,), cells))
-    return filled(("library", "2k tokens a GPU", "4k", "8k"), lines)
+    }
+    same = {
+        f"ours, {KERNELS[kernel]}, in TransformerEngine's run": (
+            "peers",
+            "ours",
+            kernel,
+            ONE_BY_ONE,
+        )
+        for kernel in ("sdpa-cudnn", "triton")
+    }
+    others = {
+        "PyTorch context_parallel, cuDNN": "torch context_parallel, cudnn, allgather",
+        "axolotl-ringmaster, zigzag": "axolotl-ringmaster, zigzag",
+        "yunchang, Ulysses 4": "yunchang, Ulysses 4 x ring 1",
+    }
+    theirs = {name: ("ring", subject, None, ONE_BY_ONE) for name, subject in others.items()}
+    theirs |= {name: ("peers", name, None, ONE_BY_ONE) for name in ENGINE}
+    found = {
+        name: [
+            one(file, **H200 | dict(subject=subject, kernel=kernel, mode=mode, tokens=tokens))
+            for tokens in LENGTHS
+        ]
+        for name, (file, subject, kernel, mode) in (gathers | same | theirs).items()
+    }
+    head = ("library", "2k tokens a GPU", *map(thousands, LENGTHS[1:]))
+    table, quoted = filled(head, [((name,), cells) for name, cells in found.items()])
+    first = [fastest(found, theirs, at) for at in range(len(LENGTHS))]
+    table.append(["**the fastest other library**", *(name for name, _ in first)])
+    for told, mine in (("cuDNN or Triton", same), ("flash-attn 4", ["ours, flash-attn 4"])):
+        ratios = [fastest(found, mine, at)[1] / speed for at, (_, speed) in enumerate(first)]
+        table.append([f"ours, {told}, is times as fast", *(f"{each:.2f}" for each in ratios)])
+    return table, quoted
+
+
+def fastest(found: dict[str, list[list[Row]]], among: Iterable[str], at: int) -> tuple[str, float]:
+    """Return the name and the TF/s of the fastest of some in a column."""
+    speeds = {name: row["tflops"] for name in among for row in found[name][at]}
+    name = max(speeds, key=speeds.__getitem__)
+    return name.removesuffix(", cuDNN"), speeds[name]
+
+
+def turns() -> Table:
+    """Four H100, ours and TransformerEngine by turns: TF/s, time of the host, memory."""
+    run = dict(SHAPE, gpus=4, mask="causal", device="NVIDIA H100 80GB HBM3", mode=ONE_BY_ONE)
+    subjects = {f"ours, {KERNELS[kernel]}": ("ours", kernel) for kernel in ("sdpa-cudnn", "triton")}
+    subjects |= {name: (name, None) for name in ENGINE}
+    subjects["cuDNN alone on one GPU"] = (ALONE, "sdpa-cudnn")
+    table = [["", "2k, forward / both", "8k, forward / both", "host, ms", "GiB at 8k"]]
+    quoted = []
+    for name, (subject, kernel) in subjects.items():
+        cells = [name]
+        for tokens in (2048, 8192):
+            asked = dict(run, subject=subject, kernel=kernel, tokens=tokens)
+            rows = [*one("peers", **asked | {"pass": "forward"}), *one("peers", **asked)]
+            cells.append(" / ".join(f"{row['tflops']:.0f}" for row in rows))
+            quoted += rows
+        last = quoted[-1]
+        peak = f"{last['peak_gib']:.2f}" if "peak_gib" in last else ""
+        table.append([*cells, f"{last['host_us'] / 1e3:.1f}", peak])
+    return table, quoted
+
+
+def documents() -> Table:
+    """Packed documents on two H200, forward / both."""
+    run = dict(SHAPE, gpus=2, tokens=8192, device="NVIDIA H200")
+    names = dict.fromkeys(row["mask"] for row in found("peers", **run) if ":" in row["mask"])
+    subjects = {"ours, Triton": ("ours", "triton")} | {
+        name: (name, None) for name in (ENGINE[0], ENGINE[2])
+    }
+    table, quoted = [["", *(name.partition(": ")[2] for name in names)]], []
+    for told, (subject, kernel) in subjects.items():
+        cells = []
+        for mask in names:
+            asked = dict(run, mask=mask, subject=subject, kernel=kernel)
+            rows = [*one("peers", **asked | {"pass": "forward"}), *one("peers", **asked)]
+            cells.append(" / ".join(f"{row['tflops']:.0f}" for row in rows))
+            quoted += rows
+        table.append([told, *cells])
+    return table, quoted
+
+
+def bursts() -> Table:
+    """cuDNN's kernel in bursts and under load that lasts, with the clock and the power."""
+    table, quoted = [["", "forward", "MHz", "W", "backward", "MHz", "W"]], []
+    for subject in ("bursts", "lasting"):
+        cells = [subject]
+        for direction in ("forward", "backward"):
+            (row,) = found("bursts", subject=subject, **{"pass": direction})
+            cells += [str(row[name]) for name in ("tflops", "mhz", "watts")]
+            quoted.append(row)
+        table.append(cells)
+    return table, quoted
 
 
 def masks() -> Table:
@@ -245,11 +328,16 @@ Tables = dict[str, Callable[[], Table]]
 PAGES: dict[Path, Tables] = {
     DOCS / "performance.md": {
         "four": four_gpus,
-        "peers": peers,
         "masks": masks,
         "magi": magi,
         "kernels": kernels,
         "cpu": cpu,
+    },
+    DOCS / "peers.md": {
+        "peers": peers,
+        "turns": turns,
+        "documents": documents,
+        "bursts": bursts,
     },
     DOCS / "predicted.md": {
         "four": partial(predictions, 4, "ring"),

@@ -121,13 +121,17 @@ def has_theory(shape: Shape, asked: argparse.Namespace) -> bool:
 
 
 def with_shared(result: Result, device: torch.device) -> Result:
-    """Add the memory that is shared with other ranks, which PyTorch's allocator does not count."""
+    """Add the memory that is shared with other ranks."""
+    return result._replace(peak=result.peak + shared_gib(device))
+
+
+def shared_gib(device: torch.device) -> float:
+    """Return the memory shared with other ranks, which PyTorch's allocator does not count."""
     shared = shared_by(Ring(), device)
     if shared is None:
-        return result
+        return 0.0
     buffers = (shared.space.keys, shared.space.grads, shared.space.swaps)
-    nbytes = sum(buffer.memory.nbytes for buffer in buffers)
-    return result._replace(peak=result.peak + nbytes / 2**30)
+    return sum(buffer.memory.nbytes for buffer in buffers) / 2**30
 
 
 def theories(shape: Shape, asked: argparse.Namespace) -> Results:

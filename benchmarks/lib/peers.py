@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.lib.transformer_engine import Asked, engine
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Peers = dict[str, AbstractContextManager[Attend]]
 
@@ -21,7 +23,7 @@ Peers = dict[str, AbstractContextManager[Attend]]
 def peers(causal: bool, tokens: int, key_heads: int) -> Peers:
     """Find all that can be had here; tell of those that fail to be made, and leave them out."""
     found: Peers = {}
-    for make in (_torch, _ringmaster, _yunchang, _zhuzilin):
+    for make in (_torch, _ringmaster, _yunchang, _zhuzilin, _transformer_engine):
         try:
             found |= make(causal, tokens, key_heads)
         except Exception as error:  # another package's, whatever it is
@@ -122,6 +124,10 @@ def _zhuzilin(causal: bool, tokens: int, key_heads: int) -> Peers:
         )
         for name in (*names, "ring_flash_attn_func")
     }
+
+
+def _transformer_engine(causal: bool, tokens: int, key_heads: int) -> Peers:
+    return {name: nullcontext(attend) for name, attend in engine(Asked(causal)).items()}
 
 
 def _causal(function: Callable[..., Tensor], causal: bool) -> Attend:

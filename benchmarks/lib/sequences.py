@@ -52,25 +52,35 @@ class Mask(NamedTuple):
 
     layout: Layout
     options: dict[str, Any]
-    hidden: Hidden
+    hidden: Hidden | None
     pairs: int  # visible, of all ranks
 
 
-def borders(kind: str, total: int, draw: random.Random) -> list[int]:
+def borders(kind: str, total: int, draw: random.Random, multiple: int = 1) -> list[int]:
     """Draw where documents of a kind begin, and the end of the last.
+
+    Lengths are rounded down to a multiple, or up to the first; `total` must be one.
 
     >>> borders("of 1 to 60 tokens", 100, random.Random(0))
     [0, 55, 80, 100]
+    >>> borders("of 1 to 60 tokens", 96, random.Random(0), multiple=8)
+    [0, 48, 72, 96]
     """
     found = [0]
     while found[-1] < total:
-        found.append(min(total, found[-1] + KINDS[kind](draw, total, len(found) == 1)))
+        length = KINDS[kind](draw, total, len(found) == 1) // multiple * multiple
+        found.append(min(total, found[-1] + max(multiple, length)))
     return found
 
 
 def whole(length: int) -> Mask:
     """Make the causal mask."""
     return Mask("zigzag", {}, torch.lt, length * (length + 1) // 2)
+
+
+def open_everywhere(length: int) -> Mask:
+    """Make a mask that hides nothing."""
+    return Mask("contiguous", {}, None, length * length)
 
 
 def window(length: int, size: int, layout: Layout) -> Mask:
@@ -92,12 +102,12 @@ def squares(cut: Sequence[int]) -> int:
     return sum((stop - start) ** 2 for start, stop in pairwise(cut))
 
 
-def packed(kind: str, length: int, ranks: int, packs: int = 1) -> Mask:
+def packed(kind: str, length: int, ranks: int, packs: int = 1, multiple: int = 1) -> Mask:
     """Make the causal mask of documents of a kind, dealt evenly to the ranks.
 
     So many packs are drawn. The one that shows the median number of pairs is taken.
     """
-    drawn = (borders(kind, length, random.Random(seed)) for seed in range(packs))
+    drawn = (borders(kind, length, random.Random(seed), multiple) for seed in range(packs))
     cut = sorted(drawn, key=squares)[packs // 2]
     document = torch.bucketize(torch.arange(length), torch.tensor(cut[1:]), right=True)
 

@@ -27,8 +27,9 @@ def chunk_tokens(*modules: nn.Module, tokens: int, dim: int = 1) -> None:
 
     Args:
         modules: each maps a tensor to one with as many tokens, every token by itself:
-            feed-forwards, norms, and projections. Names of parameters and the state dict stay as they are. A
-            mixture of experts that has a capacity, or sums over all tokens, is none of these.
+            feed-forwards, norms, and projections. Names of parameters and the state dict stay as
+            they are. A mixture of experts that has a capacity, or sums over all tokens, is none of
+            these.
         tokens: of a chunk; the last may have fewer.
         dim: the dimension of tokens.
 

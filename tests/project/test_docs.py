@@ -149,30 +149,27 @@ def test_the_drawing_is_what_its_script_draws() -> None:
 
 def test_the_chart_of_speeds_is_what_its_script_draws_of_the_results() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "draw_speed.py"))
-    found = script["shares"](script["rows"]())
+    found = script["speeds"](script["rows"]())
     assert all(found[line.name] for line in script["LINES"])
     assert script["drawing"](found) == (ROOT / "docs" / "speed.svg").read_text()
 
 
-def test_a_share_is_the_one_noted_or_that_of_the_kernel_in_the_same_run() -> None:
+def test_a_speed_is_the_median_of_runs_and_of_modes_the_fastest() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "draw_speed.py"))
-    peer = script["LINES"][-1]
-    run = dict(tokens=2048, mode="one by one", kernel="sdpa-cudnn", command="c", revision="a")
-    other = dict(run, revision="b")
+    run = dict(tokens=2048, mode="one by one", kernel="sdpa-cudnn")
     measured = [
-        dict(run, subject="theory", tflops=400, share=1.0),
-        dict(run, subject="theory", tflops=500, share=1.0, mode="graph"),
-        dict(run, subject="theory", tflops=800, share=1.0, kernel="triton"),
-        dict(other, subject="theory", tflops=200, share=1.0),
-        dict(run, subject="gather", tflops=90, share=0.2),
-        dict(other, subject="gather", tflops=90, share=0.4),
-        dict(run, subject="gather", tflops=90, share=0.9, kernel="triton"),
-        dict(run, subject=peer.subject, tflops=100, kernel=None),
+        dict(run, subject="gather", tflops=100),
+        dict(run, subject="gather", tflops=300),
+        dict(run, subject="gather, Ulysses 2", tflops=900),
+        dict(run, subject="gather", tflops=700, kernel="triton"),
+        dict(run, subject="TransformerEngine p2p, cuDNN", tflops=60, kernel=None),
+        dict(run, subject="TransformerEngine a2a, cuDNN", tflops=80, kernel=None),
     ]
-    found = script["shares"](measured)
+    found = script["speeds"](measured)
     assert {name: line for name, line in found.items() if line} == {
-        "gather, launched one by one": {2048: pytest.approx(0.3)},
-        peer.name: {2048: 0.25},
+        "cuDNN, gather, one by one": {2048: 200},
+        "Triton, gather, one by one": {2048: 700},
+        "TransformerEngine, cuDNN, best mode": {2048: 80},
     }
 
 
