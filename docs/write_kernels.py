@@ -39,7 +39,8 @@ A kernel computes the attention of one block: this rank's queries and some rank'
 says which kernel runs, and which features, dtypes and devices each kernel supports.
 
 With `kernel=None`, the first kernel of the table that supports the case runs, the same on every
-rank. There are two exceptions, [few tokens](#few-tokens) and [short documents](#short-documents).
+rank. There are three exceptions: [few tokens](#few-tokens), [short documents](#short-documents)
+and [a few long ones](#a-few-long-documents).
 A kernel that you name never falls back: if it does not support the case, every rank raises the
 same `ValueError` before anything is sent. A name may be a prefix of several: `"flash-attn"` of
 two, `"sdpa"` of three. `"triton+flash-attn"` uses the first forward and the second backward;
@@ -84,6 +85,15 @@ slower there (see the table at the end).
 
 `explain_plan` says which of the two runs; this choice is not logged. Each plan decides for its
 own batch: name the kernel if batches differ and all of them should use the same one.
+
+## A few long documents
+
+A faster kernel with a call for each document can beat one call of a slower one for all. On H200s,
+if no kernel is named and the slower one is first for documents, as `triton` is without
+`flash-attn-4`, a plan predicts the time of both by the cost model; the faster one must save 5 %.
+`explain_plan` has both estimates. By them `sdpa-cudnn` wins with two documents of 16k tokens on two
+GPUs, and loses with eight of 4k. If samples differ in their documents, nothing is compared. On one
+H100 `triton` was as fast in one document of 8k tokens and faster in more, so it stays there.
 
 ## Predicates
 

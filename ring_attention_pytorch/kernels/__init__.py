@@ -126,6 +126,16 @@ def for_short_documents(case: KernelRequest) -> SelectedKernel | None:
     return fewest_launches(case) if case.packed and hopper else None
 
 
+def for_long_documents(case: KernelRequest) -> SelectedKernel | None:
+    """Return the fastest kernel of all, if it is one that needs a call for each document.
+
+    None if the kernel that is first for documents is the fastest anyway.
+    """
+    alone = _named(None, case._replace(packed=False)) if case.packed else []
+    name = next((n for n in alone if refusal(n, case) is None), None)
+    return None if name is None or name == _fastest(case) else _selected(name)
+
+
 def explain(case: KernelRequest, name: str | None = None) -> str:
     """Explain which kernel does the case, and why the faster ones can't, a line each."""
     if name is not None and name.count("+") == 1:

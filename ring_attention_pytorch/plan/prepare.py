@@ -1,6 +1,8 @@
 """The steps of making a plan, after ranks have agreed: tokens, heads, transport."""
 
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -23,7 +25,7 @@ from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.interfaces import ScoreMods, Transport
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
-from ring_attention_pytorch.schedule.cost import choose_transport
+from ring_attention_pytorch.schedule.cost import choose_transport, seconds_by
 from ring_attention_pytorch.schedule.hardware import (
     H200,
     Hardware,
@@ -32,7 +34,14 @@ from ring_attention_pytorch.schedule.hardware import (
     with_another,
 )
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
-from ring_attention_pytorch.schedule.policy import documents_are_short, is_small, launches_decide
+from ring_attention_pytorch.schedule.policy import (
+    calls_of_documents_pay,
+    documents_are_short,
+    is_small,
+    launches_decide,
+)
+
+_WORTH_CALLS = 0.95  # share of the time of few calls below which a call for each document is made
 
 
 def place_tokens(
@@ -116,6 +125,8 @@ class TransportChoice(NamedTuple):
     shape: KVShape
     overlapping_transport: Transport | None  # the transport that overlaps, if it is another
     concurrent: bool  # so little to compute that calls go side by side
+    # predicted seconds of each kernel that documents could get, forward and backward
+    by_kernel: Mapping[str, float] = MappingProxyType({})
 
 
 def settle_transport(
@@ -123,10 +134,10 @@ def settle_transport(
 ) -> tuple[SelectedKernel, Transport, TransportChoice]:
     """Choose the kernel, choose and make the transport; `same_mask`: all samples have one.
 
-    Unless a kernel is named, short documents may get another, and few tokens the one with the
-    fewest launches.
+    Unless a kernel is named, short documents and long ones may get another, and few tokens the one
+    with the fewest launches.
     """
-    options, kernel, blocks, ulysses = mine.options, mine.kernel, heads.blocks, heads.ulysses
+    options, blocks, ulysses = mine.options, heads.blocks, heads.ulysses
     q, k, v = mine.shaped
     shape = _shape_of(q, k, v, ulysses)
     memory, named = options.memory, options.transport
@@ -134,17 +145,20 @@ def settle_transport(
         memory = min(rank["room"] for rank in lengths)
     at_once = owners_at_once(memory, blocks, shape)
     degree = ring.size // len(blocks.keys)  # of Ulysses
-    machine = _machine_of(kernel, lengths, q)
+    machine = _machine_of(mine.kernel, lengths, q)
     if options.calibrate:
         hosts = [rank["host"] for rank in lengths]
-        machine = calibrated(machine, ring, degree, kernel, shape, q, hosts)
+        machine = calibrated(machine, ring, degree, mine.kernel, shape, q, hosts)
     near = machine.every(degree)
     name = named or choose_transport(blocks, shape, at_once, near if q.is_cuda else None)
-    light, short = mine.fewest_launches, mine.for_short
-    if short is not None and documents_are_short(blocks, shape):
-        kernel, light = short, None
-        machine = _with_calls_of(kernel, machine)
-        near = machine.every(degree)
+    kernel, machine, by_kernel = _of_documents(
+        mine,
+        blocks,
+        shape,
+        machine,
+        lambda each: seconds_by(name, blocks, shape, at_once, each.every(degree)),
+    )
+    near, light = machine.every(degree), mine.fewest_launches
     if ulysses is not None:
         ring = ulysses.ring
     small = is_small(blocks, shape, near)
@@ -163,8 +177,34 @@ def settle_transport(
         kernel = light
     concurrent = same_mask and (overlapping.schedule.own_low_priority or small)
     other = together and overlapping
-    chosen = TransportChoice(name, machine, memory, at_once, shape, other, concurrent)
+    chosen = TransportChoice(name, machine, memory, at_once, shape, other, concurrent, by_kernel)
     return kernel, together or overlapping, chosen
+
+
+def _of_documents(
+    mine: Proposal,
+    blocks: Workload,
+    shape: KVShape,
+    machine: Hardware,
+    seconds: Callable[[Hardware], float],
+) -> tuple[SelectedKernel, Hardware, dict[str, float]]:
+    """Return the kernel that suits the documents, its machine, and the seconds of each candidate.
+
+    The candidates are the kernel with few calls for all documents, and a faster one with a call
+    for each; there are none unless the latter can pay. Without documents nothing changes.
+    """
+    kernel, short, long = mine.kernel, mine.for_short, mine.for_long
+    if short is not None and documents_are_short(blocks, shape):
+        return short, _with_calls_of(short, machine), {}
+    if long is None:
+        return kernel, machine, {}
+    fast = _with_calls_of(long, with_another(machine, kernel.name, long.name))
+    if not calls_of_documents_pay(blocks, shape, fast, machine):
+        return kernel, machine, {}
+    found = {kernel.name: seconds(machine), long.name: seconds(fast)}
+    if found[long.name] < _WORTH_CALLS * found[kernel.name]:
+        return long, fast, found
+    return kernel, machine, found
 
 
 def _shape_of(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> KVShape:

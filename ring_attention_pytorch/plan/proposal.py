@@ -16,6 +16,7 @@ from ring_attention_pytorch.kernels import (
     SelectedKernel,
     choose,
     fewest_launches,
+    for_long_documents,
     for_short_documents,
 )
 from ring_attention_pytorch.plan.checks import (
@@ -50,6 +51,7 @@ class Proposal(NamedTuple):
     kernel: SelectedKernel | Any = None  # None of an empty one
     fewest_launches: SelectedKernel | None = None  # for few tokens, if none is named
     for_short: SelectedKernel | None = None  # for short documents, likewise
+    for_long: SelectedKernel | None = None  # for a few long ones, a call for each, likewise
     shaped: tuple[Tensor, ...] = ()
 
     @classmethod
@@ -80,6 +82,7 @@ class Proposal(NamedTuple):
         kernel = choose(options.kernel, request)
         light = fewest_launches(request) if options.kernel is None and size > 1 else None
         short = for_short_documents(request) if options.kernel is None else None
+        long = for_long_documents(request) if options.kernel is None else None
         chooses = options.transport is None
         same = {
             **agreed_shapes(q, k, v),
@@ -88,6 +91,7 @@ class Proposal(NamedTuple):
             "kernel chosen": kernel.name,
             "kernel for few tokens (none if kernel= is named)": light and light.name,
             "kernel for short documents (likewise)": short and short.name,
+            "kernel for a few long documents (likewise)": long and long.name,
         }
         everywhere = {
             "device": q.device.type,
@@ -108,6 +112,7 @@ class Proposal(NamedTuple):
             kernel=kernel,
             fewest_launches=light,
             for_short=short,
+            for_long=long,
             shaped=(q, k, v),
         )
 

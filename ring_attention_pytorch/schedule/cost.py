@@ -266,6 +266,16 @@ def costs(
     return {each.transport: predict(each, rank, shape, machine) for each in both}
 
 
+def seconds_by(
+    transport: str, workload: Workload, shape: KVShape, at_once: int, machine: Hardware = H200
+) -> float:
+    """Predict the seconds of a transport, forward and backward, for a rank in the middle."""
+    rank = len(workload.keys) // 2
+    is_ring = transport == "ring"
+    made = ring(workload) if is_ring else likely_gather(workload, shape, at_once, machine)
+    return sum(predict(made, rank, shape, machine)[:2])
+
+
 def likely_gather(
     workload: Workload, shape: KVShape, at_once: int, machine: Hardware = H200
 ) -> Schedule:

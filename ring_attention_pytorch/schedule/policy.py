@@ -91,6 +91,31 @@ def documents_are_short(workload: Workload, shape: KVShape) -> bool:
     return pairs <= _FEW_SEEN * sum(lengths)
 
 
+def calls_of_documents_pay(
+    workload: Workload, shape: KVShape, machine: Hardware, slower: Hardware
+) -> bool:
+    """True if a kernel with a call for each document can beat a slower one with few calls for all.
+
+    It says nothing of the tiles that ranks cut of documents: each document takes a call forward and
+    one backward on one rank, at least. False if samples have different documents, and except on
+    H200s: on one H100 our Triton kernel was as fast as cuDNN's in one document of 8k tokens (494
+    and 485 TF/s forward and backward), and faster in two (471 and 392).
+
+    >>> from ring_attention_pytorch.geometry.documents import of_borders
+    >>> from ring_attention_pytorch.schedule.hardware import hardware
+    >>> one, shape = ((Segment(0, 1, 16000),),), KVShape(1, 32, 8, 128, 128, itemsize=2)
+    >>> cut = [Mask(causal=True, documents=of_borders(range(0, 16001, n))) for n in (8000, 500)]
+    >>> works = [Workload(one, one, mask) for mask in cut]
+    >>> [calls_of_documents_pay(work, shape, H200, hardware("triton")) for work in works]
+    [True, False]
+    """
+    documents = workload.visible.documents
+    if documents is None or workload.apart or machine.device != H200.device:
+        return False
+    saved = _seconds(workload, shape, slower) - _seconds(workload, shape, machine)
+    return 2 * len(documents.lengths) / len(workload.queries) * machine.call < saved
+
+
 def _seconds(workload: Workload, shape: KVShape, machine: Hardware) -> float:
     """Return the seconds that the kernel computes for a rank, forward and backward."""
     queries, keys, mask, _ = workload

@@ -16,6 +16,7 @@ from ring_attention_pytorch.kernels import (
     fewest_launches,
     flash_attn_2,
     flash_attn_4,
+    for_long_documents,
     for_short_documents,
     refusal,
     triton,
@@ -201,6 +202,19 @@ def test_short_documents_have_a_kernel_of_their_own_on_hopper(capability, packed
     installed(**ALL)
     case = KernelRequest("cuda", torch.bfloat16, capability=capability, packed=packed)
     found = for_short_documents(case)
+    assert (found and found.name) == name
+
+
+@pytest.mark.parametrize(
+    ("there", "features", "name"),
+    [({}, dict(packed=True), "sdpa-cudnn"), ({}, {}, None), (ALL, dict(packed=True), None),
+     ({}, dict(packed=True, window=True), None), ({}, dict(packed=True, d=64, d_v=40), None)],
+)  # fmt: skip
+def test_long_documents_may_have_a_kernel_with_a_call_for_each(there, features, name, installed):
+    """The fastest one, unless it is the first for documents anyway: here that is Triton."""
+    installed(**there | {"triton": "3.4"})
+    case = KernelRequest("cuda", torch.bfloat16, capability=(9, 0), **features)
+    found = for_long_documents(case)
     assert (found and found.name) == name
 
 

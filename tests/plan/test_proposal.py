@@ -10,9 +10,11 @@ from ring_attention_pytorch.comm.fabric_kernels import OneStream
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.kernels import SelectedKernel, choose
 from ring_attention_pytorch.plan import plan_cache, prepare, proposal
+from ring_attention_pytorch.plan.explain import explain_plan
 from ring_attention_pytorch.plan.proposal import MOST_MEMORY, memory_left
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, Traits
+from ring_attention_pytorch.schedule import hardware as speeds
 from ring_attention_pytorch.schedule import policy
 from ring_attention_pytorch.schedule.hardware import H200, hardware, number_of
 from ring_attention_pytorch.schedule.pieces import KVShape
@@ -81,6 +83,50 @@ def short_documents_get_a_kernel_of_their_own(patch: pytest.MonkeyPatch) -> None
 
 def test_short_documents_get_a_kernel_of_their_own(monkeypatch):
     short_documents_get_a_kernel_of_their_own(monkeypatch)
+
+
+def long_documents_get_a_kernel_by_its_cost(patch: pytest.MonkeyPatch) -> None:
+    """Unless one is named, samples differ, or calls take longer than the faster kernel saves."""
+
+    def main(ring: threads.ThreadRing) -> list[tuple[str, list[str]]]:
+        q, k = torch.empty(2, 4096, 32, 128), torch.empty(2, 4096, 8, 128)
+        total, place = 4096 * ring.size, slice(4096 * ring.rank, 4096 * (ring.rank + 1))
+        few, many = (dict(cu_seqlens=range(0, total + 1, n)) for n in (total // 2, 128))
+        halves, thirds = (torch.arange(total) // n for n in (total // 2, total // 3))
+        differ = dict(documents=torch.stack((halves, thirds))[:, place])
+        shown = few, many, differ, few | dict(kernel="sdpa"), few | dict(transport="gather"), {}
+        plans = [RingPlan.make(q, k, k, group=ring, causal=True, **each) for each in shown]
+        return [(plan.kernel.name, [*plan.chosen.by_kernel]) for plan in plans]
+
+    patch.setitem(speeds._KERNELS, "long", (1200e12, 1050e12))
+    long = choose("eager", KernelRequest("cpu", torch.float32))._replace(name="long")
+    patch.setattr(proposal, "for_long_documents", lambda case: long if case.packed else None)
+    both = ["sdpa", "long"]
+    wins, none = ("long", both), ("sdpa", [])
+    for size in (1, 2):
+        found = threads.run(size, main)[0]
+        assert found == [[wins, none, none, none, wins, none]] * size
+
+
+def test_long_documents_get_a_kernel_by_its_cost(monkeypatch):
+    long_documents_get_a_kernel_by_its_cost(monkeypatch)
+
+
+def test_what_calls_cost_decides_and_is_explained(monkeypatch):
+    """Where calls pay by themselves, the tiles that ranks cut can still make them too many."""
+    q, k = torch.empty(1, 8192, 32, 128), torch.empty(1, 8192, 8, 128)
+    monkeypatch.setitem(speeds._KERNELS, "long", (1200e12, 1050e12))
+    long = choose("eager", KernelRequest("cpu", torch.float32))._replace(name="long")
+    monkeypatch.setattr(proposal, "for_long_documents", lambda case: long)
+    for taken, name in ((1.0, "long"), (1e9, "sdpa")):
+        seconds = {"sdpa": 2e-3, "long": 1e-3 * taken}
+        by_speed = {600e12: seconds["sdpa"], 1200e12: seconds["long"]}
+        monkeypatch.setattr(prepare, "seconds_by", lambda *given: by_speed[given[4].forward])  # noqa: B023
+        plan_cache.forget()
+        plan = RingPlan.make(q, k, k, causal=True, cu_seqlens=[0, 8192])
+        assert plan.kernel.name == name
+        said = f"predicted 2 ms by sdpa, in few calls; {1e3 * seconds['long']:.3g} ms by long"
+        assert said in explain_plan(plan)
 
 
 ON_GPU = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))

@@ -17,6 +17,7 @@ from ring_attention_pytorch.schedule.cost import (
     likely_gather,
     part_seconds,
     predict,
+    seconds_by,
     swap_launch_seconds,
     swap_seconds,
 )
@@ -66,6 +67,12 @@ def test_every_visible_pair_is_counted_once(layout, size, length, visible, at_on
             for back in (False, True):
                 keys = schedule.positions(back, rank)
                 assert sum(visible_pairs(tiles(mine, each, visible)) for each in keys) == pairs
+
+
+def test_one_transport_costs_what_it_costs_among_all():
+    found = blocks("zigzag", 4, 4 * 4096, Mask(causal=True))
+    for transport, cost in costs(found, JOB, 3).items():
+        assert seconds_by(transport, found, JOB, 3) == cost.forward + cost.backward
 
 
 def test_more_speed_never_takes_longer():

@@ -3,15 +3,20 @@
 import pytest
 import torch
 
+from ring_attention_pytorch.geometry.documents import of_borders
 from ring_attention_pytorch.geometry.layouts import Segment, all_segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.plan import plan_cache
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.schedule import policy
-from ring_attention_pytorch.schedule.hardware import H200
+from ring_attention_pytorch.schedule.hardware import H200, hardware
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload, schedule
 from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
-from ring_attention_pytorch.schedule.policy import keys_arrive_late, reduce_by_copy_engine
+from ring_attention_pytorch.schedule.policy import (
+    calls_of_documents_pay,
+    keys_arrive_late,
+    reduce_by_copy_engine,
+)
 
 # of zigzag's causal chunks, 32 and 8 heads of size 128: ranks, tokens of each, whether own keys are
 # overtaken, and whether enough is left to compute on meanwhile
@@ -29,6 +34,19 @@ def test_gradients_come_aside_where_that_is_hidden(size, tokens, own_low_priorit
     assert reduce_by_copy_engine(blocks, groups, job, H200, own_low_priority) == by_copy_engine
     one_by_one = schedule(blocks, 1)
     assert reduce_by_copy_engine(blocks, one_by_one, job, H200, False) == (size > 2)
+
+
+def test_calls_of_documents_are_considered_where_they_were_compared():
+    """On H200s, if all samples have the same few documents."""
+    one, job = ((Segment(0, 1, 32768),),), KVShape(1, 32, 8, 128, 128, itemsize=2)
+    mask = Mask(causal=True, documents=of_borders([0, 16384, 32768]))
+    work, slower = Workload(one, one, mask), hardware("triton")
+    assert calls_of_documents_pay(work, job, H200, slower)
+    assert not calls_of_documents_pay(work, job, H200._replace(device="H100"), slower)
+    assert not calls_of_documents_pay(work, job, H200._replace(call=1.0), slower)
+    assert not calls_of_documents_pay(work, job, H200, H200)
+    for other in (work._replace(apart=(mask, mask)), work._replace(visible=Mask(causal=True))):
+        assert not calls_of_documents_pay(other, job, H200, slower)
 
 
 LATE = [
