@@ -134,10 +134,9 @@ def settle_transport(
         memory = min(rank["room"] for rank in lengths)
     at_once = owners_at_once(memory, blocks, shape)
     degree = ring.size // len(blocks.keys)  # of Ulysses
-    machine = _machine_of(kernel, lengths, q)
+    machine = _machine_of(kernel, lengths, q, ring.machines)
     if options.calibrate:
-        hosts = [rank["host"] for rank in lengths]
-        machine = calibrated(machine, ring, degree, kernel, shape, q, hosts)
+        machine = calibrated(machine, ring, degree, kernel, shape, q)
     near = machine.every(degree)
     name = named or choose_transport(blocks, shape, at_once, near if q.is_cuda else None)
     light, short = mine.fewest_launches, mine.for_short
@@ -176,11 +175,13 @@ def _shape_of(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> KVShape:
     return KVShape(b, heads, key_heads, d, v.shape[3], q.dtype.itemsize, wide)
 
 
-def _machine_of(kernel: SelectedKernel, ranks: list[dict[str, int]], like: Tensor) -> Hardware:
-    """Return the machine of all ranks, from their notes: the slowest of their devices."""
+def _machine_of(
+    kernel: SelectedKernel, ranks: list[dict[str, int]], like: Tensor, machines: tuple[int, ...]
+) -> Hardware:
+    """Return the hardware of all ranks, from their notes: the slowest of their devices."""
     if not like.is_cuda:
         return H200
-    domain = share_one_host([rank["host"] for rank in ranks])
+    domain = share_one_host(machines)
     machine = hardware(kernel.name, min(rank["device"] for rank in ranks), domain)
     return _with_calls_of(kernel, machine)
 

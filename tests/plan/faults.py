@@ -155,11 +155,11 @@ KEPT = [
     ),
     Mutant(
         "all ranks compile the same", "warm_up.py:_compile",
-        "hosts.index(host) == plan.ring.rank", "True",
+        "machines.index(machines[plan.ring.rank]) == plan.ring.rank", "True",
     ),
     Mutant(
         "one rank compiles for all hosts", "warm_up.py:_compile",
-        "hosts.index(host) == plan.ring.rank", "plan.ring.rank == 0",
+        "machines.index(machines[plan.ring.rank]) == plan.ring.rank", "plan.ring.rank == 0",
     ),
     Mutant(
         "kernels are compiled one after another", "runtime/launches.py:compile_together",
