@@ -42,6 +42,7 @@ class Hub:
         self.gathers = [0] * size
         self.summed: list[Tensor] = [torch.empty(0)] * size
         self.machines = (0,) * size  # of each rank
+        self.ways = Counter[tuple[int, int]]()  # bytes sent, by sender and receiver
 
     def box(self, sender: int, receiver: int, tag: int, number: int) -> Queue:
         """Where one message lies: they match by tags, and in the order in which they are posted."""
@@ -88,6 +89,8 @@ class ThreadRing(Ring):
             self.hub.box(self.rank, rank, tag, self.sent[rank, tag]).put((t, taken[-1]))
             self.sent[rank, tag] += 1
             self.hub.sent_bytes[self.rank] += t.nbytes
+            with self.hub.lock:
+                self.hub.ways[self.rank, rank] += t.nbytes
         mail = []
         for rank, t in receives:
             mail.append((self.hub.box(rank, self.rank, tag, self.awaited[rank, tag]), t))
