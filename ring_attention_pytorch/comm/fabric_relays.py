@@ -39,7 +39,7 @@ class Relays(Messages):
     machines: Machines = ()
     routes: dict[Transfer, Route] = field(default_factory=dict, compare=False, repr=False)
 
-    return_path = " by way of relays, which sum them for their machines"
+    return_path = ", summed by relays"
 
     def channel(
         self, program: Program, own: KVBlock, totals: KVGrads | None = None

@@ -223,37 +223,50 @@ def rounds_by_machine(workload: Workload, machines: Machines, at_once: int) -> t
     return tuple(found)
 
 
+@cached
 def by_relays(workload: Workload, machines: Machines, at_once: int) -> Schedule:
     """Return the schedule of a gather in rounds of one machine's owners."""
     return gather(workload, [*map(Block.of, rounds_by_machine(workload, machines, at_once))])
 
 
+class Across(NamedTuple):
+    """Keys that cross between machines in one call: directly to each rank, or by way of relays."""
+
+    direct: int
+    relayed: int
+
+
 @cached
-def relays_spare(workload: Workload, machines: Machines) -> bool:
-    """True if fewer keys cross by way of relays: if several ranks of a machine need the same ones.
+def across(workload: Workload, machines: Machines) -> Across:
+    """Count the keys that cross, directly and by way of relays, which is the least there is.
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> from ring_attention_pytorch.geometry.tiles import Mask
     >>> four = all_segments("contiguous", 4, 8)
     >>> work = Workload(four, four, Mask())
-    >>> [relays_spare(work, machines) for machines in ((0, 0, 1, 1), (0, 1, 2, 3), (0,) * 4)]
-    [True, False, False]
+    >>> across(work, (0, 0, 1, 1)), across(work, (0, 1, 2, 3))
+    (Across(direct=16, relayed=8), Across(direct=24, relayed=24))
     """
+    pieces = all_together(workload).pieces
+    direct = 0
+    for rank, chunks in enumerate(pieces):
+        others = (chunk for chunk in chunks if machines[chunk.owner] != machines[rank])
+        direct += tokens([*others])
+    if len({*machines}) in (1, len(machines)):
+        return Across(direct, direct)
+    relayed = 0
+    for leg in legs(pieces, machines).first:
+        if machines[leg.sender] != machines[leg.receiver]:
+            relayed += leg.tokens
+    return Across(direct, relayed)
+
+
+def relays_spare(workload: Workload, machines: Machines) -> bool:
+    """True if fewer keys cross by way of relays: if several ranks of a machine need the same."""
     if len({*machines}) in (1, len(machines)):
         return False
-    pieces = all_together(workload).pieces
-    apart = sum(
-        chunk.segment.length
-        for rank, chunks in enumerate(pieces)
-        for chunk in chunks
-        if machines[chunk.owner] != machines[rank]
-    )
-    legs_across = (
-        leg.tokens
-        for leg in legs(pieces, machines).first
-        if machines[leg.sender] != machines[leg.receiver]
-    )
-    return sum(legs_across) < apart
+    direct, relayed = across(workload, machines)
+    return relayed < direct
 
 
 # --- how much crosses ---
