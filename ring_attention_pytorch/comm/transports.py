@@ -95,12 +95,20 @@ def make_transport(
             ring, blocks, at_once, kv_shape, shared, machine, own_low_priority, late
         )
     if name == "gather" and relays_spare(blocks, ring.machines):
-        return over_machines(ring, blocks, at_once)
+        return over_machines(ring, blocks, at_once, device)
     return TRANSPORTS[name].make(ring, blocks, at_once)
 
 
-def over_machines(ring: Ring, blocks: Workload, at_once: int) -> Gather:
-    """Make a gather whose keys cross to a machine once, in rounds of at most `at_once` owners."""
+def over_machines(ring: Ring, blocks: Workload, at_once: int, device: torch.device) -> Gather:
+    """Make a gather whose keys cross to a machine once, in rounds of at most `at_once` owners.
+
+    All ranks of the ring call this together, and exchange a byte: NCCL connects a group in its
+    first exchange, for which it needs all ranks, and later ones may have no message for some.
+    """
+    if device.type == "cuda":
+        ahead, behind = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
+        sent, room = torch.zeros(2, 1, dtype=torch.uint8, device=device).unbind()
+        ring.exchange([(ahead, sent)], [(behind, room)]).wait()
     plan = by_relays(blocks, ring.machines, at_once)
     idle = not plan.forward.transfers
     return Gather(plan, Relays(ring, idle, machines=ring.machines))
