@@ -237,6 +237,7 @@ def _bytes(call: Callable[[], object]) -> int:
         dist.barrier()
         time.sleep(0.15)
         before = sent()
+        dist.barrier()  # no rank of this machine sends before all have looked
         call()
         dist.barrier()
         time.sleep(0.15)
