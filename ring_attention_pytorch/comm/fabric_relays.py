@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.fabric import KVGrads
-from ring_attention_pytorch.comm.fabric_messages import Messages, Pack
+from ring_attention_pytorch.comm.fabric_messages import MessageChannel, Messages, Pack
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.ranks.ring import Transfer as Exchange
@@ -63,17 +63,15 @@ class Sums(NamedTuple):
     direct: list[tuple[slice, Tensors]]  # of own keys, by ranks of this machine
 
 
-class RelayChannel:
+class RelayChannel(MessageChannel):
     """One call by way of relays."""
 
     def __init__(
         self, fabric: Relays, program: Program, own: KVBlock, totals: KVGrads | None = None
     ) -> None:
-        self.fabric: Relays = fabric
+        super().__init__(fabric, program, own, totals)
+        self.relays: Relays = fabric
         self.ring: Ring = fabric.ring
-        self.program: Program = program
-        self.own: KVBlock = own
-        self.totals: KVGrads | None = totals
         self.coming: list[Transfer] = [t for t in program.transfers if t.kind == KEYS]
         self.going: list[Transfer] = [t for t in program.transfers if t.kind == GRADS]
         self.crossing: dict[Transfer, Exchange] = {}
@@ -108,13 +106,13 @@ class RelayChannel:
 
     def _cross(self, transfer: Transfer) -> None:
         """Send own keys to their relays, and to ranks of this machine."""
-        route, packed = self._route(transfer), dict[tuple[slice, ...], Tensor]()
+        route, packed = self._route(transfer), dict[tuple[tuple[int, int], ...], Tensor]()
         sends = []
         for leg in route.sends[0]:
-            spans = tuple(span.cols for span in leg.spans)
+            spans = [span.cols for span in leg.spans]
             known = tuple((span.start, span.stop) for span in leg.spans)
             if known not in packed:
-                pack = Pack(self._form(leg), list(spans))
+                pack = Pack(self._form(leg), spans)
                 packed[known] = pack.packed(self._own_keys)
             sends.append((leg.receiver, packed[known]))
         self.crossing[transfer] = self.ring.exchange(sends, self._rooms(route.receives[0]))
@@ -137,10 +135,6 @@ class RelayChannel:
         self.passing[transfer] = self.ring.exchange(sends, self._rooms(route.receives[1]))
 
     # --- gradients ---
-
-    def grad_accumulators(self, keys: KVBlock) -> KVGrads:
-        dk, dv = (GradAccumulator(t, calls=1, dtype=wire_dtype(t.dtype)) for t in keys[:2])
-        return dk, dv
 
     def give(self, transfer: Transfer, grads: KVGrads) -> None:
         """Send gradients to relays of this machine, and to owners on it."""
@@ -189,7 +183,7 @@ class RelayChannel:
             shape = like.shape[0], leg.tokens, *like.shape[2:]
             totals.append(GradAccumulator(like.new_empty(shape), dtype=wire_dtype(like.dtype)))
         from_rank = {each.receiver: each for each in route.sends[1]}
-        for rank in members(self.fabric.machines, self.fabric.machines[self.ring.rank]):
+        for rank in members(self.relays.machines, self.relays.machines[self.ring.rank]):
             parts: list[tuple[slice, Tensors]] = []
             if rank == self.ring.rank:
                 for (number, sender, at), here in route.chunks:
@@ -216,7 +210,7 @@ class RelayChannel:
 
     def _far(self, route: Route) -> list[Leg]:
         """List the first legs from here to other machines, by the machines' distance."""
-        machines = self.fabric.machines
+        machines = self.relays.machines
         mine, number = machines[self.ring.rank], 1 + max(machines)
         far = [leg for leg in route.sends[0] if not self._is_near(leg.receiver)]
         return sorted(far, key=lambda leg: (machines[leg.receiver] - mine) % number)
@@ -238,10 +232,10 @@ class RelayChannel:
         return [t for t in self.own[:3] if t is not None]
 
     def _route(self, transfer: Transfer) -> Route:
-        return self.fabric.route(self.program, transfer)
+        return self.relays.route(self.program, transfer)
 
     def _is_near(self, rank: int) -> bool:
-        machines = self.fabric.machines
+        machines = self.relays.machines
         return machines[rank] == machines[self.ring.rank]
 
     def _form(self, leg: Leg, back: bool = False) -> Form:

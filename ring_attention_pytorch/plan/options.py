@@ -155,7 +155,7 @@ def _check_transport(o: "Options", call: Call) -> None:
     check_transport(o.transport, o.memory)
 
 
-def _check_ulysses(o: "Options", call: Call) -> None:
+def _check_ulysses(o: Any, call: Call) -> None:
     check_ulysses(o.ulysses, call.ring_size, call.q.shape[2])
 
 
