@@ -89,7 +89,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     layout: LayoutOption = "contiguous",
     kernel: KernelOption | None = None,
     transport: TransportName | None = None,
-    ulysses: int = 1,
+    ulysses: int | None = None,
     memory: int | None = None,
     bucket_size: int = 1024,
     calibrate: bool = False,
@@ -167,9 +167,12 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             get "triton"; `explain_plan` says which runs. A named one never falls back to another.
         transport: "ring" passes keys from neighbour to neighbour, "gather" fetches all required
             keys in one exchange. None chooses: on GPUs by a prediction from constants of the
-            device, hence the same in every run; on CPUs "ring".
+            device, hence the same in every run; on CPUs "ring". Over several machines it is
+            "gather" if that sends fewer bytes from one to another.
         ulysses: how many neighbours swap heads for sequence (all-to-all) first, so that only ranks
-            with the same heads exchange keys. It must divide the ring and the heads of q.
+            with the same heads exchange keys. It must divide the ring and the heads of q. None
+            chooses, where the ring spans several machines, so that the fewest bytes go from one to
+            another (`explain_plan` says how many); on one machine it is 1.
         memory: a limit in bytes for other ranks' keys and gradients on this rank under "gather",
             which then fetches the keys of fewer owners at once, but of at least one. None means no
             limit if transport is named; otherwise 8 GiB, and on GPUs at most half of the free

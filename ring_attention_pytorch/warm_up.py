@@ -3,11 +3,9 @@
 It calls attention a few times, so it is above it. `RingPlan.warm_up` is its only caller.
 """
 
-import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -53,10 +51,9 @@ def _compile(plan: RingPlan, qkv: list[Tensor], sinks: Tensor | None) -> None:
     """Compile the kernels of calls, by one rank of each host first; others load its disk cache."""
     with compile_only() as calls:
         wrong = error_of(lambda: _dry_run(plan, qkv, sinks))
-    host = crc32(socket.gethostname().encode())
-    told = agree(plan.ring, "compiling kernels", {}, own={"host": host}, check=wrong)
-    hosts = [own["host"] for own in told]
-    is_first = hosts.index(host) == plan.ring.rank
+    agree(plan.ring, "compiling kernels", {}, check=wrong)
+    machines = plan.ring.machines
+    is_first = machines.index(machines[plan.ring.rank]) == plan.ring.rank
     kernels = [*calls.values()]
     for now in (kernels, []) if is_first else ([], kernels):
         with torch.cuda.device_of(qkv[0]):

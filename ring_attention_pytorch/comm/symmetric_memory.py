@@ -1,6 +1,5 @@
 """Symmetric memory: all ranks of an NVLink domain can read it, in a fixed order of use."""
 
-import socket
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property, partial
@@ -14,6 +13,7 @@ from torch.distributed import ProcessGroup
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.ranks.failures import timeout_of
 from ring_attention_pytorch.ranks.guard import Barrier, Board
+from ring_attention_pytorch.ranks.machines import machine_name
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.ranks.steps import Steps
 from ring_attention_pytorch.runtime.graph_pool import outside_graph_pool
@@ -299,14 +299,14 @@ def space_of(group: ProcessGroup, device: torch.device) -> SymmetricWorkspace | 
 
 
 def _place(device: torch.device) -> str:
-    """Return the host's name; "" if this process can't share memory of this device."""
+    """Return the machine's name; "" if this process can't share memory of this device."""
     if not has_triton():  # barriers are Triton kernels
         return ""
     try:
         import torch.distributed._symmetric_memory  # noqa: F401
     except ImportError:
         return ""
-    return socket.gethostname() if device.type == "cuda" else ""
+    return machine_name() if device.type == "cuda" else ""
 
 
 def rounded(nbytes: int) -> int:

@@ -11,6 +11,7 @@ from ring_attention_pytorch.comm.fabric import Fabric
 from ring_attention_pytorch.comm.fabric_copies import CopyEngines
 from ring_attention_pytorch.comm.fabric_kernels import OneStream
 from ring_attention_pytorch.comm.fabric_messages import Messages
+from ring_attention_pytorch.comm.fabric_relays import Relays
 from ring_attention_pytorch.comm.gather import Gather
 from ring_attention_pytorch.comm.send_recv import SendRecv
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup, shared_by
@@ -33,6 +34,7 @@ from ring_attention_pytorch.schedule.policy import (
     own_keys_apart,
     reduce_by_copy_engine,
 )
+from ring_attention_pytorch.schedule.relays import by_relays, relays_spare
 from ring_attention_pytorch.schedule.steps import Block
 
 TRANSPORTS: dict[str, type[SendRecv] | type[Gather]] = {"ring": SendRecv, "gather": Gather}
@@ -92,7 +94,24 @@ def make_transport(
         return by_copy_engines(
             ring, blocks, at_once, kv_shape, shared, machine, own_low_priority, late
         )
+    if name == "gather" and relays_spare(blocks, ring.machines):
+        return over_machines(ring, blocks, at_once, device)
     return TRANSPORTS[name].make(ring, blocks, at_once)
+
+
+def over_machines(ring: Ring, blocks: Workload, at_once: int, device: torch.device) -> Gather:
+    """Make a gather whose keys cross to a machine once, in rounds of at most `at_once` owners.
+
+    All ranks of the ring call this together, and exchange a byte: NCCL connects a group in its
+    first exchange, for which it needs all ranks, and later ones may have no message for some.
+    """
+    if device.type == "cuda":
+        ahead, behind = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
+        sent, room = torch.zeros(2, 1, dtype=torch.uint8, device=device).unbind()
+        ring.exchange([(ahead, sent)], [(behind, room)]).wait()
+    plan = by_relays(blocks, ring.machines, at_once)
+    idle = not plan.forward.transfers
+    return Gather(plan, Relays(ring, idle, machines=ring.machines))
 
 
 def make_one_stream(

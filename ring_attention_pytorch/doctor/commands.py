@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--heads", type=_positive, nargs=2, default=(32, 8), metavar=("H", "KV"))
     explain.add_argument("--width", type=_positive, default=128, help="of a head (128)")
     explain.add_argument("--ranks", type=_positive, default=4)
+    explain.add_argument("--machines", type=_positive, default=1, help="that ranks are on (1)")
     explain.add_argument("--layout", choices=tuple(LAYOUTS), default="zigzag")
     explain.add_argument("--no-mask", action="store_true", help="not causal")
     return whole
@@ -165,7 +166,8 @@ def _explain(args: argparse.Namespace) -> int:
         print(f"--heads: {key_heads} key heads must divide {heads} query heads", file=sys.stderr)
         return 2
     told = explained(
-        args.tokens, (heads, key_heads), args.width, args.ranks, args.layout, not args.no_mask
-    )
+        args.tokens, (heads, key_heads), args.width, args.ranks, args.layout, not args.no_mask,
+        min(args.machines, args.ranks),
+    )  # fmt: skip
     print("\n\n".join(told))
     return 0

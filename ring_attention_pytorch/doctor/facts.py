@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import ring_attention_pytorch
 from ring_attention_pytorch.kernels import KERNELS, package_refusal, refusal
+from ring_attention_pytorch.ranks.machines import machine_name
 from ring_attention_pytorch.runtime.interfaces import Dependency, KernelRequest
 
 
@@ -30,6 +31,7 @@ class Facts:
         gpus, apart: names of the GPUs, and pairs of them without access to each other's memory.
         backends: backends available to torch.distributed.
         launched: number of processes that torchrun started, this one included; 0 without torchrun.
+        machine: its name, by which ranks decide who shares memory.
     """
 
     python: str
@@ -45,6 +47,7 @@ class Facts:
     apart: tuple[tuple[int, int], ...]
     backends: tuple[str, ...]
     launched: int
+    machine: str = ""
 
 
 def gather_facts(device: str) -> Facts:
@@ -65,6 +68,7 @@ def gather_facts(device: str) -> Facts:
         apart=tuple(p for p in pairs if not torch.cuda.can_device_access_peer(*p)),
         backends=_backends(),
         launched=int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 0,
+        machine=machine_name(),
     )
 
 

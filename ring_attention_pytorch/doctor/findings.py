@@ -29,6 +29,7 @@ def findings_of(facts: Facts, backend: str, nproc: int) -> list[Finding]:
         *_kernels(facts),
         _backend(facts, backend),
         _processes(facts, nproc),
+        Finding("machine", "ok", f"{facts.machine}; only ranks of this name share memory"),
         *_gpus(facts),
     ]
 

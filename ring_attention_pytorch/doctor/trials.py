@@ -1,5 +1,6 @@
 """Trials in processes that share a sequence: correctness of attention, and speed of links."""
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -67,10 +68,19 @@ def worst(trials: Sequence[Trial]) -> Trial:
 
 
 def explained(
-    tokens: int, heads: tuple[int, int], width: int, nproc: int, layout: str, causal: bool
+    tokens: int,
+    heads: tuple[int, int],
+    width: int,
+    nproc: int,
+    layout: str,
+    causal: bool,
+    machines: int = 1,
 ) -> list[str]:
-    """Explain the plan of each of `nproc` processes; their tensors take no memory."""
-    return spawn(_explain, nproc, tokens, heads, width, layout, causal)
+    """Explain the plan of each of `nproc` processes; their tensors take no memory.
+
+    They plan as if they were on so many machines, one after another.
+    """
+    return spawn(_explain, nproc, tokens, heads, width, layout, causal, nproc / machines)
 
 
 def _trial(rank: int, device: str) -> Trial:
@@ -146,9 +156,15 @@ def _bandwidth(ring: Ring, device: str) -> float | None:
 
 
 def _explain(
-    rank: int, tokens: int, heads: tuple[int, int], width: int, layout: Any, causal: bool
+    rank: int,
+    tokens: int,
+    heads: tuple[int, int],
+    width: int,
+    layout: Any,
+    causal: bool,
+    ranks: float,
 ) -> str:
-    del rank
+    os.environ["RING_ATTENTION_MACHINE"] = f"machine {int(rank / ranks)}"
     like = torch.empty((), dtype=torch.bfloat16)
     here = shard_sequence(torch.empty(()).expand(1, tokens), layout=layout).shape[1]
     q = like.expand(1, here, heads[0], width)

@@ -167,6 +167,7 @@ def plan_chunk(
         return RingPlan.make(
             q, k, v, causal=True, layout=layout, scale=scale, softclamp=softclamp, sinks=sinks,
             kernel=cast(KernelOption, fastest.name), group=cache.ring,
+            ulysses=1,
         )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ the same figures and make the same choice.
 
 import json
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
 from statistics import median
 from typing import Any
@@ -46,12 +46,11 @@ def calibrated(
     kernel: SelectedKernel,
     shape: KVShape,
     like: Tensor,
-    hosts: Sequence[int],
 ) -> Hardware:
     """Return a machine with this ring's speeds; its neighbours are `degree` ranks apart.
 
     All ranks of the group call this together, and exchange the speeds that they know. A speed that
-    any rank lacks is measured. `hosts` are numbers of the hosts of the ring's ranks.
+    any rank lacks is measured.
     """
     known = _known.setdefault(ring.group, {})
     links = "links", ring.size, degree
@@ -61,7 +60,7 @@ def calibrated(
     links_known, speeds_known = zip(*map(json.loads, notes))
     with torch.no_grad(), torch.autocast(like.device.type, enabled=False):
         if not all(links_known):
-            known[links] = _slowest(ring, _links(ring, degree, hosts, like.device))
+            known[links] = _slowest(ring, _links(ring, degree, like.device))
         if not all(speeds_known):
             known[speeds] = _slowest(ring, _kernel(kernel, shape, like))
     return with_measured(machine, known[links] | known[speeds], shape)
@@ -117,10 +116,10 @@ def _two_buffers(device: torch.device) -> list[Tensor]:
     return [torch.zeros(_BYTES[-1], dtype=torch.uint8, device=device) for _ in range(2)]
 
 
-def _links(ring: Ring, degree: int, hosts: Sequence[int], device: torch.device) -> Seconds | None:
+def _links(ring: Ring, degree: int, device: torch.device) -> Seconds | None:
     """Time messages between neighbours, and pulls; None if some rank lacks memory.
 
-    Messages of n bytes are "near n" if both neighbours are on this host, otherwise "far n".
+    Messages of n bytes are "near n" if both neighbours are on this machine, otherwise "far n".
     """
     try:  # all of them or none: from here on ranks wait for one another
         buffers = _two_buffers(device)
@@ -132,7 +131,7 @@ def _links(ring: Ring, degree: int, hosts: Sequence[int], device: torch.device) 
     step = degree % ring.size or 1
     after = (ring.rank + step) % ring.size
     before = (ring.rank - step) % ring.size
-    mine, *others = (hosts[rank] for rank in (ring.rank, after, before))
+    mine, *others = (ring.machines[rank] for rank in (ring.rank, after, before))
     kind = "near" if {*others} == {mine} else "far"
     seconds: Seconds = {}
     for n in _BYTES:

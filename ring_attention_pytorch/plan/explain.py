@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.geometry.segments import Segments, count
 from ring_attention_pytorch.geometry.tiles import tiles, visible_pairs
+from ring_attention_pytorch.plan.over_machines import is_relayed, of_machines, relayed_share
 from ring_attention_pytorch.plan.picture import picture as drawn
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.graphs import graphs_refusal, has_graphs
@@ -51,7 +52,9 @@ def explain_plan(plan: RingPlan, *, picture: str | PathLike[str] | None = None) 
         f"received: {_bytes(found.cost.received)} forward and backward; others' keys and "
         f"gradients take at most {_bytes(_held(plan))} here"
     )
-    return "\n".join([*head, *steps, received, _prediction(plan, found), *_of_host(plan, found)])
+    across = of_machines(plan, _bytes)
+    last = _prediction(plan, found), *_of_host(plan, found)
+    return "\n".join([*head, *steps, received, *across, *last])
 
 
 class Prediction(NamedTuple):
@@ -78,8 +81,10 @@ def predicted(plan: RingPlan) -> Prediction:
         host = host_seconds(plan.schedule, plan.replay.tape, machine)
     if (swap := plan.ulysses) is not None:
         host += swap_launch_seconds(swap.by.replay.tape, has_graphs(swap), machine)
+    near = machine.every(degree).under_load()
+    near = near._replace(network=near.network / relayed_share(plan))
     return Prediction(
-        predict(plan.schedule, plan.place, shape, machine.every(degree).under_load()),
+        predict(plan.schedule, plan.place, shape, near),
         swap_seconds(own, all_heads, degree, machine),
         host,
     )
@@ -176,7 +181,8 @@ def _of_gather(plan: RingPlan) -> list[str]:
     if program.parts[0].block != 0:
         return [_of_all_together(plan)]
     shared = plan.transport.fabric.name
-    lines = [f"gather: {f'pulled out of {shared}' if shared else 'sent point to point'}"]
+    way = "by way of a relay on each machine" if is_relayed(plan) else "sent point to point"
+    lines = [f"gather: {f'pulled out of {shared}' if shared else way}"]
     for number, block in enumerate(program.blocks[1:], 1):
         chunks = program.chunks(number, place)
         if not chunks:

@@ -73,7 +73,7 @@ class PlanOptions(TypedDict, total=False):
     layout: LayoutOption
     kernel: KernelOption | None
     transport: TransportName | None
-    ulysses: int
+    ulysses: int | None
     memory: int | None
     bucket_size: int
     calibrate: bool

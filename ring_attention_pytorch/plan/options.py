@@ -155,7 +155,7 @@ def _check_transport(o: "Options", call: Call) -> None:
     check_transport(o.transport, o.memory)
 
 
-def _check_ulysses(o: "Options", call: Call) -> None:
+def _check_ulysses(o: Any, call: Call) -> None:
     check_ulysses(o.ulysses, call.ring_size, call.q.shape[2])
 
 
@@ -211,7 +211,7 @@ class Options:
     layout: Annotated[Layout, Row(lambda o, call: check_layout(o.layout), str)] = "contiguous"
     kernel: Annotated[str | None, Row(agree=itself)] = None
     transport: Annotated[str | None, Row(_check_transport, itself)] = None
-    ulysses: Annotated[int, Row(_check_ulysses, itself)] = 1
+    ulysses: Annotated[int | None, Row(_check_ulysses, itself)] = None
     memory: Annotated[int | None, Row(_check_transport, itself)] = None
     bucket_size: Annotated[int, Row(_check_bucket_size)] = 1024
     calibrate: Annotated[bool, Row(_check_calibrate, itself, everywhere=True)] = False

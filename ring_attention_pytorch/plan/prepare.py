@@ -18,13 +18,18 @@ from ring_attention_pytorch.plan.calibrate import calibrated
 from ring_attention_pytorch.plan.checks import check_lengths, segments_of_two
 from ring_attention_pytorch.plan.masks import check_repeats, gather_positions
 from ring_attention_pytorch.plan.options import Options
+from ring_attention_pytorch.plan.over_machines import (
+    degree_over_machines,
+    shape_of,
+    transport_over_machines,
+)
 from ring_attention_pytorch.plan.placement import OwnMask, own_mask
 from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.ranks.agreement import raise_together
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.interfaces import ScoreMods, Transport
-from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.schedule.cost import choose_transport, seconds_by
 from ring_attention_pytorch.schedule.hardware import (
     H200,
@@ -84,6 +89,7 @@ def place_tokens(
 class Heads(NamedTuple):
     """The blocks, heads and mask that ranks work on, after the all-to-all if there is one."""
 
+    shards: Workload  # before it
     blocks: Workload
     terms: ScoreMods
     key_mask: Tensor | None
@@ -107,12 +113,13 @@ def swap_heads(ring: Ring, mine: Proposal, blocks: Workload, seed: int) -> Heads
         Dropout(options.dropout, seed) if options.dropout else None,
     )
     own = own_mask(options.key_mask)
-    if not 1 < options.ulysses <= ring.size:
-        return Heads(blocks, terms, own.values, own, None)
-    ulysses, queries, keys = Ulysses.make(ring, options.ulysses, blocks[:2], q, k, v)
-    blocks = blocks._replace(queries=queries, keys=keys)
+    degree = degree_over_machines(options, blocks, ring.machines, (q, k, v))
+    if not 1 < degree <= ring.size:
+        return Heads(blocks, blocks, terms, own.values, own, None)
+    ulysses, queries, keys = Ulysses.make(ring, degree, blocks[:2], q, k, v)
+    shards, blocks = blocks, blocks._replace(queries=queries, keys=keys)
     key_mask = None if own.values is None else ulysses.whole_mask(own.values)
-    return Heads(blocks, ulysses.of_heads(terms), key_mask, own, ulysses)
+    return Heads(shards, blocks, ulysses.of_heads(terms), key_mask, own, ulysses)
 
 
 class TransportChoice(NamedTuple):
@@ -139,18 +146,18 @@ def settle_transport(
     """
     options, blocks, ulysses = mine.options, heads.blocks, heads.ulysses
     q, k, v = mine.shaped
-    shape = _shape_of(q, k, v, ulysses)
+    degree = ring.size // len(blocks.keys)  # of Ulysses
+    shape = shape_of(q, k, v, degree)
     memory, named = options.memory, options.transport
     if named is None and memory is None:
         memory = min(rank["room"] for rank in lengths)
     at_once = owners_at_once(memory, blocks, shape)
-    degree = ring.size // len(blocks.keys)  # of Ulysses
-    machine = _machine_of(mine.kernel, lengths, q)
+    machine = _machine_of(mine.kernel, lengths, q, ring.machines)
     if options.calibrate:
-        hosts = [rank["host"] for rank in lengths]
-        machine = calibrated(machine, ring, degree, mine.kernel, shape, q, hosts)
+        machine = calibrated(machine, ring, degree, mine.kernel, shape, q)
     near = machine.every(degree)
-    name = named or choose_transport(blocks, shape, at_once, near if q.is_cuda else None)
+    name = named or transport_over_machines(blocks, ring.machines[::degree], shape)
+    name = name or choose_transport(blocks, shape, at_once, near if q.is_cuda else None)
     kernel, machine, by_kernel = _of_documents(
         mine,
         blocks,
@@ -207,20 +214,13 @@ def _of_documents(
     return kernel, machine, found
 
 
-def _shape_of(q: Tensor, k: Tensor, v: Tensor, swap: Ulysses | None) -> KVShape:
-    """Return the shapes that a transport works for, after the all-to-all if there is one."""
-    (b, _, heads, d), key_heads = q.shape, k.shape[2]
-    if swap is not None:
-        heads, key_heads = (len(spread.heads[0]) for spread in (swap.queries, swap.keys))
-    wide = wire_dtype(q.dtype) != q.dtype
-    return KVShape(b, heads, key_heads, d, v.shape[3], q.dtype.itemsize, wide)
-
-
-def _machine_of(kernel: SelectedKernel, ranks: list[dict[str, int]], like: Tensor) -> Hardware:
-    """Return the machine of all ranks, from their notes: the slowest of their devices."""
+def _machine_of(
+    kernel: SelectedKernel, ranks: list[dict[str, int]], like: Tensor, machines: tuple[int, ...]
+) -> Hardware:
+    """Return the hardware of all ranks, from their notes: the slowest of their devices."""
     if not like.is_cuda:
         return H200
-    domain = share_one_host([rank["host"] for rank in ranks])
+    domain = share_one_host(machines)
     machine = hardware(kernel.name, min(rank["device"] for rank in ranks), domain)
     return _with_calls_of(kernel, machine)
 

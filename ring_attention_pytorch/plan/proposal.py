@@ -4,10 +4,8 @@ Nothing here waits for another rank. Every error is raised here, and reported to
 agreement, so that none of them is left waiting.
 """
 
-import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -118,11 +116,10 @@ class Proposal(NamedTuple):
 
 
 def _facts(like: Tensor) -> dict[str, int]:
-    """Return numbers of this rank's host and device, by which plans on GPUs are chosen."""
+    """Return the number of this rank's device, by which plans on GPUs are chosen."""
     if not like.is_cuda:
         return {}
-    device = number_of(torch.cuda.get_device_name(like.device))
-    return {"host": crc32(socket.gethostname().encode()), "device": device}
+    return {"device": number_of(torch.cuda.get_device_name(like.device))}
 
 
 def memory_left(like: Tensor, ring_size: int) -> int:

@@ -98,6 +98,7 @@ class RingPlan:
     kernel: SelectedKernel
     transport: Transport
     chosen: TransportChoice  # the basis of the choice of transport, and the alternative
+    shards: Workload  # of all ranks
     blocks: Workload  # of the ranks that the transport connects
     ulysses: Ulysses | None
     key_mask: Tensor | None

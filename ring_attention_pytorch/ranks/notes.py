@@ -7,7 +7,7 @@ matches messages by their order alone.
 Ranks on one host exchange notes over sockets ("links"), in 20 us; gloo takes 200. gloo hands each
 message to its own threads, which costs four changes of thread. Sockets cost none: the kernel wakes
 the waiting thread when a message arrives or a process ends. All ranks of a group decide together,
-once, whether it has links: each must have reached every other one.
+once, whether it has links: all must be of one machine, and each must have reached every other one.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
@@ -37,6 +37,7 @@ from ring_attention_pytorch.ranks.failures import (
     timeout_of,
 )
 from ring_attention_pytorch.ranks.failures import links as all_links
+from ring_attention_pytorch.ranks.machines import machine_name, numbered
 
 FIRST = 4096  # bytes that are always exchanged
 _MARK = b"ring-attention-pytorch 3\n"
@@ -197,13 +198,20 @@ class Links:
 
 # the links of each group that has exchanged notes; None if its ranks have none
 links_of: WeakKeyDictionary[ProcessGroup, Links | None] = WeakKeyDictionary()
+# the number of each rank's machine, of such groups
+machines_of: WeakKeyDictionary[ProcessGroup, tuple[int, ...]] = WeakKeyDictionary()
 _host_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
 
 
 def link(group: ProcessGroup) -> None:
-    """Make the links of a group, or none. All its ranks call this together, and decide alike."""
+    """Make the links of a group, or none, and find out which ranks share a machine.
+
+    All its ranks call this together, and decide alike.
+    """
     over_gloo = partial(gather_over_gloo, group)
-    found = _rendezvous(group.rank(), group.size(), over_gloo, timeout_of(group))
+    found, machines_of[group] = _rendezvous(
+        group.rank(), group.size(), over_gloo, timeout_of(group)
+    )
     if found is not None:
         finalize(group, found.close).atexit = False
     links_of[group] = found
@@ -249,17 +257,26 @@ def _end(companion: "ref[ProcessGroup]") -> None:
         dist.destroy_process_group(group)
 
 
-def _rendezvous(rank: int, size: int, gather: Gather, patience: timedelta) -> Links | None:
-    """Connect this rank to all others; return None, on all ranks, if any can't reach another."""
+class Reached(NamedTuple):
+    """A group's links, None if any rank can't reach another, and the ranks' machines."""
+
+    links: Links | None
+    machines: tuple[int, ...]
+
+
+def _rendezvous(rank: int, size: int, gather: Gather, patience: timedelta) -> Reached:
+    """Connect this rank to all others, if all are of one machine; the same on all ranks."""
     subject, links = "whether all ranks share a host", dict[int, socket.socket]()
     with _listening_socket(size) as door:
         try:
-            paths = exchange(
-                gather, subject, b"" if door is None else os.fsencode(door.getsockname())
-            )
-            if b"" not in paths:
+            path = b"" if door is None else os.fsencode(door.getsockname())
+            told = exchange(gather, subject, path + b"\0" + machine_name().encode())
+            paths, _, names = zip(*(each.partition(b"\0") for each in told))
+            machines = numbered(names)
+            here = b"" not in paths and not any(machines)
+            if here:
                 links |= _connected(rank, paths[:rank])
-            able = b"" not in paths and len(links) == rank
+            able = here and len(links) == rank
             if b"" in exchange(gather, subject, b"able" if able else b""):
                 door = None
             if door is not None:
@@ -269,10 +286,10 @@ def _rendezvous(rank: int, size: int, gather: Gather, patience: timedelta) -> Li
             raise
     if door is None:
         _close(links)
-        return None
+        return Reached(None, machines)
     for link in links.values():
         link.setblocking(False)
-    return Links(rank, links, patience)
+    return Reached(Links(rank, links, patience), machines)
 
 
 @contextmanager

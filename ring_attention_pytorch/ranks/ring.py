@@ -28,6 +28,7 @@ from ring_attention_pytorch.ranks.failures import (
     timeout_of,
 )
 from ring_attention_pytorch.ranks.guard import Stamps
+from ring_attention_pytorch.ranks.machines import numbered
 from ring_attention_pytorch.ranks.notes import (
     FIRST,
     close_links,
@@ -35,6 +36,7 @@ from ring_attention_pytorch.ranks.notes import (
     gather_over_gloo,
     link,
     links_of,
+    machines_of,
     missing,
     unreadable,
 )
@@ -169,6 +171,19 @@ class Ring:
         if self.group is None:
             return [0]
         return dist.get_process_group_ranks(self.group)[self.first : self.first + self.size]
+
+    @property
+    def machines(self) -> tuple[int, ...]:
+        """The number of each rank's machine; the ring's first rank is on machine 0.
+
+        It is known from the group's first agreement on. Before, all ranks of the group must ask
+        together.
+        """
+        if self.group is None:
+            return (0,) * self.size
+        if self.group not in machines_of:
+            self.gather_notes("machines", b"")
+        return numbered(machines_of[self.group][self.first : self.first + self.size])
 
     @property
     def exists(self) -> bool:
@@ -319,6 +334,11 @@ class SubRing(Ring):
     @cached_property
     def steps(self) -> Steps:
         return self.whole.steps
+
+    @property
+    def machines(self) -> tuple[int, ...]:
+        of_whole = self.whole.machines
+        return numbered([of_whole[place] for place in self.places])
 
     def exchange(self, sends: Messages, receives: Messages) -> Transfer:
         sends, receives = ([(self.places[r], t) for r, t in ops] for ops in (sends, receives))

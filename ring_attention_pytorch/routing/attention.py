@@ -113,7 +113,7 @@ class HeavyAttention(nn.Module):
         dtype = q.dtype
         key = ("heavy", causal, counts, q.shape[2:], k.shape[2:], dtype, self.kernel)
         options: dict[str, Any] = dict(
-            causal=causal, cross=not causal, kernel=self.kernel, layout="striped"
+            causal=causal, cross=not causal, kernel=self.kernel, layout="striped", ulysses=1
         )
         made = plan.attention.of(
             key, lambda: RingPlan.make(q, k, v, key_mask=seen, group=plan.ring, **options)

@@ -183,16 +183,20 @@ def moved(program: Program, transfer: Transfer, rank: int, domain: int) -> tuple
         return (0, moved) if crosses else (moved, 0)
     near = far = 0
     block = transfer.block if transfer.kind == KEYS else transfer.source
-    stages = program.blocks[block].stages
+    stages, _, made = program.blocks[block]
     groups = stages[transfer.stage] if transfer.kind == KEYS else chain.from_iterable(stages)
-    for distances in groups:
-        for chunk in needed(rank, program.workload, distances):
-            if chunk.owner == rank:
-                continue
-            if chunk.owner // domain == rank // domain:
-                near += chunk.segment.length
-            else:
-                far += chunk.segment.length
+    distances = tuple(chain.from_iterable(groups))
+    chunks = needed(rank, program.workload, distances)
+    if made is not None:  # perhaps of some of these owners only
+        behind = {(rank - distance) % size for distance in distances}
+        chunks = tuple(chunk for chunk in made.pieces[rank] if chunk.owner in behind)
+    for chunk in chunks:
+        if chunk.owner == rank:
+            continue
+        if chunk.owner // domain == rank // domain:
+            near += chunk.segment.length
+        else:
+            far += chunk.segment.length
     return near, far
 
 

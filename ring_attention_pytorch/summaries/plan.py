@@ -171,7 +171,7 @@ class SummaryPlan(RingPlan):
         same = {"window, stride, block, distance, select": list(rule)}
         agree(ring, "summary attention", same, check=partial(_check, rule, options))
         near = RingPlan.make(
-            q, k, v, causal=True, window=window, group=ring, **options
+            q, k, v, causal=True, window=window, group=ring, ulysses=1, **options
         )  # fmt: skip
         mine = {f.name: getattr(near, f.name) for f in fields(RingPlan) if f.init}
         total = sum(map(count, near.query_segments))
@@ -223,7 +223,7 @@ def _far_plan(
     return RingPlan.make(
         *likes, causal=True, window=None if rule.span is None else rule.span - 1, cross=True,
         query_positions=deal.rows, key_positions=torch.arange(deal.mine.start, deal.mine.stop),
-        group=ring, **given,
+        group=ring, ulysses=1, **given,
     )  # fmt: skip
 
 

@@ -132,7 +132,7 @@ def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
     wanted, group = [], Group()
     space = SimpleNamespace(reserve=lambda group, **room: wanted.append({group, *room}))
     monkeypatch.setattr(symmetric_memory, "_spaces", {group: space})
-    ring = SimpleNamespace(rank=1, size=2, shared=lambda: (group, (4, 6)))
+    ring = SimpleNamespace(rank=1, size=2, machines=(0, 0), shared=lambda: (group, (4, 6)))
     everyone, device = all_segments("zigzag", 2, 16), torch.device("cuda", 0)
     blocks, job = Workload(everyone, everyone, Mask()), KVShape(1, 2, 1, 2, 3, itemsize=2)
     gather = make_transport("gather", ring, blocks, 1, job, device).fabric
@@ -143,7 +143,7 @@ def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
     assert wanted == [{group, "keys", "grads"}, {group, "swaps"}]
     for length, late in ((64, True), (1 << 22, False)):
         four = Workload(*[all_segments("zigzag", 4, length)] * 2, Mask(causal=True))
-        among = SimpleNamespace(rank=1, size=4, shared=lambda: (group, range(4)))
+        among = SimpleNamespace(rank=1, size=4, machines=(0,) * 4, shared=lambda: (group, range(4)))
         made = make_transport("gather", among, four, 3, job, device)
         assert (len(made.schedule.forward.blocks[1].stages) == 2) == late
     for other in (

@@ -43,11 +43,11 @@ def measured(without: int = -1, forgets: int = -1) -> tuple[dict, bool, list[int
     small |= dict(_two_buffers=no_room if ring.rank == without else buffers)
     with mock.patch.multiple(calibrate, **small):
         for _ in range(2):
-            seconds.append(calibrated(H200, ring, 1, kernel, JOB, like, [0] * ring.size))
+            seconds.append(calibrated(H200, ring, 1, kernel, JOB, like))
             times.append(counted.call_count)
             if ring.rank == forgets:
                 calibrate._known.pop(ring.group)
-        seconds.append(calibrated(H200, ring, 1, kernel, JOB, like, [0] * ring.size))
+        seconds.append(calibrated(H200, ring, 1, kernel, JOB, like))
         times.append(counted.call_count)
     calibrate._known.pop(ring.group)
     return seconds[-1]._asdict(), seconds[0] == seconds[1], times

@@ -143,13 +143,12 @@ def plans_go_by_the_slowest_device_and_by_who_shares_a_host(monkeypatch: pytest.
     names = iter(["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H200"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: next(names))
     ranks = []
-    for host in "aabb":
-        monkeypatch.setattr(proposal.socket, "gethostname", lambda host=host: host)
+    for _ in range(4):
         ranks.append(proposal._facts(ON_GPU))
-    machine = prepare._machine_of(kernel, ranks, ON_GPU)
+    machine = prepare._machine_of(kernel, ranks, ON_GPU, (0, 0, 1, 1))
     assert machine == hardware("triton", number_of("H100"), 2)._replace(one_call=True)
     assert (machine.device, machine.domain, machine.memory) == ("H100", 2, 3.0e12)
-    assert prepare._machine_of(kernel, ranks, q) is H200
+    assert prepare._machine_of(kernel, ranks, q, (0, 0, 1, 1)) is H200
     assert number_of("NVIDIA L4") == number_of("NVIDIA A100-SXM4-80GB") == 0
 
 

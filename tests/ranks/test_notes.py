@@ -125,7 +125,7 @@ class Host:
 
     def meet(self, rank: int) -> Links | None:
         gather = lambda message, size: self.gather(rank, message, size)  # noqa: E731
-        return _rendezvous(rank, SIZE, gather, timedelta(seconds=10))
+        return _rendezvous(rank, SIZE, gather, timedelta(seconds=10)).links
 
 
 def test_ranks_of_one_host_meet_and_leave_nothing_behind(tmp_path, monkeypatch):
@@ -158,6 +158,19 @@ def test_if_one_rank_has_no_way_none_has(why):
         patch = notes, "_connected", far
     with mock.patch.object(*patch):
         assert together(meet) == [None] * SIZE
+
+
+def test_ranks_of_several_machines_have_no_links_though_they_could():
+    """And all know who shares a machine."""
+    host, here = Host(), threading.local()
+
+    def meet(rank: int) -> notes.Reached:
+        here.rank = rank
+        gather = lambda message, size: host.gather(rank, message, size)  # noqa: E731
+        return _rendezvous(rank, SIZE, gather, timedelta(seconds=10))
+
+    with mock.patch.object(notes, "machine_name", side_effect=lambda: "bab"[here.rank]):
+        assert together(meet) == [notes.Reached(None, (0, 1, 0))] * SIZE
 
 
 def connected(door: socket.socket, said: bytes) -> socket.socket:
@@ -203,9 +216,10 @@ def test_who_does_not_come_to_the_door_is_named_in_time():
 
 
 def test_a_group_of_one_tells_itself():
-    links = _rendezvous(
+    links, machines = _rendezvous(
         0, 1, lambda message, size: [message.ljust(size, b"\0")], timedelta(days=100)
     )
+    assert machines == (0,)
     assert links is not None
     assert links.gather(b"x", 2) == [b"x\0"]
 

@@ -1,6 +1,6 @@
 """One case of ring attention against the oracle, for threads and for processes alike."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -230,9 +230,9 @@ def check(case: Attention, size: int, found: Iterable[dict[str, float]]) -> None
         assert not bad, f"rank {rank} of {size}: {bad} in {case}"
 
 
-def check_in_threads(case: Attention, size: int) -> threads.Hub:
-    """The case over a ring of threads against the oracle."""
-    got, hub = threads.run(size, lambda ring: shard(case, ring))
+def check_in_threads(case: Attention, size: int, machines: Sequence[int] = ()) -> threads.Hub:
+    """The case over a ring of threads, of so many machines, against the oracle."""
+    got, hub = threads.run(size, lambda ring: shard(case, ring), machines)
     check(case, size, (errors(case, r, size, mine, oracle(case)) for r, mine in enumerate(got)))
     return hub
 

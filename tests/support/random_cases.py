@@ -1,6 +1,7 @@
 """Random cases of all features, memory, dtypes and transports over rings of threads.
 
     python -m tests.support.random_cases --cases 10000 --first 0 --processes 2
+    python -m tests.support.random_cases --cases 1000 --machines # ranks are on several machines
     python -m tests.support.random_cases --seed 1234             # one of them, each error
     python -m tests.support.random_cases --seed 1234 --smallest  # what is left of it
 
@@ -11,13 +12,15 @@ see `random_oracle.magnitudes`. So few bounds serve all results, however small g
 import argparse
 import multiprocessing
 import os
+import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -250,17 +253,22 @@ def relative(got: Tensor, want: Tensor) -> float:
 Errors = dict[tuple[str, int], tuple[float, float]]  # by result and rank: in eps, and relative
 
 
-def computed(case: Case) -> list[Results]:
-    """Each rank's results."""
+def computed(case: Case, machines: Sequence[int] = ()) -> list[Results]:
+    """Each rank's results, if they are on these machines."""
     with kernels_by_address() if case.lazy else nullcontext():
-        return _computed(case)
+        return _computed(case, machines)
 
 
-def _computed(case: Case) -> list[Results]:
+def machines_of(case: Case) -> list[int]:
+    """Machines of a case's ranks: as many as may be, uneven, in any order."""
+    return random.Random(case.seed).choices(range(max(2, case.size - 1)), k=case.size)
+
+
+def _computed(case: Case, machines: Sequence[int]) -> list[Results]:
     if case.decode:
         return [decoded(case)]
     with threads.late() if case.transport in IN_MEMORY else nullcontext():
-        return threads.run(case.size, lambda ring: shard(case, ring))[0]
+        return threads.run(case.size, lambda ring: shard(case, ring), machines)[0]
 
 
 def errors(case: Case, got: list[Results]) -> Errors:
@@ -285,11 +293,16 @@ def errors(case: Case, got: list[Results]) -> Errors:
     return found
 
 
-def problem(case: Case) -> dict[str, str]:
-    """What is wrong with the case, by the name of a result or of an exception; nothing if right."""
+def problem(case: Case, machines: bool = False) -> dict[str, str]:
+    """What is wrong with the case, by the name of a result or of an exception; nothing if right.
+
+    With `machines` its ranks are on several.
+    """
     why = refused(case)
+    if machines and case.transport is None:
+        case = replace(case, transport="gather")
     try:
-        got = computed(case)
+        got = computed(case, machines_of(case) if machines else ())
     except ValueError as error:
         return {} if why else {"ValueError": str(error)}
     except Exception as error:  # whatever it is, the other cases go on
@@ -316,18 +329,18 @@ def by_itself() -> None:
         os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
 
 
-def failures(seeds: range) -> list[str]:
+def failures(seeds: range, machines: bool = False) -> list[str]:
     """What is wrong with the cases of these numbers."""
     found = []
     for seed in seeds:
         case = draw(seed)
-        if bad := problem(case):
+        if bad := problem(case, machines):
             told = "\n".join(f"    {name}: {what}" for name, what in bad.items())
             found.append(f"seed {seed}: {case}\n{told}")
     return found
 
 
-def run(first: int, cases: int, processes: int, step: int = 50) -> int:
+def run(first: int, cases: int, processes: int, step: int = 50, machines: bool = False) -> int:
     """Run so many cases; how many failed."""
     chunks = [
         range(start, min(start + step, first + cases))
@@ -336,7 +349,7 @@ def run(first: int, cases: int, processes: int, step: int = 50) -> int:
     began, done, failed = time.monotonic(), 0, 0
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, spawn, initializer=by_itself) as pool:
-        for chunk, found in zip(chunks, pool.map(failures, chunks)):
+        for chunk, found in zip(chunks, pool.map(partial(failures, machines=machines), chunks)):
             for each in found:
                 print(each, flush=True)
             done, failed = done + len(chunk), failed + len(found)
@@ -382,6 +395,7 @@ def main() -> int:
     ask.add_argument("--processes", type=int, default=1)
     ask.add_argument("--seed", type=int, help="one case, in detail")
     ask.add_argument("--smallest", action="store_true", help="make it smaller while it fails")
+    ask.add_argument("--machines", action="store_true", help="ranks are on several machines")
     ask.add_argument("--features", action="store_true", help="count what is in the cases")
     asked = ask.parse_args()
     if asked.seed is not None:
@@ -390,7 +404,8 @@ def main() -> int:
     if asked.features:
         tell_features(asked.first, asked.cases)
         return 0
-    return int(run(asked.first, asked.cases, asked.processes) > 0)
+    failed = run(asked.first, asked.cases, asked.processes, machines=asked.machines)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -116,10 +116,12 @@ class Second:
         cotangents = self.problem.dout[:, at].to(dtype), self.dlse[..., at].to(wide)
         return derivatives(attend, list(leaves.values()), along, cotangents)
 
-    def errors(self, size: int, layout: str, **more: Any) -> dict[str, float]:
-        """The worst relative error of each over a ring of threads."""
+    def errors(
+        self, size: int, layout: str, machines: Sequence[int] = (), **more: Any
+    ) -> dict[str, float]:
+        """The worst relative error of each over a ring of threads, of so many machines."""
         with shared_level():
-            got, _ = threads.run(size, lambda ring: self.shard(ring, layout, **more))
+            got, _ = threads.run(size, lambda ring: self.shard(ring, layout, **more), machines)
         return self.compared(got, layout)
 
     def compared(self, got: list[list[Tensor]], layout: str) -> dict[str, float]:

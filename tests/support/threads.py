@@ -19,6 +19,7 @@ from torch import Tensor
 from ring_attention_pytorch.comm import fabric_copies
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup, SymmetricWorkspace, rounded
+from ring_attention_pytorch.ranks.machines import numbered
 from ring_attention_pytorch.ranks.ring import Ring, SubRing
 from ring_attention_pytorch.runtime.tape import opaque
 
@@ -40,6 +41,8 @@ class Hub:
         self.sent_bytes = [0] * size
         self.gathers = [0] * size
         self.summed: list[Tensor] = [torch.empty(0)] * size
+        self.machines = (0,) * size  # of each rank
+        self.ways = Counter[tuple[int, int]]()  # bytes sent, by sender and receiver
 
     def box(self, sender: int, receiver: int, tag: int, number: int) -> Queue:
         """Where one message lies: they match by tags, and in the order in which they are posted."""
@@ -66,6 +69,10 @@ class ThreadRing(Ring):
         self.rank, self.size, self.first, self.group = rank, hub.size, 0, None
         self.join(hub)
 
+    @property
+    def machines(self) -> tuple[int, ...]:
+        return numbered(self.hub.machines)
+
     def join(self, hub: Hub) -> None:
         """Take part in another run, as this rank."""
         self.hub, self.sent, self.awaited = hub, Counter(), Counter()
@@ -82,6 +89,8 @@ class ThreadRing(Ring):
             self.hub.box(self.rank, rank, tag, self.sent[rank, tag]).put((t, taken[-1]))
             self.sent[rank, tag] += 1
             self.hub.sent_bytes[self.rank] += t.nbytes
+            with self.hub.lock:
+                self.hub.ways[self.rank, rank] += t.nbytes
         mail = []
         for rank, t in receives:
             mail.append((self.hub.box(rank, self.rank, tag, self.awaited[rank, tag]), t))
@@ -269,12 +278,15 @@ def shared_by(ring: ThreadRing, _: torch.device | None = None) -> PeerGroup:
     return PeerGroup(ThreadSpace(ring), None, tuple(range(ring.size)))
 
 
-def run(size: int, rank_main: Callable[[ThreadRing], Any]) -> tuple[list[Any], Hub]:
+def run(
+    size: int, rank_main: Callable[[ThreadRing], Any], machines: Sequence[int] = ()
+) -> tuple[list[Any], Hub]:
     """`rank_main(ring)` on every rank of a ring; every rank's result, and the hub's counts.
 
     The first error of any rank is raised, and the other ranks stop waiting.
     """
     hub, results, errors = Hub(size), [None] * size, []
+    hub.machines = tuple(machines) or hub.machines
 
     def main(rank: int) -> None:
         try:

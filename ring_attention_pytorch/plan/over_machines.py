@@ -1,0 +1,223 @@
+"""The choice of what crosses between machines: arithmetic on ints that every rank does alone.
+
+Of all ways to share the heads, Ulysses over none or some ranks of a machine, that one is taken
+whose gather sends the fewest bytes from machine to machine. Between equals it is Ulysses over the
+most ranks, if what it swaps inside machines is worth it.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.fabric_relays import Relays
+from ring_attention_pytorch.comm.ulysses import key_heads, land
+from ring_attention_pytorch.geometry.segments import count
+from ring_attention_pytorch.plan.options import Options
+from ring_attention_pytorch.runtime.rowwise import wire_dtype
+from ring_attention_pytorch.schedule.hardware import H200
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload
+from ring_attention_pytorch.schedule.relays import (
+    Crossing,
+    Machines,
+    across,
+    crossing,
+    members,
+    swap_crossing,
+)
+from ring_attention_pytorch.schedule.steps import ring
+
+_SLOWER = int(H200.pull / H200.network)  # a byte between machines takes so many times as long
+
+_SHOWN = 5  # other ways, in a description
+
+
+class Way(NamedTuple):
+    """A way to send keys: heads are shared by `degree` ranks of a machine, keys go by `transport`.
+
+    `crossing` are the bytes that all ranks together send to other machines, forward and backward.
+    """
+
+    transport: str
+    degree: int
+    relayed: bool
+    crossing: int
+    swapped: int = 0  # bytes that stay in machines, for Ulysses
+
+    def __str__(self) -> str:
+        name = f"{self.transport} by relays" if self.relayed else self.transport
+        return name if self.degree == 1 else f"ulysses={self.degree}, {name}"
+
+
+def shape_of(q: Tensor, k: Tensor, v: Tensor, degree: int = 1) -> KVShape:
+    """Return the shapes that a transport works for, if so many neighbours share the heads.
+
+    >>> import torch
+    >>> q, k = torch.empty(1, 5, 8, 4), torch.empty(1, 5, 2, 4)
+    >>> [shape_of(q, k, k, degree)[1:3] for degree in (1, 2, 4)]
+    [(8, 2), (4, 1), (2, 1)]
+    """
+    (b, _, heads, d), grouped = q.shape, k.shape[2]
+    if degree > 1:
+        heads, grouped = heads // degree, len(key_heads(heads, grouped, degree)[0])
+    wide = wire_dtype(q.dtype) != q.dtype
+    return KVShape(b, heads, grouped, d, v.shape[3], q.dtype.itemsize, wide)
+
+
+def degrees(machines: Machines, heads: int) -> Iterator[int]:
+    """Yield 1, and every number of neighbours that divides ranks and heads, if none are apart.
+
+    >>> [*degrees((0,) * 4 + (1,) * 4, heads=12)], [*degrees((0, 0, 0, 1), 4)]
+    ([1, 2, 4], [1])
+    """
+    size = len(machines)
+    for degree in range(1, size + 1):
+        near = (len({*machines[at : at + degree]}) == 1 for at in range(0, size, degree))
+        if size % degree == 0 == heads % degree and all(near):
+            yield degree
+
+
+def ways(blocks: Workload, machines: Machines, qkv: tuple[Tensor, ...]) -> list[Way]:
+    """Return all ways to send keys, by the bytes that cross. On one machine there are none."""
+    if not any(machines):
+        return []
+    q, k, v = qkv
+    found = []
+    for degree in degrees(machines, q.shape[2]):
+        shape, work, there = shape_of(q, k, v, degree), blocks, machines[::degree]
+        if degree > 1:
+            work = blocks._replace(queries=_landed(blocks.queries, degree),
+                                   keys=_landed(blocks.keys, degree))  # fmt: skip
+        one = degree * (2 * shape.token_bytes + shape.grad_bytes)
+        swapped = _swapped(blocks, shape, degree)
+        direct, relayed = across(work, there)
+        hops = degree * crossing(ring(work), there, shape).total
+        found.append(Way("gather", degree, False, one * direct, swapped))
+        if relayed < direct:
+            found.append(Way("gather", degree, True, one * relayed, swapped))
+        found.append(Way("ring", degree, False, hops, swapped))
+    return sorted(found, key=lambda way: way.crossing)
+
+
+def _landed(shards: tuple[tuple, ...], degree: int) -> tuple[tuple, ...]:
+    """Return the positions that each group of neighbours holds together."""
+    return tuple(land(shards[at : at + degree])[0] for at in range(0, len(shards), degree))
+
+
+def _swapped(blocks: Workload, shape: KVShape, degree: int) -> int:
+    """Return the bytes that all ranks swap inside machines, forward and backward."""
+    row = shape.batch * shape.heads * (shape.d + shape.d_v) * shape.itemsize
+    queries, keys = (sum(map(count, side)) for side in blocks[:2])
+    return 2 * (degree - 1) * (queries * row + keys * shape.token_bytes)
+
+
+def degree_over_machines(
+    options: Options, blocks: Workload, machines: Machines, qkv: tuple[Tensor, ...]
+) -> int:
+    """Return how many neighbours swap heads: as the option says, or as few bytes cross then.
+
+    >>> import torch
+    >>> from ring_attention_pytorch.geometry.layouts import all_segments
+    >>> from ring_attention_pytorch.geometry.tiles import Mask
+    >>> four = all_segments("zigzag", 4, 4096)
+    >>> work, q = Workload(four, four, Mask(causal=True)), torch.empty(1, 1024, 8, 64)
+    >>> for heads in (8, 2, 1):
+    ...     k = torch.empty(1, 1024, heads, 64)
+    ...     print(degree_over_machines(Options(), work, (0, 0, 1, 1), (q, k, k)))
+    2
+    2
+    1
+    """
+    if options.ulysses is not None:
+        return options.ulysses
+    if options.transport == "ring":
+        return 1
+    found = [way for way in ways(blocks, machines, qkv) if way.transport == "gather"]
+    if not found:
+        return 1
+    plain = next(way for way in found if way.degree == 1 and not way.relayed)
+    best = [way for way in found if way.crossing == found[0].crossing]
+    worth = [way.degree for way in best if way.swapped <= _SLOWER * (plain.crossing - way.crossing)]
+    return max(worth, default=min(way.degree for way in best))
+
+
+def transport_over_machines(blocks: Workload, machines: Machines, shape: KVShape) -> str | None:
+    """Return "gather" if it sends fewer bytes from machine to machine than a ring; or None."""
+    if not any(machines):
+        return None
+    tokens = min(across(blocks, machines))
+    gathered = tokens * (2 * shape.token_bytes + shape.grad_bytes)
+    return "gather" if gathered < crossing(ring(blocks), machines, shape).total else None
+
+
+# --- what a plan sends ---
+
+
+def plan_crossing(plan: Any) -> Crossing:
+    """Return the bytes that leave each rank of a plan's ring for another machine."""
+    machines, degree, shape = plan.ring.machines, plan.degree, plan.chosen.shape
+    forward, backward = [0] * len(machines), [0] * len(machines)
+    relayed = is_relayed(plan)
+    for place in range(degree):
+        among = crossing(plan.schedule, machines[place::degree], shape, relayed)
+        forward[place::degree], backward[place::degree] = among
+    if degree > 1:
+        swapped = swap_crossing(plan.shards, machines, shape, degree)
+        forward, backward = (
+            [a + b for a, b in zip(*both)] for both in zip((forward, backward), swapped)
+        )
+    return Crossing(tuple(forward), tuple(backward))
+
+
+def relayed_share(plan: Any) -> float:
+    """Return the share of directly sent keys that cross in a plan's calls; 1 without relays."""
+    if not is_relayed(plan):
+        return 1.0
+    direct, relayed = across(plan.blocks, plan.transport.fabric.ring.machines)
+    return relayed / direct
+
+
+def is_relayed(plan: Any) -> bool:
+    """Return whether keys of a plan's calls go by way of relays."""
+    return isinstance(plan.transport.fabric, Relays)
+
+
+def of_machines(plan: Any, named: Callable[[float], str]) -> list[str]:
+    """Describe which ranks share a machine, and what crosses; nothing on one machine.
+
+    `named` writes bytes.
+    """
+    machines = plan.ring.machines
+    if not any(machines):
+        return []
+    there = [members(machines, machine) for machine in range(1 + max(machines))]
+    names = "; ".join(f"{machine}: ranks {_ranks(ranks)}" for machine, ranks in enumerate(there))
+    found, me = plan_crossing(plan), plan.ring.rank
+    lines = [
+        f"machines: {names}",
+        f"between machines: this rank sends {named(found.forward[me])} forward and "
+        f"{named(found.backward[me])} backward, all ranks together {named(found.total)}",
+    ]
+    b, n, m, heads, grouped, d, d_v, dtype, _ = plan.signature
+    shapes = (b, n, heads, d), (b, m, grouped, d), (b, m, grouped, d_v)
+    like = getattr(torch, dtype.removeprefix("torch."))
+    qkv = tuple(torch.empty(shape, dtype=like, device="meta") for shape in shapes)
+    taken = Way(plan.chosen.name, plan.degree, is_relayed(plan), 0)
+    others = [
+        f"{way} {named(way.crossing)}"
+        for way in ways(plan.shards, machines, qkv)
+        if str(way) != str(taken)
+    ]
+    return [*lines, f"by {taken}; others would send: {', '.join(others[:_SHOWN])}"]
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    """Name ranks shortly.
+
+    >>> _ranks((2, 3, 4)), _ranks((0, 5))
+    ('2 to 4', '0, 5')
+    """
+    if len(ranks) > 1 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]} to {ranks[-1]}"
+    return ", ".join(map(str, ranks))

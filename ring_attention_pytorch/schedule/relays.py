@@ -1,0 +1,346 @@
+"""A gather over several machines: each key crosses to a machine once. Arithmetic on ints.
+
+    owner 0 ──first leg──► relay 4 ──second leg──► 5, 6, 7      keys: all that 4 to 7 need of 0's
+    owner 0 ◄──first leg── relay 4 ◄──second leg── 5, 6, 7      gradients: summed by 4
+    owner 0 ──first leg──► 1, 2, 3                              on its own machine: directly
+
+The *relay* of an owner on another machine is the rank of the same index there, so that keys of a
+machine's ranks cross in parallel, by a network card each. If that machine has fewer ranks, one of
+them is the relay of several owners. Only the ranks' machines decide, in whichever order ranks are.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from ring_attention_pytorch.geometry.segments import count
+from ring_attention_pytorch.schedule.pieces import (
+    Chunk,
+    Chunks,
+    KVShape,
+    Round,
+    Workload,
+    all_together,
+    cached,
+    needed,
+    tokens,
+)
+from ring_attention_pytorch.schedule.steps import (
+    GRADS,
+    KEYS,
+    Block,
+    Program,
+    Schedule,
+    Transfer,
+    gather,
+)
+
+Machines = tuple[int, ...]  # the number of each rank's machine, from 0
+
+
+class Span(NamedTuple):
+    """Tokens `start` to `stop` of an owner's."""
+
+    owner: int
+    start: int
+    stop: int
+
+    @property
+    def cols(self) -> slice:
+        """Slice of the owner's keys."""
+        return slice(self.start, self.stop)
+
+
+class Leg(NamedTuple):
+    """A message of keys, their spans one behind another. Their gradients return as one."""
+
+    sender: int
+    receiver: int
+    spans: tuple[Span, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(span.stop - span.start for span in self.spans)
+
+    def find(self, wanted: Span) -> slice:
+        """Return the place of a span in the message, in which it must lie as a whole.
+
+        >>> Leg(0, 4, (Span(0, 2, 6), Span(0, 8, 16))).find(Span(0, 9, 11))
+        slice(5, 7, None)
+        """
+        before = 0
+        for owner, start, stop in self.spans:
+            if owner == wanted.owner and start <= wanted.start and wanted.stop <= stop:
+                first = before + wanted.start - start
+                return slice(first, first + wanted.stop - wanted.start)
+            before += stop - start
+        raise ValueError(f"{wanted} is not in {self}")
+
+
+class Legs(NamedTuple):
+    """The messages of one transfer, of all ranks: first legs from owners, second from relays."""
+
+    first: tuple[Leg, ...]
+    second: tuple[Leg, ...]
+
+
+def members(machines: Machines, machine: int) -> tuple[int, ...]:
+    """Return the ranks of a machine, in their order in the ring.
+
+    >>> members((0, 1, 0, 1, 1), 1)
+    (1, 3, 4)
+    """
+    return tuple(rank for rank, of in enumerate(machines) if of == machine)
+
+
+def relay(machines: Machines, machine: int, owner: int) -> int:
+    """Return the rank of a machine that passes this owner's keys on to the others there.
+
+    >>> [relay((0, 1, 0, 1, 1), 0, owner) for owner in (1, 3, 4)]
+    [0, 2, 0]
+    """
+    there = members(machines, machine)
+    return there[members(machines, machines[owner]).index(owner) % len(there)]
+
+
+def legs(pieces: Sequence[Chunks], machines: Machines) -> Legs:
+    """Return the messages that bring every rank its chunks; an owner's chunks cross as a union.
+
+    >>> from ring_attention_pytorch.geometry.segments import Segment
+    >>> late, early = Chunk(0, 4, Segment(4, 1, 4)), Chunk(0, 2, Segment(2, 1, 4))
+    >>> found = legs([(), (), (late,), (early,)], machines=(0, 0, 1, 1))
+    >>> found.first, found.second
+    ((Leg(sender=0, receiver=2, spans=(Span(owner=0, start=2, stop=8),)),), \
+(Leg(sender=2, receiver=3, spans=(Span(owner=0, start=2, stop=6),)),))
+    """
+    first: dict[tuple[int, int], list[Span]] = {}
+    second: dict[tuple[int, int], list[Span]] = {}
+    for rank, chunks in enumerate(pieces):
+        for owner in sorted({chunk.owner for chunk in chunks} - {rank}):
+            spans = [_span(chunk) for chunk in chunks if chunk.owner == owner]
+            by = rank
+            if machines[owner] != machines[rank]:
+                by = relay(machines, machines[rank], owner)
+            first.setdefault((owner, by), []).extend(spans)
+            if by != rank:
+                second.setdefault((by, rank), []).extend(spans)
+    return Legs(
+        tuple(Leg(*ends, _union(spans)) for ends, spans in sorted(first.items())),
+        tuple(Leg(*ends, _union(spans)) for ends, spans in sorted(second.items())),
+    )
+
+
+def _span(chunk: Chunk) -> Span:
+    return Span(chunk.owner, chunk.first, chunk.first + chunk.segment.length)
+
+
+def _union(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Return the union of spans, by owner and place.
+
+    >>> _union([Span(1, 0, 2), Span(0, 4, 8), Span(0, 2, 5), Span(1, 2, 3)])
+    (Span(owner=0, start=2, stop=8), Span(owner=1, start=0, stop=3))
+    """
+    found: list[Span] = []
+    for span in sorted(spans):
+        if found and found[-1].owner == span.owner and span.start <= found[-1].stop:
+            last = found.pop()
+            span = Span(span.owner, last.start, max(last.stop, span.stop))
+        found.append(span)
+    return tuple(found)
+
+
+class Arrived(NamedTuple):
+    """A chunk's place in a message: of which legs (0 or 1), by which sender, and where there."""
+
+    leg: int
+    sender: int
+    at: slice
+
+
+class Route(NamedTuple):
+    """One rank's messages of a transfer, and the places of its block's chunks in them.
+
+    Chunks are in memory order; `here` is each one's slice of the block.
+    """
+
+    sends: tuple[tuple[Leg, ...], tuple[Leg, ...]]  # first and second legs
+    receives: tuple[tuple[Leg, ...], tuple[Leg, ...]]
+    chunks: tuple[tuple[Arrived, slice], ...]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Chunks], machines: Machines, rank: int) -> "Route":
+        """Return a rank's route, for the chunks of all ranks."""
+        both = legs(pieces, machines)
+        sends = tuple(tuple(leg for leg in each if leg.sender == rank) for each in both)
+        receives = tuple(tuple(leg for leg in each if leg.receiver == rank) for each in both)
+        by_sender = [{leg.sender: leg for leg in each} for each in receives]
+        chunks, start = [], 0
+        for chunk in pieces[rank]:
+            here = slice(start, start + chunk.segment.length)
+            start = here.stop
+            wanted, sender = _span(chunk), chunk.owner
+            passed_on = machines[sender] != machines[rank]
+            if passed_on:
+                sender = relay(machines, machines[rank], sender)
+            if passed_on and sender != rank:
+                chunks.append((Arrived(1, sender, by_sender[1][sender].find(wanted)), here))
+            else:
+                at = by_sender[0][chunk.owner].find(wanted)
+                chunks.append((Arrived(0, chunk.owner, at), here))
+        return cls((sends[0], sends[1]), (receives[0], receives[1]), tuple(chunks))
+
+
+# --- rounds: own machine, then one machine after another ---
+
+
+def rounds_by_machine(workload: Workload, machines: Machines, at_once: int) -> tuple[Round, ...]:
+    """Return rounds of one machine's owners each, at most `at_once` of them, own machine first.
+
+    The others follow by their distance, the difference of the machines' numbers, so that in a
+    round no two machines send to one. Rounds in which no rank needs keys are left out.
+
+    >>> from ring_attention_pytorch.geometry.layouts import all_segments
+    >>> from ring_attention_pytorch.geometry.tiles import Mask
+    >>> four = all_segments("contiguous", 4, 8)
+    >>> first, last = rounds_by_machine(Workload(four, four, Mask()), (0, 1, 0, 1), at_once=3)
+    >>> [chunk.owner for chunk in first.pieces[0]], [chunk.owner for chunk in last.pieces[0]]
+    ([2], [1, 3])
+    """
+    size, found = len(machines), []
+    owners = [members(machines, machine) for machine in range(1 + max(machines))]
+    for distance in range(len(owners)):
+        for first in range(0, max(map(len, owners)), at_once):
+            pieces, distances = [], set[int]()
+            for rank, machine in enumerate(machines):
+                there = owners[(machine - distance) % len(owners)][first : first + at_once]
+                behind = [(rank - owner) % size for owner in there if owner != rank]
+                pieces.append(needed(rank, workload, behind))
+                distances.update((rank - chunk.owner) % size for chunk in pieces[-1])
+            if distances:
+                stage = (tuple(sorted(distances)),)
+                parts = tuple((slice(0, tokens(chunks)),) for chunks in pieces)
+                found.append(Round((stage,), tuple(pieces), parts))
+    return tuple(found)
+
+
+@cached
+def by_relays(workload: Workload, machines: Machines, at_once: int) -> Schedule:
+    """Return the schedule of a gather in rounds of one machine's owners."""
+    return gather(workload, [*map(Block.of, rounds_by_machine(workload, machines, at_once))])
+
+
+class Across(NamedTuple):
+    """Keys that cross between machines in one call: directly to each rank, or by way of relays."""
+
+    direct: int
+    relayed: int
+
+
+@cached
+def across(workload: Workload, machines: Machines) -> Across:
+    """Count the keys that cross, directly and by way of relays, which is the least there is.
+
+    >>> from ring_attention_pytorch.geometry.layouts import all_segments
+    >>> from ring_attention_pytorch.geometry.tiles import Mask
+    >>> four = all_segments("contiguous", 4, 8)
+    >>> work = Workload(four, four, Mask())
+    >>> across(work, (0, 0, 1, 1)), across(work, (0, 1, 2, 3))
+    (Across(direct=16, relayed=8), Across(direct=24, relayed=24))
+    """
+    pieces = all_together(workload).pieces
+    direct = 0
+    for rank, chunks in enumerate(pieces):
+        others = (chunk for chunk in chunks if machines[chunk.owner] != machines[rank])
+        direct += tokens([*others])
+    if len({*machines}) in (1, len(machines)):
+        return Across(direct, direct)
+    relayed = 0
+    for leg in legs(pieces, machines).first:
+        if machines[leg.sender] != machines[leg.receiver]:
+            relayed += leg.tokens
+    return Across(direct, relayed)
+
+
+def relays_spare(workload: Workload, machines: Machines) -> bool:
+    """True if fewer keys cross by way of relays: if several ranks of a machine need the same."""
+    if len({*machines}) in (1, len(machines)):
+        return False
+    direct, relayed = across(workload, machines)
+    return relayed < direct
+
+
+# --- how much crosses ---
+
+
+class Crossing(NamedTuple):
+    """Bytes that leave each rank for another machine, in a forward and in a backward call."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """The bytes of all ranks, forward and backward."""
+        return sum(self.forward) + sum(self.backward)
+
+
+def crossing(
+    schedule: Schedule, machines: Machines, shape: KVShape, relayed: bool = False
+) -> Crossing:
+    """Return the bytes that cross in a schedule's calls, `relayed` or directly from the owners."""
+    both = []
+    for program in (schedule.forward, schedule.backward):
+        sent = [0] * len(machines)
+        for transfer in program.transfers:
+            one = _token_bytes(transfer, shape)
+            for sender, receiver, length in _moves(program, transfer, machines, relayed):
+                if machines[sender] != machines[receiver]:
+                    sent[sender] += one * length
+        both.append(tuple(sent))
+    return Crossing(*both)
+
+
+def _token_bytes(transfer: Transfer, shape: KVShape) -> int:
+    if transfer.kind == KEYS:
+        return shape.token_bytes
+    return shape.wide_bytes if transfer.hop else shape.grad_bytes
+
+
+def _moves(
+    program: Program, transfer: Transfer, machines: Machines, relayed: bool
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the sender, the receiver and the number of tokens of each message of a transfer."""
+    ranks, back = range(len(machines)), transfer.kind == GRADS
+    if relayed:
+        block = transfer.source if back else transfer.block
+        for leg in chain(*legs([program.chunks(block, rank) for rank in ranks], machines)):
+            ends = (leg.receiver, leg.sender) if back else (leg.sender, leg.receiver)
+            yield *ends, leg.tokens
+        return
+    for rank in ranks:
+        for copy in program.copies(transfer, rank):
+            if copy.peer != rank:
+                yield copy.peer, rank, copy.length
+
+
+def swap_crossing(workload: Workload, machines: Machines, shape: KVShape, degree: int) -> Crossing:
+    """Return the bytes that cross when neighbours swap heads for sequence and back, but for lse.
+
+    `shape` has the heads of one rank after the swap, `workload` the tokens before it.
+    """
+    row = shape.batch * shape.heads * shape.d * shape.itemsize
+    result = shape.batch * shape.heads * shape.d_v * shape.itemsize
+    forward, backward = [], []
+    for rank, machine in enumerate(machines):
+        first = rank - rank % degree
+        both = [0, 0]
+        for other in range(first, first + degree):
+            if machines[other] == machine:
+                continue
+            for number, (sent, returned) in enumerate(((rank, other), (other, rank))):
+                keys = count(workload.keys[sent]) * shape.token_bytes
+                queries = count(workload.queries[sent]) * row
+                both[number] += keys + queries + count(workload.queries[returned]) * result
+        forward.append(both[0])
+        backward.append(both[1])
+    return Crossing(tuple(forward), tuple(backward))
