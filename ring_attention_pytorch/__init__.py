@@ -19,6 +19,15 @@ from ring_attention_pytorch.nn.transformer import RingTransformer
 from ring_attention_pytorch.plan.explain import explain_plan
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.failures import RingError, fail_together
+from ring_attention_pytorch.recurrent import (
+    RunPlan,
+    ring_gated_delta_rule,
+    ring_halo,
+    ring_kda,
+    ring_mamba2,
+    ring_scan,
+    ring_short_conv,
+)
 from ring_attention_pytorch.routing import (
     ConditionalRoutedAttention,
     ConditionalRoutedAutoregressiveAttention,
@@ -79,6 +88,7 @@ __all__ = [
     "RingRotaryEmbedding",
     "RingTransformer",
     "RoutingPlan",
+    "RunPlan",
     "SequenceShardedDataset",
     "ShardedBatch",
     "Summaries",
@@ -103,6 +113,12 @@ __all__ = [
     "ring_flash_attn_",
     "ring_flash_attn_cuda",
     "ring_flash_attn_cuda_",
+    "ring_gated_delta_rule",
+    "ring_halo",
+    "ring_kda",
+    "ring_mamba2",
+    "ring_scan",
+    "ring_short_conv",
     "ring_token_logprobs",
     "select_topk",
     "shard_batch",
