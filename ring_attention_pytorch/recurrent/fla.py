@@ -6,6 +6,7 @@ They are for CUDA and 16 bits; states are float32.
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,14 @@ def borders_of(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor
 
 
 def fla_recurrence(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor, borders: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial: Tensor,
+    borders: Tensor,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of all tokens, and the state after each run, as `eager.recurrence`.
 
@@ -49,6 +57,7 @@ def fla_recurrence(
         beta: `[n, h]`.
         initial: float32 `[runs, h, d_k, d_v]`.
         borders: from `borders_of`.
+        options: of fla's functions: `scale`, `use_qk_l2norm_in_kernel`.
     """
     if g.ndim == 3:
         from fla.ops.kda import chunk_kda as chunked
@@ -58,6 +67,6 @@ def fla_recurrence(
         return without_tokens(initial, q, k, v, g, beta)
     out, state = chunked(
         *(t[None].contiguous() for t in (q, k, v, g, beta)),
-        scale=1.0, initial_state=initial.contiguous(), output_final_state=True, cu_seqlens=borders,
+        initial_state=initial.contiguous(), output_final_state=True, cu_seqlens=borders, **options,
     )  # fmt: skip
     return out[0], state

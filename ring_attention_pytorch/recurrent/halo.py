@@ -48,7 +48,12 @@ def ring_halo(x: Tensor, width: int, *, plan: RunPlan) -> Tensor:
 
 @typed(report_to_group("ring_short_conv", agreed=("plan", ...)))
 def ring_short_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, plan: RunPlan
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    plan: RunPlan,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Compute a causal depthwise convolution along documents, before which there are zeros.
 
@@ -59,9 +64,10 @@ def ring_short_conv(
         weight: `[c, width]`; the last column multiplies the token itself.
         bias: `[c]`, or None.
         plan: from `RunPlan.make` or `RunPlan.of`.
+        dtype: of the result; None is the dtype of x. The weight's dtype is computed in.
 
     Returns:
-        `[b, n, c]`, in the dtype of x.
+        `[b, n, c]`.
 
     Raises:
         ValueError: shapes don't fit the plan or one another.
@@ -83,9 +89,10 @@ def ring_short_conv(
     halo = ring_halo(x, width, plan=plan)
     route = plan.halo_route(width)
     if not len(route.tokens):
-        return x + 0 * (halo.sum() + weight.sum())
+        nothing = halo.sum() + weight.sum() + (0 if bias is None else bias.sum()) * 0
+        return (x + nothing.to(x.dtype) * 0).to(dtype or x.dtype)
     together = torch.cat((x.flatten(0, 1), halo.flatten(0, 1)))[route.tokens]
     out = F.conv1d(
         together.T[None].to(weight.dtype), weight[:, None], bias, groups=channels
     )  # fmt: skip
-    return out[0].T[route.outputs].to(x.dtype).view_as(x)
+    return out[0].T[route.outputs].to(dtype or x.dtype).view_as(x)

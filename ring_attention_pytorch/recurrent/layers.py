@@ -38,6 +38,8 @@ class _Call(NamedTuple):
     final: bool
     plan: RunPlan
     kernel: KernelName | None
+    scale: float = 1.0
+    normalize: bool = False
 
 
 @typed(report_to_group("ring_gated_delta_rule", agreed=("plan", ...)))
@@ -199,13 +201,9 @@ def _delta(
     if call.kernel == "fla" and why is not None:
         raise call.plan.error(f"{name}: kernel='fla': {why}")
     kernel: KernelName = call.kernel or ("eager" if why else "fla")
-    wide = accumulation_dtype(v.dtype)
-    q, k = q.to(wide), k.to(wide)
-    if normalize:
-        q, k = normalized(q), normalized(k)
-    q = q * (k.shape[-1] ** -0.5 if scale is None else scale)
-    assert call.beta is not None
-    call = call._replace(q=q, k=k, g=call.g.to(wide), beta=call.beta.to(wide), kernel=kernel)
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    call = call._replace(kernel=kernel, scale=scale, normalize=normalize)
+    call = call._replace(g=call.g.to(accumulation_dtype(v.dtype)))
     out, last = _computed(call)
     return out.to(v.dtype), last
 
@@ -275,14 +273,14 @@ def _with_states(
 ) -> Tensor:
     """Add to outputs `[n, h, d_v]` the products of the states before runs and tokens' reads."""
     tokens, found = [], []
+    state = before.to(out.dtype)
     for number, (run, (first, length)) in enumerate(zip(call.plan.mine, call.plan.spans)):
         if run.position or (call.initial is not None and call.plan.runs.begins(run) is not None):
-            read = reads(slice(first, first + length)).to(before.dtype)
-            found.append(torch.einsum("nhk,hkv->nhv", read, before[number]))
+            read = reads(slice(first, first + length)).to(out.dtype)
+            found.append(torch.einsum("nhk,hkv->nhv", read, state[number]))
             tokens.append((first, length))
-    out = out.to(before.dtype)
     if not found:  # backward exchanges on all ranks, also on one that reads no state
-        return out + before.flatten()[:0].sum()
+        return out + state.flatten()[:0].sum()
     key = "read", tuple(tokens)
     places = call.plan.once(key, lambda: _places(tokens, out.device))
     return out.index_add(0, places, torch.cat(found))
@@ -294,16 +292,20 @@ def _places(spans: list[tuple[int, int]], device: torch.device) -> Tensor:
 
 def _kernel(call: _Call, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs of tokens and last states of runs that begin with these states."""
-    plan = call.plan
+    plan, dtype = call.plan, state.dtype
     if call.kernel == "fla" and call.beta is not None:
         borders = plan.once("borders", lambda: borders_of(plan.spans, plan.device))
-        q, k = call.q.to(call.v.dtype), call.k.to(call.v.dtype)
-        return fla_recurrence(q, k, call.v, call.g, call.beta, state, borders)
+        how = dict(scale=call.scale, use_qk_l2norm_in_kernel=call.normalize)
+        return fla_recurrence(call.q, call.k, call.v, call.g, call.beta, state, borders, **how)
     share = call.v.shape[1] // call.k.shape[1]
-    q, k = (t.to(state.dtype).repeat_interleave(share, 1) for t in (call.q, call.k))
+    q, k = call.q.to(dtype), call.k.to(dtype)
+    if call.normalize:
+        q, k = normalized(q), normalized(k)
+    q, k = (t.repeat_interleave(share, 1) for t in (q * call.scale, k))
+    beta = None if call.beta is None else call.beta.to(dtype)
     size = _CHUNK if call.g.ndim == 2 else _CHUNK_OF_CHANNELS
     grid = plan.once(("grid", size), lambda: Grid.of(plan.spans, size, plan.device))
-    return recurrence(q, k, call.v.to(state.dtype), call.g, call.beta, state, grid)
+    return recurrence(q, k, call.v.to(dtype), call.g, beta, state, grid)
 
 
 def _check(

@@ -158,6 +158,16 @@ class RunPlan:
         runs = Runs.of(plan.query_segments, plan.packing, plan.signature[0])
         return cls(plan.ring, runs, plan.device)
 
+    @classmethod
+    def of_batch(cls, batch: Any, device: torch.device, samples: int) -> "RunPlan":
+        """Return the plan for the tokens of a `ShardedBatch`; nothing is exchanged.
+
+        Raises:
+            ValueError: the layout is striped; on all ranks alike.
+        """
+        segments = all_segments(batch.layout, batch.ring_size, batch.length)
+        return cls(batch.ring, Runs.of(segments, batch.packing, samples), device)
+
     @property
     def mine(self) -> tuple[HeldRun, ...]:
         """The runs of this rank."""

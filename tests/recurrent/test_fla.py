@@ -15,7 +15,16 @@ from tests.support.reference import relative_error
 
 
 def loop(  # noqa: PLR0913 - the parameters of fla-core
-    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None
+    q,
+    k,
+    v,
+    g,
+    beta,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    cu_seqlens=None,
+    use_qk_l2norm_in_kernel=False,
 ):
     """As `chunk_gated_delta_rule` and `chunk_kda` of fla-core 0.6.0, run by run."""
     assert len(v) == 1
@@ -26,6 +35,8 @@ def loop(  # noqa: PLR0913 - the parameters of fla-core
     assert scale is not None
     assert output_final_state
     outs, states = [], []
+    if use_qk_l2norm_in_kernel:
+        q, k = (t * (t.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (q, k))
     for run, (first, last) in enumerate(pairwise(cu_seqlens)):
         part = [t[:, first:last].float() for t in (q * scale, k, v, g, beta)]
         begins = torch.zeros(1, last - first, dtype=torch.bool)
