@@ -12,6 +12,7 @@ from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.explain import explain_cache
 from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.nn.recurrent import GatedDeltaNet, Mamba2
 from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
@@ -79,6 +80,8 @@ __all__ = [
     "ConditionalRoutedTransformer",
     "ConditionalRoutedTransformerBlock",
     "CoordinateDescentRouter",
+    "GatedDeltaNet",
+    "Mamba2",
     "ParityReport",
     "RingAttention",
     "RingCache",

@@ -24,7 +24,7 @@ from ring_attention_pytorch.plan.placement import (
 )
 from ring_attention_pytorch.recurrent.halo import ring_short_conv
 from ring_attention_pytorch.recurrent.layers import ring_gated_delta_rule, ring_kda, ring_mamba2
-from ring_attention_pytorch.recurrent.plan import RunPlan
+from ring_attention_pytorch.recurrent.plan import RunPlan, runs_of_batch
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.torch_func import run_apart
 
@@ -125,7 +125,7 @@ def _plan(block: Any, x: Tensor) -> RunPlan:
                 "transformers drops the mask of one token, and a rank has one here; pad the batch, "
                 "or take fewer ranks"
             )
-        block.runs[key] = RunPlan.of_batch(batch, x.device, x.shape[0])
+        block.runs[key] = runs_of_batch(batch, x.device, x.shape[0])
     return block.runs[key]
 
 

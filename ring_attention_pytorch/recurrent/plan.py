@@ -155,18 +155,11 @@ class RunPlan:
         >>> RunPlan.of(RingPlan.make(q, q, q, causal=True)).runs.tokens
         (6,)
         """
-        runs = Runs.of(plan.query_segments, plan.packing, plan.signature[0])
-        return cls(plan.ring, runs, plan.device)
-
-    @classmethod
-    def of_batch(cls, batch: Any, device: torch.device, samples: int) -> "RunPlan":
-        """Return the plan for the tokens of a `ShardedBatch`; nothing is exchanged.
-
-        Raises:
-            ValueError: the layout is striped; on all ranks alike.
-        """
-        segments = all_segments(batch.layout, batch.ring_size, batch.length)
-        return cls(batch.ring, Runs.of(segments, batch.packing, samples), device)
+        made = plan._own.made  # layers share it
+        if "recurrent" not in made:
+            runs = Runs.of(plan.query_segments, plan.packing, plan.signature[0])
+            made["recurrent"] = cls(plan.ring, runs, plan.device)
+        return made["recurrent"]
 
     @property
     def mine(self) -> tuple[HeldRun, ...]:
@@ -224,6 +217,16 @@ class RunPlan:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+
+def runs_of_batch(batch: Any, device: torch.device, samples: int) -> RunPlan:
+    """Return the plan for the tokens of a `ShardedBatch`; nothing is exchanged.
+
+    Raises:
+        ValueError: the layout is striped; on all ranks alike.
+    """
+    segments = all_segments(batch.layout, batch.ring_size, batch.length)
+    return RunPlan(batch.ring, Runs.of(segments, batch.packing, samples), device)
 
 
 def _segments(

@@ -157,6 +157,14 @@ CALLS: dict[str, Callable[[], Call]] = {
     "Summaries.layer": of(lambda: R.Summaries(1), "layer", key_heads=2, **SIZES),
     "SummaryPlan.make": to(R.SummaryPlan.make, **QKV, window=1, stride=2),
     "SummaryPlan.summary_positions": of(summary_plan, "summary_positions"),
+    "GatedDeltaNet": to(R.GatedDeltaNet, **SIZES),
+    "GatedDeltaNet.forward": lambda: Call(
+        R.GatedDeltaNet(**SIZES).forward, dict(x=ONE, plan=R.RunPlan.make(ONE))
+    ),
+    "Mamba2": to(R.Mamba2, **SIZES),
+    "Mamba2.forward": lambda: Call(
+        R.Mamba2(**SIZES).forward, dict(x=ONE, plan=R.RunPlan.make(ONE))
+    ),
     "RunPlan.make": to(R.RunPlan.make, x=Q),
     "ring_scan": lambda: Call(
         R.ring_scan,
