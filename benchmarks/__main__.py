@@ -31,6 +31,7 @@ NAMES = {
     "masks": "masks",
     "rank": "rank",
     "reading-path": "reading_path",
+    "recurrent": "recurrent",
     "report": "report",
     "ring": "ring",
     "routing": "routing",
