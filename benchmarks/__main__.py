@@ -34,6 +34,7 @@ NAMES = {
     "peers": "peers",
     "rank": "rank",
     "reading-path": "reading_path",
+    "recurrent": "recurrent",
     "report": "report",
     "ring": "ring",
     "routing": "routing",

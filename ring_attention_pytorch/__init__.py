@@ -13,6 +13,7 @@ from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.explain import explain_cache
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.chunks import chunk_tokens
+from ring_attention_pytorch.nn.recurrent import GatedDeltaNet, Mamba2
 from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
@@ -20,6 +21,15 @@ from ring_attention_pytorch.nn.transformer import RingTransformer
 from ring_attention_pytorch.plan.explain import explain_plan
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.failures import RingError, fail_together
+from ring_attention_pytorch.recurrent import (
+    RunPlan,
+    ring_gated_delta_rule,
+    ring_halo,
+    ring_kda,
+    ring_mamba2,
+    ring_scan,
+    ring_short_conv,
+)
 from ring_attention_pytorch.routing import (
     ConditionalRoutedAttention,
     ConditionalRoutedAutoregressiveAttention,
@@ -71,6 +81,8 @@ __all__ = [
     "ConditionalRoutedTransformer",
     "ConditionalRoutedTransformerBlock",
     "CoordinateDescentRouter",
+    "GatedDeltaNet",
+    "Mamba2",
     "ParityReport",
     "RingAttention",
     "RingCache",
@@ -80,6 +92,7 @@ __all__ = [
     "RingRotaryEmbedding",
     "RingTransformer",
     "RoutingPlan",
+    "RunPlan",
     "SequenceShardedDataset",
     "ShardedBatch",
     "Summaries",
@@ -105,6 +118,12 @@ __all__ = [
     "ring_flash_attn_",
     "ring_flash_attn_cuda",
     "ring_flash_attn_cuda_",
+    "ring_gated_delta_rule",
+    "ring_halo",
+    "ring_kda",
+    "ring_mamba2",
+    "ring_scan",
+    "ring_short_conv",
     "ring_token_logprobs",
     "select_topk",
     "shard_batch",

@@ -35,6 +35,21 @@ def scatter_rows(pieces: list[Tensor], lands: Sequence[Tensor], onto: Tensor, ri
     return onto.index_copy(0, torch.cat(tuple(lands)), received.to(onto.dtype))
 
 
+def fetch_rows(
+    x: Tensor, sends: Sequence[Tensor], lands: Sequence[Tensor], rows: int, ring: Ring
+) -> Tensor:
+    """Return `[rows, ...]` of tokens that this rank needs, 0 where no rank has one.
+
+    Args:
+        x: `[b, n, ...]`, this rank's tokens.
+        sends: for each rank, the tokens that it gets, in `[b * n]`.
+        lands: for each rank, the rows where its tokens are stored.
+    """
+    room = x.new_zeros(rows, *x.shape[2:])
+    x = x.flatten(0, 1)
+    return scatter_rows([x[sent] for sent in sends], lands, room, ring)
+
+
 def all_gather(x: Tensor, shapes: Sequence[Shape], ring: Ring, call: str = _CALL) -> list[Tensor]:
     """Return every rank's x, in the order of ranks, of `shapes[i]`. Differentiable.
 

@@ -5,21 +5,26 @@ from typing import Any
 
 _SLIDING = "sliding_attention"
 _SPREAD = {_SLIDING, "full_attention", "attention", "mlp", "moe", "dense", "sparse"}
+_RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding", "mamba"}
 _SEARCHING = ("SplinterForQuestionAnswering", "SplinterForPreTraining")
 _OF_LENGTH = ("dynamic", "longrope")  # rotary frequencies depend on a sequence's length
 
 
-def check_layers(config: Any, length: int) -> None:
+def check_layers(config: Any, length: int, recurrent: int = 0) -> None:
     """Raise ValueError if a model's config has something that can't be spread.
 
     Args:
         config: the model's, or its text model's.
         length: tokens of the whole sequence if it is spread; 0 if each rank has it whole.
+        recurrent: the model's layers whose states are carried from rank to rank.
     """
-    kinds: set[str] = set()
+    others: set[str] = set()
     for name in ("layer_types", "layers_block_type"):
-        kinds |= {*(getattr(config, name, None) or ())}
-    if other := sorted(kinds - _SPREAD):
+        kinds = [kind for kind in getattr(config, name, None) or () if kind not in _SPREAD]
+        if recurrent and len(kinds) == recurrent:
+            kinds = [kind for kind in kinds if kind not in _RECURRENT]
+        others |= {*kinds}
+    if other := sorted(others):
         raise ValueError(
             f"the model has layers of {', '.join(other)}, whose state along the sequence would end "
             "at each shard; only full and sliding attention can be spread"

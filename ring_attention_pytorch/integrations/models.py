@@ -180,6 +180,7 @@ class RingForward:
         self._plans: PlanCache[RingPlan] = PlanCache()
         self.same: list[Tensor | None] = [self.inputs["position_ids"]]
         self.wholes: list[str] = []
+        self.runs: dict[Any, Any] = {}
         self.call = Watched(self)
         self._attended = False
 
@@ -333,7 +334,7 @@ def _mask(
 
     def check() -> None:
         found.append(visible_by(mask_function))
-        check_layers(config, forward.batch.length)
+        check_layers(config, forward.batch.length, len(forward.call.parts.recurrent))
         forward.check_whole(attention_mask, q_length, kv_length, (q_offset, kv_offset))
 
     error = error_of(check)

@@ -36,6 +36,11 @@ from ring_attention_pytorch.integrations.positions import (
     places_of,
     with_positions,
 )
+from ring_attention_pytorch.integrations.recurrent import (
+    blocks_by,
+    check_calls,
+    recurrent_layers,
+)
 from ring_attention_pytorch.integrations.routers import (
     balance,
     own_router_loss,
@@ -65,6 +70,7 @@ class Block(Protocol):
     check_positions: bool
     wholes: list[str]  # names of results over whole sequences
     same: list[Tensor | None]  # positions found equal to the batch's
+    runs: dict[Any, Any]  # plans of recurrent layers
 
     def agree_in_block(self, check: Check | None, **same: Any) -> None:
         """Raise ValueError on all ranks of the ring if any rank's check does, or `same` differs."""
@@ -113,12 +119,14 @@ class Parts(NamedTuple):
         places: modules that take positions, each with the number of that parameter.
         head: the head whose last token the first model picks, and that model's config.
         routed: Python modules of models with a routers' loss.
+        recurrent: layers whose states are carried through runs.
     """
 
     models: Sequence[PreTrainedModel] = ()
     places: Mapping[nn.Module, int | None] = {}
     head: tuple[nn.Module, Any] | None = None
     routed: Sequence[Any] = ()
+    recurrent: Sequence[nn.Module] = ()
 
 
 def parts_of(module: nn.Module) -> Parts:
@@ -126,7 +134,8 @@ def parts_of(module: nn.Module) -> Parts:
     named = dict(module.named_modules())
     models = [m for m in named.values() if isinstance(m, PreTrainedModel)]
     head = last_token_head(next(iter(models), None))
-    return Parts(models, places_of(named), head, with_router_loss(models))
+    recurrent = recurrent_layers(named)
+    return Parts(models, places_of(named), head, with_router_loss(models), recurrent)
 
 
 class Watched:
@@ -153,6 +162,9 @@ class Watched:
             self.hooks.callback(hook.remove)
         if self.parts.head is not None:
             self.hooks.callback(self.parts.head[0].register_forward_hook(_scored).remove)
+        self.calls: list[str] = []  # functions that a recurrent layer has called
+        for layer in self.parts.recurrent:
+            self.hooks.callback(layer.register_forward_hook(_carried).remove)
         if self.parts.routed:
             self.hooks.enter_context(own_router_loss(self.parts.routed, _router_loss))
 
@@ -346,6 +358,14 @@ def _scored(_: nn.Module, __: Any, scores: Tensor) -> Tensor:
         return scores
     return run_apart(block.call.pool, scores) if is_compiling() else block.call.pool(scores)
 
+
+def _carried(layer: nn.Module, _: Any, __: Any) -> None:
+    if (block := opened()) is not None:
+        calls, block.call.calls = block.call.calls, []
+        block.ensure(partial(check_calls, layer, calls))
+
+
+blocks_by(opened)
 
 # a context manager in which models' losses go to the watched call
 spread_losses = partial(own_losses, _loss, _entropy, _is_of_wholes)

@@ -207,6 +207,8 @@ class Generation:
         numbers = {"max_new_tokens": max_new_tokens, "prefill_chunk_size": prefill_chunk_size}
 
         def check() -> None:
+            if {*getattr(self, "pattern", "a")} - {"a"}:
+                raise ValueError("models with recurrent layers can't generate yet")
             self._check_prompt(ids, mask, ends)
             _check_summaries(self, kernel, prefill_chunk_size, cache_dtype)
             check_least(1, **numbers)

@@ -25,6 +25,7 @@ from ring_attention_pytorch.geometry.layouts import (
     all_segments,
     segment_positions,
 )
+from ring_attention_pytorch.nn import recurrent
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.checks import SummaryOptions, check_ids, check_plans, check_sizes
 from ring_attention_pytorch.nn.feedforward import feed_forward
@@ -82,6 +83,8 @@ class RingTransformer(Generation, nn.Module):
         max_lookback_seq_len: the window, one for all blocks or one for each.
         auto_shard_seq: None is ring_attn.
         rotary_restart: angles by positions in the document, not in the whole sequence.
+        layers: kinds of blocks, repeated to depth: "a" has attention, "r" a `GatedDeltaNet`, "m" a
+            `Mamba2`, as in "rrra". None is attention. Needs causal, and no striped layout.
         attn_dropout: dropout of attention's probabilities, in training only.
         The rest: as for `RingAttention`.
 
@@ -126,6 +129,7 @@ class RingTransformer(Generation, nn.Module):
         attn_dropout: float | int = 0.0,
         in_graphs: bool = False,
         attn_summaries: SummaryOptions | None = None,
+        layers: str | Sequence[str] | None = None,
     ):
         super().__init__()
         check_sizes(num_tokens, depth, dim=dim, dim_head=dim_head, ff_mult=ff_mult)
@@ -139,6 +143,8 @@ class RingTransformer(Generation, nn.Module):
             ring_attn, auto=auto_shard_seq, causal=causal, ring_seq_size=ring_seq_size,
             layout=layout, striped=striped_ring_attn, group=group,
         )  # fmt: skip
+        self.pattern: str = recurrent.pattern_of(layers, depth)
+        recurrent.check_pattern(self.pattern, causal, self.spread.layout, max_lookback_seq_len)
         self.causal: bool = causal
         self.rotary_restart: bool = rotary_restart
         self.force_regular_attn: bool = force_regular_attn
@@ -147,7 +153,10 @@ class RingTransformer(Generation, nn.Module):
         self.token_emb: nn.Embedding = nn.Embedding(num_tokens, dim)
         self.rotary_emb: Any = RingRotaryEmbedding(dim_head, theta=rotary_embed_theta)
         self.layers: Any = nn.ModuleList()  # of pairs: attention, feed-forward
-        for lookback in max_lookback_seq_len:
+        for kind, lookback in zip(self.pattern, max_lookback_seq_len):
+            if kind != "a":
+                self.layers.append(recurrent.recurrent_block(kind, dim, dim_head, heads, ff_mult))
+                continue
             attn = RingAttention(
                 dim, dim_head=dim_head, heads=heads, max_lookback_seq_len=lookback,
                 num_grouped_query_heads=num_grouped_query_heads, bucket_size=bucket_size,
@@ -236,7 +245,9 @@ class RingTransformer(Generation, nn.Module):
             positions = operators.positions(plans[0], tokens, self.rotary_restart)
         angles = self.rotary_emb(positions)
         for number, (attn, ff) in enumerate(self.layers):
-            if plans:
+            if self.pattern[number] != "a":
+                tokens = tokens + recurrent.run_recurrent(attn, tokens, mask, plans[number:])
+            elif plans:
                 tokens = tokens + attn(tokens, None, angles, plan=plans[number])
             else:
                 tokens = tokens + attn(tokens, mask, angles)
@@ -329,7 +340,7 @@ class RingTransformer(Generation, nn.Module):
         )  # fmt: skip
 
     def _widest_window(self) -> int | None:
-        windows = [attn.window for attn, _ in self.layers]
+        windows: list[Any] = [attn.window for attn in self._attentions]
         if None in windows:
             return None
         return max(windows, default=None)
@@ -402,11 +413,14 @@ class RingTransformer(Generation, nn.Module):
         """List the plans of all blocks, made once for each (window, dropout) that occurs."""
         if self.force_regular_attn:
             return ()
-        layers = {(attn.window, attn.rate): attn for attn, _ in self.layers}
-        also = {"dropout of layers": [attn.rate for attn, _ in self.layers]}
+        layers = {(attn.window, attn.rate): attn for attn in self._attentions}
+        also = {"dropout of layers": [attn.rate for attn in self._attentions]}
         options = dict(documents=batch.packing, layout=batch.layout, also=also)
         plans = {}
         for kind, attn in layers.items():
             plans[kind] = attn.plan_over(batch.ring, tokens, batch.mask, **options)
-        by_layer = enumerate(attn for attn, _ in self.layers)
-        return tuple(plans[attn.window, attn.rate].for_layer(i) for i, attn in by_layer)
+        return recurrent.plans_by_layer(plans, self.pattern, self.layers)
+
+    @property
+    def _attentions(self) -> list[RingAttention]:
+        return [attn for kind, (attn, _) in zip(self.pattern, self.layers) if kind == "a"]

@@ -203,17 +203,23 @@ def placed(ring: Ring, q: Tensor, given: Mapping[str, Any]) -> Mapping[str, Any]
         ValueError: the call contradicts the placement, or is outside of its own block.
     """
     placement = current()
-    if placement is None and (_ended or _unseen) and in_backward():
-        raise ValueError(
-            "attention is recomputed in backward outside of the block of its batch; call "
-            "backward() inside `with batch:`, where forward was, or give attention a plan"
-        )
+    if placement is None:
+        check_recomputed()
     if placement is None or (ring.size == 1 < placement.ring.size and not placement.fits(q)):
         return given
     if _within_function():
         _unseen[:] = [True]
     placement.check_call(ring, q.shape[1], given)
     return placement.options(given)
+
+
+def check_recomputed() -> None:
+    """Raise ValueError if autograd recomputes a layer outside of the block of its batch."""
+    if (_ended or _unseen) and in_backward():
+        raise ValueError(
+            "attention is recomputed in backward outside of the block of its batch; call "
+            "backward() inside `with batch:`, where forward was, or give attention a plan"
+        )
 
 
 def own_mask(given: Tensor | None) -> OwnMask:

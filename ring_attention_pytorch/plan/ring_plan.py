@@ -79,6 +79,7 @@ class Own:
     tiles: dict[Segments, list[Any]] = field(default_factory=dict)  # under this plan's mask
     layers: "PlanCache[RingPlan]" = field(default_factory=PlanCache)
     records: dict[str, Record] = field(default_factory=dict)  # of observed calls, by direction
+    made: dict[str, Any] = field(default_factory=dict)  # for layers of other kinds, by kind
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.comm.exchange import scatter_rows
+from ring_attention_pytorch.comm.exchange import fetch_rows
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
@@ -81,10 +81,8 @@ class Edge:
     def fetch(self, ring: Ring, x: Tensor) -> Tensor:
         """Fetch x `[b, n, ...]` of the keys needed here, as `[rows, stride - 1, ...]`."""
         shape = len(self.limits), self.width
-        room = x.new_zeros(shape[0] * shape[1], *x.shape[2:])
-        x = x.flatten(0, 1)
-        pieces = [x[sent] for sent in self.sends]
-        return scatter_rows(pieces, self.lands, room, ring).unflatten(0, shape)
+        found = fetch_rows(x, self.sends, self.lands, shape[0] * shape[1], ring)
+        return found.unflatten(0, shape)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, terms: ScoreMods, ring: Ring

@@ -26,7 +26,11 @@ INTEGRATIONS = [
     ),
     Mutant(
         "states along the sequence end at shards", "integrations/layers.py:check_layers",
-        "kinds - _SPREAD", "kinds - kinds",
+        "if kind not in _SPREAD]", "if kind in ()]",
+    ),
+    Mutant(
+        "recurrent layers of any class are spread", "integrations/layers.py:check_layers",
+        "if recurrent and len(kinds) == recurrent:", "if len(kinds) >= recurrent:",
     ),
     Mutant(
         "accelerate adds its own context parallelism",

@@ -55,6 +55,16 @@ def test_what_reads_the_sequence_in_another_way_can_not(own: dict[str, Any], why
         check_layers(config(**own), 40)
 
 
+def test_recurrent_layers_count_if_each_is_known() -> None:
+    mixed = config(layer_types=["linear_attention", "full_attention", "hybrid"])
+    check_layers(mixed, 40, recurrent=2)
+    for known in (0, 1):
+        with pytest.raises(ValueError, match="layers of hybrid, linear_attention"):
+            check_layers(mixed, 40, recurrent=known)
+    with pytest.raises(ValueError, match="layers of conv,"):
+        check_layers(config(layer_types=["conv"]), 40, recurrent=1)
+
+
 def test_where_all_ranks_have_all_tokens_their_own_count_is_right() -> None:
     check_layers(config(attn_temperature_tuning=True, trigram_input=True), 0)
 

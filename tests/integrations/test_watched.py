@@ -41,7 +41,7 @@ def test_parts_are_looked_for_anew() -> None:
     other = hf.model_of("Qwen3", "sdpa")
     model.model.rotary_emb = other.model.rotary_emb
     assert [*parts_of(model).places] == [other.model.rotary_emb]
-    assert parts_of(nn.Linear(1, 1)) == Parts([], {}, None, [])
+    assert parts_of(nn.Linear(1, 1)) == Parts([], {}, None, [], [])
 
 
 def test_no_hook_stays_when_a_call_ends() -> None:

@@ -29,16 +29,17 @@ BELOW["functional"] = BELOW["decoding"] = {*BELOW}
 BELOW["warm_up"] = {"attention", "plan", "ranks", "runtime"}
 BELOW["inference"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["decoding"] = BELOW["functional"] | {"inference"}
+BELOW["recurrent"] = {"geometry", "runtime", "ranks", "comm", "plan", "tensor_kinds"}
 BELOW["nn"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["routing"] = BELOW["nn"] | {"nn"}
 BELOW["summaries"] = BELOW["nn"] | {"nn", "decoding"}
 BELOW["training"] = BELOW["nn"] | {"nn"}
 BELOW["integrations"] = {"ranks", "geometry", "plan", "runtime", "functional", "inference"}
-BELOW["integrations"] |= {"nn", "training", "doctor"}
+BELOW["integrations"] |= {"nn", "training", "doctor", "recurrent"}
 BELOW["launch"] = {"ranks"}
 BELOW["doctor"] = BELOW["nn"] | {"nn", "training", "launch"}
 BELOW["__main__"] = {"doctor"}
-BELOW["compat"] = {*BELOW} - {"routing", "schedule"}
+BELOW["compat"] = {*BELOW} - {"routing", "schedule", "recurrent"}
 BELOW["__init__"] = {*BELOW}
 BELOW["arguments"] = BELOW["svg"] = set()
 EVERYBODY = {"arguments", "svg"}  # are used by all, and use nothing

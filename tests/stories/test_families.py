@@ -11,6 +11,7 @@ from tests.support.tiny_models import family_of
 SAMPLE = {
     "Qwen3ForCausalLM": "equal",
     "Gemma2ForCausalLM": "equal",
+    "Qwen3NextForCausalLM": "equal",
     "BertForMaskedLM": "equal",
     "ModernBertForTokenClassification": "equal",
     "T5ForConditionalGeneration": "refused",

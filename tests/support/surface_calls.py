@@ -73,6 +73,10 @@ def summary_plan() -> Any:
     return R.SummaryPlan.make(Q, Q, Q, window=1, stride=2)
 
 
+def run_plan() -> Any:
+    return R.RunPlan.make(Q)
+
+
 def routing_plan() -> Any:
     return R.RoutingPlan.make(ONE)
 
@@ -107,6 +111,7 @@ ROUTED_MODEL = dict(
 )
 QKV = dict(q=Q, k=Q, v=Q)
 FIRST = Q.transpose(1, 2)
+GATES = Q[..., 0].sigmoid()
 Attention = R.ConditionalRoutedAttention
 
 CALLS: dict[str, Callable[[], Call]] = {
@@ -152,6 +157,32 @@ CALLS: dict[str, Callable[[], Call]] = {
     "Summaries.layer": of(lambda: R.Summaries(1), "layer", key_heads=2, **SIZES),
     "SummaryPlan.make": to(R.SummaryPlan.make, **QKV, window=1, stride=2),
     "SummaryPlan.summary_positions": of(summary_plan, "summary_positions"),
+    "GatedDeltaNet": to(R.GatedDeltaNet, **SIZES),
+    "GatedDeltaNet.forward": lambda: Call(
+        R.GatedDeltaNet(**SIZES).forward, dict(x=ONE, plan=R.RunPlan.make(ONE))
+    ),
+    "Mamba2": to(R.Mamba2, **SIZES),
+    "Mamba2.forward": lambda: Call(
+        R.Mamba2(**SIZES).forward, dict(x=ONE, plan=R.RunPlan.make(ONE))
+    ),
+    "RunPlan.make": to(R.RunPlan.make, x=Q),
+    "ring_scan": lambda: Call(
+        R.ring_scan,
+        dict(m=Q[..., 0, 0], u=Q, plan=run_plan(), initial=Q),
+    ),
+    "ring_halo": lambda: Call(R.ring_halo, dict(x=Q, width=1, plan=run_plan())),
+    "ring_short_conv": lambda: Call(
+        R.ring_short_conv, dict(x=ONE, weight=torch.ones(16, 2), plan=run_plan())
+    ),
+    "ring_gated_delta_rule": lambda: Call(
+        R.ring_gated_delta_rule, dict(**QKV, g=-GATES, beta=GATES, plan=run_plan())
+    ),
+    "ring_kda": lambda: Call(
+        R.ring_kda, dict(**QKV, g=-Q.abs(), beta=GATES, plan=run_plan())
+    ),
+    "ring_mamba2": lambda: Call(
+        R.ring_mamba2, dict(x=Q, dt=GATES, a=-GATES[0, 0], b=Q, c=Q, plan=run_plan())
+    ),
     "summarize": lambda: Call(R.summarize, dict(k=Q, v=Q, plan=summary_plan())),
     "summary_attn": lambda: Call(
         R.summary_attn,
@@ -328,7 +359,7 @@ RIGHT: dict[str, str] = {
     "gather_sizes.dim": "0 -1", "AllGather.dim": "0 -1", "pad_at_dim.dim": "0 -1",
     "ring_cross_entropy.scale": "", "ring_token_logprobs.scale": "",
     "ring_token_logprobs.ignore_index": "", "ring_forward.dropout_seed": "0",
-    "register.name": "text", "ring_forward.memory": "0",
+    "register.name": "text", "ring_forward.memory": "0", "ring_halo.width": "0",
 }  # fmt: skip
 
 # other words for a parameter in what is said of it
@@ -352,6 +383,7 @@ RESULTS = {
 WITHIN = {
     # of plans
     "by", "call", "calls", "check", "homes", "keys", "of", "run", "tiles", "warm_up", "whole",
+    "agree_once", "check_tokens", "error", "halo_route", "once", "route",
     # of modules
     "all_rows", "choose", "heads_here", "make_projections", "plan_over", "problem", "project",
     "rotate_summaries", "scores",

@@ -1,0 +1,231 @@
+"""Recurrent layers of transformers' models, over the runs of a batch.
+
+transformers' layers call functions of their own Python module: a short convolution and a scan of
+states. These functions are replaced once, and for good, so that recomputed checkpoints get them,
+too. In a block of `ring_forward` they compute over the ring, elsewhere as before.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from inspect import unwrap
+from typing import Any, Final
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.compiler import is_compiling
+from transformers.activations import ACT2FN
+
+from ring_attention_pytorch.plan.placement import (
+    Placement,
+    check_began_here,
+    check_recomputed,
+    current,
+)
+from ring_attention_pytorch.recurrent.halo import ring_short_conv
+from ring_attention_pytorch.recurrent.layers import ring_gated_delta_rule, ring_kda, ring_mamba2
+from ring_attention_pytorch.recurrent.plan import RunPlan, runs_of_batch
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.runtime.torch_func import run_apart
+
+# the layers whose results over rings equal those of one process
+LAYERS: Final = (
+    "BambaMixer",
+    "FalconH1Mixer",
+    "GraniteMoeHybridMambaLayer",
+    "KimiLinearDeltaAttention",
+    "NemotronHMamba2Mixer",
+    "OlmoHybridGatedDeltaNet",
+    "Qwen3NextGatedDeltaNet",
+    "Qwen3_5GatedDeltaNet",
+    "Qwen3_5MoeGatedDeltaNet",
+)
+
+
+def recurrent_layers(modules: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """List the recurrent layers that can be spread, and replace the functions that they call."""
+    found = [module for module in modules.values() if type(module).__name__ in LAYERS]
+    for kind in {type(layer) for layer in found}:
+        space = unwrap(kind.forward).__globals__
+        for name, function in _FUNCTIONS.items():
+            if name in space and not hasattr(space[name], "of_ring"):
+                space[name] = _spread(name, function, space[name])
+    return found
+
+
+# the block of `ring_forward` now, and what was called in it; set by `watched.py`, which is above
+_block_now: list[Callable[[], Any]] = []
+
+
+def blocks_by(opened: Callable[[], Any]) -> None:
+    """Take the current block of `ring_forward` from this function."""
+    _block_now[:] = [opened]
+
+
+def _spread(name: str, function: Callable[..., Any], theirs: Callable[..., Any]) -> Any:
+    """Return a function that computes over the ring in a block, and as `theirs` elsewhere."""
+
+    @wraps(theirs)
+    def call(*args: Any, **given: Any) -> Any:
+        block = _block_now[0]()
+        if block is None:
+            check_recomputed()
+            return theirs(*args, **given)
+        block.call.calls.append(name)
+        if is_compiling():
+            return run_apart(_held, function, block, *args, **given)
+        return _held(function, block, *args, **given)
+
+    call.of_ring = True  # type: ignore[attr-defined]
+    return call
+
+
+def _held(function: Callable[..., Any], block: Any, *args: Any, **given: Any) -> Any:
+    """Call a function, and let autograd hold the block's placement as long as it may recompute."""
+    found = function(block, *args, **given)
+    out = found[0] if isinstance(found, tuple) else found
+    if out is None or not out.requires_grad:
+        return found
+    held = _Held.apply(current(), out)
+    return (held, *found[1:]) if isinstance(found, tuple) else held
+
+
+class _Held(Function):
+    """(placement, x) -> x; backward is of the same placement."""
+
+    @staticmethod
+    def forward(ctx: Any, placement: Placement | None, x: Tensor) -> Tensor:
+        ctx.placement = placement
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        check_began_here(ctx.placement)
+        return None, grads[0]
+
+
+def check_calls(layer: nn.Module, calls: Sequence[str]) -> None:
+    """Raise ValueError if a layer did not call one convolution and one scan of ours."""
+    made = [name for name in calls if name != _FUSED]
+    if len(made) != 2 or made[0] != _CONVOLUTION or made[1] == _CONVOLUTION:
+        raise ValueError(
+            f"{type(layer).__name__} did not compute its states by the functions that are spread "
+            f"(it called {', '.join(made) or 'none'}), as with kernels of another package; it "
+            "can't be spread so: leave use_kernels out"
+        )
+
+
+def _plan(block: Any, x: Tensor) -> RunPlan:
+    """Return the runs of the block's batch; made once, without communication."""
+    key = x.shape[0], x.device
+    if key not in block.runs:
+        batch = block.batch
+        if batch.key_mask is not None and min(batch.counts) < 2:
+            raise ValueError(
+                "transformers drops the mask of one token, and a rank has one here; pad the batch, "
+                "or take fewer ranks"
+            )
+        block.runs[key] = runs_of_batch(batch, x.device, x.shape[0])
+    return block.runs[key]
+
+
+def _check(block: Any, given: Mapping[str, Any], **states: Any) -> None:
+    """Raise ValueError on all ranks if a call has states of before, or documents of its own."""
+
+    def check() -> None:
+        names = [name for name, value in states.items() if value is not None and value is not False]
+        if names:
+            raise ValueError(
+                f"a recurrent layer was given {', '.join(names)}: ring_forward is for whole "
+                "sequences, without a cache"
+            )
+        if other := [n for n in ("cu_seqlens", "seq_idx") if given.get(n) is not None]:
+            raise ValueError(
+                f"{', '.join(other)} was given beside the documents of the batch; leave it out"
+            )
+
+    block.ensure(check)
+
+
+def _convolution(
+    block: Any,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **given: Any,
+) -> Tensor:
+    _check(block, given)
+    x = hidden_states.mT
+    out = ring_short_conv(x, weight, bias, plan=_plan(block, x), dtype=weight.dtype)
+    if activation is not None:
+        out = ACT2FN[activation](out)
+    return out.to(x.dtype).mT
+
+
+def _delta(rule: Callable[..., Any]) -> Callable[..., Any]:
+    def scan(  # noqa: PLR0913 - the parameters of transformers
+        block: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        chunk_size: int = 64,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **given: Any,
+    ) -> tuple[Tensor, None]:
+        states = dict(initial_state=initial_state, output_final_state=output_final_state)
+        _check(block, given, **states)
+        plan, norm = _plan(block, value), use_qk_l2norm_in_kernel
+        out, _ = rule(query, key, value, g, beta, plan=plan, normalize=norm)
+        return out.contiguous(), None
+
+    return scan
+
+
+def _mamba2(  # noqa: PLR0913 - the parameters of transformers
+    block: Any,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    z: Tensor | None = None,
+    **given: Any,
+) -> Tensor:
+    states = dict(initial_states=initial_states, return_final_states=return_final_states, z=z)
+    _check(block, given, **states)
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    if dt_softplus:
+        dt = F.softplus(dt)
+    dt = dt.clamp(*dt_limit)
+    x = hidden_states.to(accumulation_dtype(hidden_states.dtype))
+    out, _ = ring_mamba2(x, dt, A, B, C, plan=_plan(block, x), skip=D)
+    return out.contiguous()
+
+
+def _not_fused(block: Any, *_: Any, **given: Any) -> None:
+    """Let a layer compute step by step, as where the package of this function is missing."""
+    _check(block, given)
+
+
+_CONVOLUTION: Final = "causal_conv1d_fn"
+_FUSED: Final = "mamba2_split_conv1d_scan_combined"
+_FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
+    _CONVOLUTION: _convolution,
+    _FUSED: _not_fused,
+    "torch_chunk_gated_delta_rule": _delta(ring_gated_delta_rule),
+    "chunk_kimi_delta_attention": _delta(ring_kda),
+    "mamba2_chunk_scan": _mamba2,
+}

@@ -1,0 +1,72 @@
+"""Linear recurrences of runs by the kernels of flash-linear-attention (package fla-core).
+
+Its chunked kernels are called unmodified, once, on all runs of a rank as sequences of their own.
+They are for CUDA and 16 bits; states are float32.
+"""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.recurrent.eager import without_tokens
+
+_16_BITS = (torch.bfloat16, torch.float16)
+_MOST = 256  # the largest d_k of its kernels
+
+
+def fla_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Return why these kernels can't compute a call; None if they can."""
+    if find_spec("fla") is None:
+        return "package fla-core is not installed"
+    if {q.dtype, k.dtype, v.dtype} - {*_16_BITS} or len({q.dtype, k.dtype, v.dtype}) > 1:
+        return f"fla's kernels need one dtype of 16 bits, got {q.dtype}, {k.dtype}, {v.dtype}"
+    if q.device.type != "cuda":
+        return f"fla's kernels need CUDA, got {q.device}"
+    if k.shape[-1] > _MOST:
+        return f"fla's kernels need keys of at most {_MOST}, got {k.shape[-1]}"
+    return None
+
+
+def borders_of(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """Return the borders of runs that follow one another, int64 `[runs + 1]`.
+
+    >>> borders_of([(0, 2), (2, 3)], torch.device("cpu")).tolist()
+    [0, 2, 5]
+    """
+    return torch.tensor([0, *(first + length for first, length in spans)], device=device)
+
+
+def fla_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial: Tensor,
+    borders: Tensor,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs of all tokens, and the state after each run, as `eager.recurrence`.
+
+    Args:
+        q, k: `[n, h_k, d_k]`, of 16 bits; v: `[n, h, d_v]`.
+        g: float32 logarithms of gates, `[n, h]` or, for KDA, `[n, h, d_k]`.
+        beta: `[n, h]`.
+        initial: float32 `[runs, h, d_k, d_v]`.
+        borders: from `borders_of`.
+        options: of fla's functions: `scale`, `use_qk_l2norm_in_kernel`.
+    """
+    if g.ndim == 3:
+        from fla.ops.kda import chunk_kda as chunked
+    else:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as chunked
+    if not len(v):
+        return without_tokens(initial, q, k, v, g, beta)
+    out, state = chunked(
+        *(t[None].contiguous() for t in (q, k, v, g, beta)),
+        initial_state=initial.contiguous(), output_final_state=True, cu_seqlens=borders, **options,
+    )  # fmt: skip
+    return out[0], state

@@ -1,0 +1,316 @@
+"""The plan of recurrent layers: the runs of all ranks, and how states and halos travel."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.geometry.documents import (
+    BatchDocuments,
+    Borders,
+    check_documents,
+    check_end,
+    digest,
+)
+from ring_attention_pytorch.geometry.layouts import Layout, all_segments, check_layout
+from ring_attention_pytorch.geometry.segments import Segments
+from ring_attention_pytorch.plan.option_types import LayoutOption
+from ring_attention_pytorch.plan.options import presence
+from ring_attention_pytorch.plan.packing import whole_packing
+from ring_attention_pytorch.plan.placement import attention_ring, placed
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.agreement import (
+    agree,
+    error_of,
+    raise_together,
+    report_to_group,
+    typed,
+)
+from ring_attention_pytorch.ranks.ring import Group, Ring
+from ring_attention_pytorch.recurrent.runs import HeldRun, Runs, check_consecutive
+from ring_attention_pytorch.tensor_kinds import check_plain
+
+_CALLER = "recurrent layers"
+
+
+class Route(NamedTuple):
+    """How maps of runs lead to the states before this rank's runs.
+
+    Attributes:
+        sent: this rank's runs whose maps travel; counts: how many each rank sends.
+        chains: how many documents are followed here.
+        starts: which of them begin with a sample's initial state, and the samples.
+        levels: for the 2nd, 3rd, ... run of the first so many documents, the map of the run before,
+            as its place among all that travel.
+        mine: for each of this rank's runs, its place among the states of all levels.
+        ends: samples with tokens, and for each the places of its last run's state and map; None if
+            final states are not asked for.
+    """
+
+    sent: Tensor
+    counts: tuple[int, ...]
+    chains: int
+    starts: tuple[Tensor, Tensor]
+    levels: tuple[Tensor, ...]
+    mine: Tensor
+    ends: tuple[Tensor, Tensor, Tensor] | None
+
+
+class HaloRoute(NamedTuple):
+    """How the tokens before each run travel.
+
+    Attributes:
+        sends: for each rank, the tokens that it needs, in `[b * n]`.
+        lands: for each rank, the places of its tokens in `[runs * width]`.
+        tokens: places of this rank's tokens, each run after its halo, in the sequence of all
+            `[b * n]` tokens and then all `[runs * width]` of halos.
+        outputs: for each token, its place in that sequence, less the `width` before its own.
+    """
+
+    sends: tuple[Tensor, ...]
+    lands: tuple[Tensor, ...]
+    tokens: Tensor
+    outputs: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RunPlan:
+    """All of recurrent layers that depends on ranks, lengths and documents, and not on values.
+
+    Make it once per batch with `RunPlan.make`, or from attention's plan with `RunPlan.of`, and pass
+    it to every layer. Ranks exchange notes when it is made, and once for each shape of a layer.
+    """
+
+    ring: Ring
+    runs: Runs
+    device: torch.device
+    _agreed: set[tuple[Any, ...]] = field(default_factory=set, init=False, repr=False)
+    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    @typed(report_to_group(_CALLER, ring_of=attention_ring), apart=True)
+    def make(
+        cls,
+        x: Tensor,
+        *,
+        layout: LayoutOption = "contiguous",
+        documents: Tensor | BatchDocuments | None = None,
+        cu_seqlens: Borders | None = None,
+        group: Group = None,
+    ) -> "RunPlan":
+        """Make a plan for tokens like these; all ranks of the ring must call this together.
+
+        Args:
+            x: `[b, n, ...]`, like this rank's tokens; values don't matter. n may be 0.
+            layout: "contiguous", "zigzag" or a layout that `balanced` made.
+            documents, cu_seqlens: where documents are, as for `ring_attn`. States begin anew there.
+            group: the ring; None is the default group, or the ring of the batch's block.
+
+        Raises:
+            ValueError: an argument is invalid or differs between ranks, or the layout is striped;
+                same text on all ranks.
+
+        >>> RunPlan.make(torch.randn(1, 6, 4), cu_seqlens=[0, 2, 6]).runs.held[0][1].position
+        0
+        """
+        ring = attention_ring(group)
+        given: dict[str, Any] = dict(layout=layout, documents=documents, cu_seqlens=cu_seqlens)
+        found: list[Any] = []
+
+        def check() -> None:
+            check_plain("x", x)
+            if x.ndim < 2:
+                raise ValueError(f"x must be [batch, tokens, ...], got {list(x.shape)}")
+            options = placed(ring, x, given)
+            check_layout(options["layout"])
+            check_documents(options.get("documents"), options.get("cu_seqlens"), x.shape)
+            found.append(options)
+
+        error = error_of(check)  # raised in the agreement
+        options = found[0] if found else given
+        packed = options.get("documents")
+        same = {
+            "batch": x.shape[0] if x.ndim else None,
+            "layout": options["layout"],
+            "documents": None if packed is None else presence(packed),
+            "cu_seqlens": None if error else digest(options.get("cu_seqlens")),
+        }
+        n = x.shape[1] if x.ndim > 1 else 0
+        counts = [rank["n"] for rank in agree(ring, _CALLER, same, {"n": n}, error)]
+        segments = _segments(ring, options["layout"], counts, options.get("cu_seqlens"))
+        packing = whole_packing(ring, packed, options.get("cu_seqlens"), segments, x.shape[0])
+        return cls(ring, Runs.of(segments, packing, x.shape[0]), x.device)
+
+    @classmethod
+    def of(cls, plan: RingPlan) -> "RunPlan":
+        """Return the plan for the tokens of attention's plan; nothing is exchanged.
+
+        Raises:
+            ValueError: the layout is striped; on all ranks alike.
+
+        >>> q = torch.randn(1, 6, 2, 4)
+        >>> RunPlan.of(RingPlan.make(q, q, q, causal=True)).runs.tokens
+        (6,)
+        """
+        made = plan._own.made  # layers share it
+        if "recurrent" not in made:
+            runs = Runs.of(plan.query_segments, plan.packing, plan.signature[0])
+            made["recurrent"] = cls(plan.ring, runs, plan.device)
+        return made["recurrent"]
+
+    @property
+    def mine(self) -> tuple[HeldRun, ...]:
+        """The runs of this rank."""
+        return self.runs.held[self.ring.rank]
+
+    def agree_once(self, caller: str, **same: Any) -> None:
+        """Agree with the other ranks on values, in the first call with them.
+
+        Raises:
+            ValueError: they differ; the same text on all ranks.
+        """
+        key = caller, repr(same)
+        if key not in self._agreed:
+            agree(self.ring, caller, same)
+            self._agreed.add(key)
+
+    def check_tokens(self, caller: str, **tensors: Tensor | None) -> None:
+        """Raise ValueError if any tensor is not `[b, n, ...]` of the plan's tokens and device."""
+        want = self.runs.batch, self.runs.tokens[self.ring.rank]
+        for name, t in tensors.items():
+            if t is not None and (tuple(t.shape[:2]) != want or t.device != self.device):
+                raise self.error(
+                    f"{caller}: {name} must be {[*want]} and more on {self.device} by the plan, "
+                    f"got {list(t.shape)} on {t.device}"
+                )
+
+    def error(self, text: str) -> ValueError:
+        """Return an error of this rank alone; ranks that wait for it are notified."""
+        self.ring.report_failure(f"raised ValueError: {text}")
+        return ValueError(text)
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """The first token of each of this rank's runs in `[b * n]`, and the number of tokens."""
+        n = self.runs.tokens[self.ring.rank]
+        return [(run.sample * n + run.start, run.length) for run in self.mine]
+
+    @cached_property
+    def run_of_token(self) -> Tensor:
+        """The number of each token's run, int64 `[b * n]`."""
+        lengths = torch.tensor([length for _, length in self.spans], dtype=torch.long)
+        return torch.arange(len(lengths)).repeat_interleave(lengths).to(self.device)
+
+    def route(self, final: bool = False) -> Route:
+        """Return how states reach this rank's runs."""
+        return self.once(("states", final), lambda: _route(self, final))
+
+    def halo_route(self, width: int) -> HaloRoute:
+        """Return how the `width` tokens before each run travel."""
+        return self.once(("halo", width), lambda: _halo_route(self, width))
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what was made for this key before, or make it."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+def runs_of_batch(batch: Any, device: torch.device, samples: int) -> RunPlan:
+    """Return the plan for the tokens of a `ShardedBatch`; nothing is exchanged.
+
+    Raises:
+        ValueError: the layout is striped; on all ranks alike.
+    """
+    segments = all_segments(batch.layout, batch.ring_size, batch.length)
+    return RunPlan(batch.ring, Runs.of(segments, batch.packing, samples), device)
+
+
+def _segments(
+    ring: Ring, layout: Layout, counts: Sequence[int], cu_seqlens: Borders | None
+) -> tuple[Segments, ...]:
+    """Return every rank's segments; raise ValueError on all ranks if lengths don't fit them."""
+    found: list[tuple[Segments, ...]] = []
+
+    def check() -> None:
+        segments = all_segments(layout, ring.size, sum(counts))
+        want = [sum(part.length for part in each) for each in segments]
+        if want != [*counts]:
+            raise ValueError(
+                f"layout {layout!r} of {sum(counts)} tokens has {want} on the ranks, got {counts}"
+            )
+        check_consecutive(segments)
+        check_end(cu_seqlens, sum(counts))
+        found.append(segments)
+
+    raise_together(ring, _CALLER, check)
+    return found[0]
+
+
+def _route(plan: RunPlan, final: bool) -> Route:
+    runs, rank, device = plan.runs, plan.ring.rank, plan.device
+    sent = [runs.sent(each, final) for each in range(len(runs.held))]
+    place: dict[HeldRun, int] = {}
+    for each, numbers in enumerate(sent):
+        for number in numbers:
+            place[runs.held[each][number]] = len(place)
+    ends = runs.ends() if final else []
+    needed = [*runs.held[rank], *(run for run in ends if run is not None)]
+    depth: dict[int, int] = {}  # levels of each chain that this rank needs
+    for run in needed:
+        chain, level = runs.links[run]
+        depth[chain] = max(depth.get(chain, 0), level + 1)
+    order = sorted(depth, key=lambda chain: (-depth[chain], chain))
+    at, levels, so_far = {}, [], 0
+    for level in range(max(depth.values(), default=0)):
+        here = [chain for chain in order if depth[chain] > level]
+        for number, chain in enumerate(here):
+            at[runs.chains[chain][level]] = so_far + number
+        so_far += len(here)
+        if level:
+            before = [place[runs.chains[chain][level - 1]] for chain in here]
+            levels.append(torch.tensor(before, device=device))
+    firsts = [(number, runs.begins(runs.chains[chain][0])) for number, chain in enumerate(order)]
+    whole = partial(torch.tensor, dtype=torch.long, device=device)
+    return Route(
+        sent=whole(sent[rank]),
+        counts=tuple(map(len, sent)),
+        chains=len(order),
+        starts=_columns([pair for pair in firsts if pair[1] is not None], 2, whole),
+        levels=tuple(levels),
+        mine=whole([at[run] for run in runs.held[rank]]),
+        ends=_columns([(run.sample, at[run], place[run]) for run in ends if run], 3, whole)
+        if final
+        else None,
+    )
+
+
+def _columns(rows: list[Any], width: int, whole: Any) -> Any:
+    return tuple(whole([row[column] for row in rows]) for column in range(width))
+
+
+def _halo_route(plan: RunPlan, width: int) -> HaloRoute:
+    rank, size, runs = plan.ring.rank, plan.ring.size, plan.runs
+    numbers = {run: number for number, run in enumerate(plan.mine)}
+    sends: list[list[int]] = [[] for _ in range(size)]
+    lands: list[list[int]] = [[] for _ in range(size)]
+    for run, place, owner, index in runs.before(width):
+        if owner.rank == rank:
+            token = owner.sample * runs.tokens[rank] + owner.start + index
+            sends[run.rank].append(token)
+        if run.rank == rank:
+            lands[owner.rank].append(numbers[run] * width + place)
+    total = runs.batch * runs.tokens[rank]
+    tokens: list[int] = []
+    outputs = [0] * total
+    for number, (first, length) in enumerate(plan.spans):
+        halo = total + number * width
+        outputs[first : first + length] = range(len(tokens), len(tokens) + length)
+        tokens += [*range(halo, halo + width), *range(first, first + length)]
+    whole = partial(torch.tensor, dtype=torch.long, device=plan.device)
+    return HaloRoute(
+        tuple(map(whole, sends)), tuple(map(whole, lands)), whole(tokens), whole(outputs)
+    )

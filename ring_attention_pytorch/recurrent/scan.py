@@ -1,0 +1,128 @@
+"""The scan over runs: from the map of each run to the state before it.
+
+    S_out = M S_in + U        a run of tokens maps the state before it to the state after it
+
+Ranks gather the maps of runs, whose size does not depend on the number of tokens, and each follows
+the documents that it has tokens of. All of it is plain PyTorch, so derivatives of any order go the
+way back: the gradients of a map are summed on its owner.
+"""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.exchange import all_gather
+from ring_attention_pytorch.ranks.agreement import report_to_group, typed
+from ring_attention_pytorch.recurrent.plan import RunPlan
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+
+_CALLER = "ring_scan"
+
+
+@typed(report_to_group(_CALLER, agreed=("plan", ...)))
+def ring_scan(
+    m: Tensor,
+    u: Tensor,
+    *,
+    plan: RunPlan,
+    initial: Tensor | None = None,
+    final: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the state before each of this rank's runs, from the maps S -> M S + U of all runs.
+
+    All ranks of the ring call this together. Memory is the maps of all runs that another run
+    follows, of all ranks.
+
+    Args:
+        m: `[runs, h, d_k, d_k]`, or a diagonal `[runs, h]` or `[runs, h, d_k]` that multiplies the
+            leading dimensions of a state, of the runs `plan.mine`.
+        u: `[runs, h, d_k, d_v]`; with a diagonal, `[runs, h, ...]`.
+        plan: from `RunPlan.make` or `RunPlan.of`.
+        initial: `[b, h, d_k, d_v]`, the state before the first token of each sample, the same on
+            all ranks; None is 0. A gradient is of this rank's use: sum it over ranks.
+        final: also return the state after the last token of each sample.
+
+    Returns:
+        `[runs, h, d_k, d_v]`, 0 where documents begin; and `[b, h, d_k, d_v]`, the same on all
+        ranks, or None. Both in float32, or float64 if u is.
+
+    Raises:
+        ValueError: shapes don't fit the plan or one another, or differ between ranks.
+
+    >>> plan = RunPlan.make(torch.empty(1, 6), cu_seqlens=[0, 2, 6])
+    >>> m, u = torch.full((2, 1), 0.5), torch.ones(2, 1, 1, 1)
+    >>> state, last = ring_scan(m, u, plan=plan, initial=torch.ones(1, 1, 1, 1), final=True)
+    >>> state.flatten().tolist(), last.item()
+    ([1.0, 0.0], 1.0)
+    """
+    _check(m, u, plan, initial)
+    wide = accumulation_dtype(u.dtype)
+    m, u = m.to(wide), u.to(wide)
+    route = plan.route(final)
+    travelling = None
+    if sum(route.counts):
+        plan.agree_once(_CALLER, shapes=[m.shape[1:], u.shape[1:]], dtype=wide)
+        travelling = _gather(m, u, plan, route.counts, route.sent)
+    first = u.new_zeros(route.chains, *u.shape[1:])
+    if initial is not None:
+        numbers, samples = route.starts
+        first = first.index_copy(0, numbers, initial.to(wide)[samples])
+    states = [first]
+    for places in route.levels:
+        assert travelling is not None  # a run that another follows is sent
+        before = states[-1][: len(places)]
+        states.append(mapped(travelling[0][places], travelling[1][places], before))
+    found = torch.cat(states)
+    if travelling is not None and not route.levels:
+        # backward exchanges on all ranks, also on one that needs no other rank's map
+        found = found + travelling[1].flatten()[:0].sum()
+    last = None
+    if route.ends is not None:
+        samples, at, places = route.ends
+        last = initial.to(wide) if initial is not None else u.new_zeros(
+            plan.runs.batch, *u.shape[1:]
+        )  # fmt: skip
+        if travelling is not None:
+            ended = mapped(travelling[0][places], travelling[1][places], found[at])
+            last = last.index_copy(0, samples, ended)
+    return found[route.mine], last
+
+
+def mapped(m: Tensor, u: Tensor, state: Tensor) -> Tensor:
+    """Return M S + U, for a full or a diagonal M.
+
+    >>> mapped(torch.full((1, 1), 0.5), torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2)).tolist()
+    [[[[1.5, 1.5]]]]
+    """
+    if m.ndim == 4:
+        return torch.matmul(m, state) + u
+    return m.reshape(*m.shape, *(1,) * (u.ndim - m.ndim)) * state + u
+
+
+def _gather(
+    m: Tensor, u: Tensor, plan: RunPlan, counts: tuple[int, ...], sent: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the maps that travel, of all ranks in order."""
+    packed = torch.cat((m[sent].flatten(1), u[sent].flatten(1)), 1)
+    shapes = [(count, packed.shape[1]) for count in counts]
+    together = torch.cat(all_gather(packed, shapes, plan.ring, _CALLER))
+    of_m, of_u = together.split((prod(m.shape[1:]), prod(u.shape[1:])), 1)
+    return of_m.unflatten(1, m.shape[1:]), of_u.unflatten(1, u.shape[1:])
+
+
+def _check(m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None) -> None:
+    """Raise ValueError if shapes don't fit the plan or one another."""
+    runs, state = len(plan.mine), tuple(u.shape[1:])
+    whole = m.ndim == 4 and u.ndim == 4 and tuple(m.shape[1:]) == (*state[:2], state[1])
+    diagonal = m.ndim in (2, 3) and m.ndim <= u.ndim and m.shape[1:] == u.shape[1 : m.ndim]
+    if u.ndim < 3 or len(m) != runs or len(u) != runs or not (whole or diagonal):
+        raise plan.error(
+            f"ring_scan: m must be [{runs}, h, d_k, d_k] or a diagonal [{runs}, h] or "
+            f"[{runs}, h, d_k], and u [{runs}, h, d_k, d_v], for this rank's {runs} runs; got "
+            f"{list(m.shape)} and {list(u.shape)}"
+        )
+    if initial is not None and tuple(initial.shape) != (plan.runs.batch, *state):
+        raise plan.error(
+            f"ring_scan: initial must be {[plan.runs.batch, *state]}, got {list(initial.shape)}"
+        )

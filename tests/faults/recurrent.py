@@ -1,0 +1,35 @@
+"""Faults planted into recurrent layers, and a battery that must find each."""
+
+from collections.abc import Callable, Iterable
+
+from tests.faults import hunt
+from tests.faults.mutant import planted
+
+MUTANTS = planted("RECURRENT")
+ANSWERS_FOR = ("recurrent/",)
+
+
+def battery() -> Iterable[Callable[[], None]]:
+    """Cases that fail where something is wrong."""
+    import torch
+
+    from ring_attention_pytorch.recurrent import ring_gated_delta_rule
+    from tests.recurrent import test_halo, test_layers, test_runs, test_scan
+    from tests.support import threads
+
+    torch.set_num_threads(1)
+    threads.PATIENCE = 10.0
+    for seed in range(3):
+        yield lambda seed=seed: test_runs.test_runs_are_the_tokens_of_each_document_in_order(seed)
+    yield lambda: test_layers.test_without_final_states(3, "zigzag")
+    for seed in range(8):
+        yield lambda seed=seed: test_scan.test_states_before_runs_and_their_gradients("full", seed)
+        yield lambda seed=seed: test_halo.test_convolutions_equal_one_process(seed)
+        yield lambda seed=seed: test_layers.test_the_delta_rule_equals_one_process(
+            ring_gated_delta_rule, seed
+        )
+        yield lambda seed=seed: test_layers.test_mamba_2_equals_one_process(seed)
+
+
+if __name__ == "__main__":
+    hunt.main("tests.faults.recurrent")

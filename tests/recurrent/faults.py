@@ -1,0 +1,54 @@
+"""Faults planted into `recurrent/`."""
+
+from tests.faults.mutant import Mutant
+
+RECURRENT = [
+    Mutant(
+        "runs are in the order of ranks",
+        "recurrent/runs.py:Runs.chains",
+        "key=lambda run: run.position",
+        "key=lambda run: run.rank",
+    ),
+    Mutant(
+        "a document's state goes on in the next one",
+        "recurrent/runs.py:Runs.of",
+        "None if packing is None else packing[sample]",
+        "None",
+    ),
+    Mutant(
+        "maps have no gradient",
+        "recurrent/scan.py:_gather",
+        "m[sent].flatten(1)",
+        "m[sent].detach().flatten(1)",
+    ),
+    Mutant(
+        "an initial state begins every document",
+        "recurrent/runs.py:Runs.begins",
+        "run.position == 0 and run.document == self.first[run.sample]",
+        "run.position == 0",
+    ),
+    Mutant(
+        "a run reads the state of the rank's first one",
+        "recurrent/layers.py:_with_states",
+        "state[number]",
+        "state[0]",
+    ),
+    Mutant(
+        "a convolution sees a token too early",
+        "recurrent/plan.py:_halo_route",
+        "numbers[run] * width + place",
+        "numbers[run] * width + (place + 1) % width",
+    ),
+    Mutant(
+        "the last state is that of the last document here",
+        "recurrent/runs.py:Runs.of",
+        "each.runs[-1].document",
+        "each.runs[0].document",
+    ),
+    Mutant(
+        "gates of 0 are differences of infinities",
+        "recurrent/eager.py:_decays",
+        "torch.where(later, g[:, :, :, None], 0.0).cumsum(2)",
+        "g.cumsum(2)[:, :, :, None] - g.cumsum(2)[:, :, None]",
+    ),
+]

@@ -1,0 +1,96 @@
+"""The plan of recurrent layers: agreed by all ranks, or refused by all with the same text."""
+
+import re
+
+import pytest
+import torch
+
+from ring_attention_pytorch import RingPlan, RunPlan, shard_batch
+from ring_attention_pytorch.geometry.layouts import positions
+from tests.support import threads
+
+
+def refused(size: int, make) -> str:
+    """Return the error that every rank of a ring raises."""
+
+    def main(ring):
+        with pytest.raises(ValueError) as error:  # noqa: PT011 - returned, and matched there
+            make(ring)
+        return str(error.value)
+
+    texts, _ = threads.run(size, main)
+    assert len({*texts}) == 1
+    return texts[0]
+
+
+def test_the_striped_layout_is_refused_in_a_sentence() -> None:
+    def make(ring):
+        RunPlan.make(torch.zeros(1, 4), layout="striped", group=ring)
+
+    assert "the striped layout has runs of one token; use layout" in refused(2, make)
+    q = torch.zeros(1, 4, 1, 8)
+
+    def of(ring):
+        RunPlan.of(RingPlan.make(q, q, q, causal=True, layout="striped", group=ring))
+
+    assert "the striped layout has runs of one token" in refused(2, of)
+
+
+@pytest.mark.parametrize(
+    ("match", "given"),
+    [
+        (
+            "layout must be the same on every rank",
+            lambda r: {"layout": ["contiguous", "zigzag"][r]},
+        ),
+        ("of 7 tokens has \\[4, 3\\] on the ranks, got \\[3, 4\\]", lambda r: {"n": 3 + r}),
+        ("batch must be the same on every rank", lambda r: {"b": 1 + r}),
+        ("must end with the length of the whole, 8, got 7", lambda _: {"cu_seqlens": [0, 2, 7]}),
+        ("cu_seqlens must be the same", lambda r: {"cu_seqlens": [0, 1 + r, 8]}),
+        ("layout must be one of", lambda r: {"layout": "spiral"} if r else {}),
+        ("documents must be int \\[1, 4\\]", lambda _: {"documents": torch.zeros(1, 3).long()}),
+        ("x must be \\[batch, tokens, ...\\]", lambda _: {"shape": [4]}),
+    ],
+)
+def test_wrong_arguments_raise_on_all_ranks(match, given) -> None:
+    def make(ring):
+        options = given(ring.rank)
+        shape = options.pop("b", 1), options.pop("n", 4)
+        RunPlan.make(torch.zeros(options.pop("shape", shape)), group=ring, **options)
+
+    assert re.search(match, refused(2, make))
+
+
+def test_documents_by_ids_and_by_borders_are_the_same() -> None:
+    borders = [0, 3, 4, 9]
+    ids = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2, 2])
+
+    def main(ring):
+        at = positions("zigzag", rank=ring.rank, ring_size=2, length=9)
+        x, layout = torch.zeros(2, len(at), 5), "zigzag"
+        one = RunPlan.make(x, layout=layout, cu_seqlens=borders, group=ring)
+        two = RunPlan.make(x, layout=layout, documents=ids[at].expand(2, -1), group=ring)
+        q = torch.zeros(2, len(at), 1, 8)
+        plan = RingPlan.make(
+            q, q, q, causal=True, layout=layout, cu_seqlens=borders, group=ring
+        )  # fmt: skip
+        assert one.runs == two.runs == RunPlan.of(plan).runs
+
+    threads.run(2, main)
+
+
+def test_a_batch_says_where_its_tokens_are() -> None:
+    batch = shard_batch({"input_ids": torch.arange(8)[None], "cu_seqlens": [0, 3, 8]})
+    with batch:
+        plan = RunPlan.make(torch.zeros(1, 8, 2))
+        assert [run.length for run in plan.mine] == [3, 5]
+        with pytest.raises(ValueError, match="cu_seqlens were given beside those of the batch"):
+            RunPlan.make(torch.zeros(1, 8, 2), cu_seqlens=[0, 8])
+
+
+def test_queries_that_are_not_the_whole_sequence_are_refused() -> None:
+    q = torch.zeros(1, 4, 1, 8)
+    given = dict(query_positions=torch.arange(3, 7), key_positions=torch.arange(4))
+    plan = RingPlan.make(q, q, q, causal=True, **given)
+    with pytest.raises(ValueError, match="need all tokens of a sequence, each on one rank"):
+        RunPlan.of(plan)

@@ -1,0 +1,114 @@
+"""The scan over runs, against a loop over the runs of each document."""
+
+import pytest
+import torch
+
+from ring_attention_pytorch.recurrent import ring_scan
+from tests.support import threads
+from tests.support.recurrent_cases import Spread
+from tests.support.reference import relative_error
+
+H, D_K, D_V = 2, 3, 4
+
+
+def maps(runs, kind: str):
+    """A map of each run, the same on every rank."""
+    shape = {"full": (H, D_K, D_K), "heads": (H,), "channels": (H, D_K)}[kind]
+    draw = torch.Generator().manual_seed(0)
+    every = [run for held in runs.held for run in held]
+    m = torch.randn(len(every), *shape, generator=draw, dtype=torch.float64) / 2
+    u = torch.randn(len(every), H, D_K, D_V, generator=draw, dtype=torch.float64)
+    return every, m, u
+
+
+def by_hand(runs, every, m, u, initial):
+    place = {run: number for number, run in enumerate(every)}
+    found, last = {}, list(initial)
+    for chain in runs.chains:
+        state = torch.zeros_like(initial[0])
+        if runs.begins(chain[0]) is not None:
+            state = initial[chain[0].sample]
+        for run in chain:
+            found[run], number = state, place[run]
+            if m.ndim == 4:
+                state = torch.einsum("hij,hjv->hiv", m[number], state) + u[number]
+            else:
+                factor = m[number] if m.ndim == 3 else m[number][:, None]
+                state = factor[..., None] * state + u[number]
+        if chain[0].document == runs.last[chain[0].sample]:
+            last[chain[0].sample] = state
+    return found, torch.stack(last)
+
+
+@pytest.mark.parametrize("kind", ["full", "heads", "channels"])
+@pytest.mark.parametrize("seed", range(8))
+def test_states_before_runs_and_their_gradients(kind, seed) -> None:
+    spread = Spread.drawn(seed)
+    draw = torch.Generator().manual_seed(1)
+    begin = torch.randn(spread.batch, H, D_K, D_V, generator=draw, dtype=torch.float64)
+
+    def main(ring):
+        plan = spread.plan(ring)
+        every, m, u = maps(plan.runs, kind)
+        mine = [every.index(run) for run in plan.mine]
+        own = [t.clone().requires_grad_() for t in (m[mine], u[mine], begin)]
+        state, last = ring_scan(own[0], own[1], plan=plan, initial=own[2], final=True)
+        leaves = [t.clone().requires_grad_() for t in (m, u, begin)]
+        found, ends = by_hand(plan.runs, every, *leaves)
+        want = torch.stack([found[run] for run in plan.mine]) if mine else state.detach()
+        assert relative_error(state, want) < 1e-12
+        assert relative_error(last, ends) < 1e-12
+        got = torch.autograd.grad(state.square().sum() + last.sum() / ring.size, own)
+        total = sum(t.square().sum() for t in found.values()) + ends.sum()
+        grads = torch.autograd.grad(total, leaves, materialize_grads=True)
+        for t, expected in zip(got[:2], grads):
+            assert relative_error(t, expected[mine]) < 1e-12
+        return got[2], grads[2]
+
+    of_ranks, _ = threads.run(spread.size, main)
+    assert relative_error(sum(got for got, _ in of_ranks), of_ranks[0][1]) < 1e-12
+
+
+def test_second_derivatives_exchange_on_all_ranks_alike() -> None:
+    spread = Spread(3, 12, 1, "zigzag", None)
+
+    def main(ring):
+        plan = spread.plan(ring)
+        every, m, u = maps(plan.runs, "full")
+        mine = [every.index(run) for run in plan.mine]
+        results = []
+        for ours in (True, False):
+            leaves = [t.clone().requires_grad_() for t in ((m[mine], u[mine]) if ours else (m, u))]
+            if ours:
+                state, _ = ring_scan(*leaves, plan=plan)
+                loss = state.square().sum()
+            else:
+                found, _ = by_hand(plan.runs, every, *leaves, torch.zeros(1, H, D_K, D_V).double())
+                loss = sum(t.square().sum() for t in found.values())
+            first = torch.autograd.grad(loss, leaves, create_graph=True, materialize_grads=True)
+            total = sum(t.square().sum() for t in first)
+            second = torch.autograd.grad(total, leaves, materialize_grads=True)
+            results.append(second if ours else [t[mine] for t in second])
+        for got, want in zip(*results):
+            assert relative_error(got, want) < 1e-12
+
+    threads.run(3, main)
+
+
+@pytest.mark.parametrize("shapes", [((2, 2, 3, 4), (2, 2, 3, 4)), ((2, 3), (2, 2, 3, 4)),
+                                    ((1, 2), (1, 2, 3, 4)), ((2, 2), (2, 2))])  # fmt: skip
+def test_wrong_maps(shapes) -> None:
+    plan = Spread(1, 4, 1, "contiguous", [[0, 2, 4]])
+    with pytest.raises(ValueError, match="m must be"):
+        threads.run(1, lambda ring: ring_scan(*map(torch.zeros, shapes), plan=plan.plan(ring)))
+
+
+def test_shapes_that_differ_between_ranks() -> None:
+    spread = Spread(2, 4, 1, "contiguous", None)
+
+    def main(ring):
+        u = torch.zeros(1, 2, 3, 4 + ring.rank)
+        with pytest.raises(ValueError, match="shapes must be the same on every rank"):
+            ring_scan(torch.zeros(1, 2), u, plan=spread.plan(ring))
+
+    threads.run(2, main)

@@ -1,0 +1,137 @@
+"""Cases of recurrent layers: random documents and data, the same on every rank."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.geometry.balance import balanced
+from ring_attention_pytorch.geometry.documents import of_borders
+from ring_attention_pytorch.geometry.layouts import Layout, positions
+from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.recurrent import RunPlan
+from tests.support import threads
+from tests.support.reference import relative_error
+
+
+def borders_of(draw: random.Random, length: int) -> list[int]:
+    """Return borders of random documents, many of them at multiples of a few tokens."""
+    cuts = {draw.randrange(0, length + 1) for _ in range(draw.randrange(0, 5))}
+    cuts |= {length * part // 4 for part in range(5) if draw.random() < 0.3}
+    return [*sorted({0, length, *cuts})]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A sequence that is spread over a ring, with documents or one."""
+
+    size: int
+    length: int
+    batch: int
+    layout: Layout
+    borders: list[list[int]] | None
+
+    @classmethod
+    def drawn(cls, seed: int) -> "Spread":
+        draw = random.Random(seed)
+        size, batch = draw.choice([1, 2, 3, 4, 8]), draw.choice([1, 2])
+        length = draw.randrange(1, 45)
+        borders = [borders_of(draw, length) for _ in range(batch)] if draw.random() < 0.7 else None
+        layout: Layout = draw.choice(["contiguous", "zigzag"])
+        if borders and draw.random() < 0.4:
+            layout = balanced(borders, size)
+        return cls(size, length, batch, layout, borders)
+
+    @property
+    def documents(self) -> Tensor:
+        """The number of each token's document, `[b, n]`."""
+        if self.borders is None:
+            return torch.zeros(self.batch, self.length, dtype=torch.long)
+        rows = []
+        for borders in self.borders:
+            sizes = torch.tensor(borders).diff()
+            rows.append(torch.arange(len(sizes)).repeat_interleave(sizes))
+        return torch.stack(rows)
+
+    @property
+    def begins(self) -> Tensor:
+        return self.documents.diff(dim=1, prepend=torch.full((self.batch, 1), -1)) != 0
+
+    def held(self, rank: int) -> Tensor:
+        return positions(self.layout, rank=rank, ring_size=self.size, length=self.length)
+
+    def plan(self, ring: Ring) -> RunPlan:
+        like = torch.empty(self.batch, len(self.held(ring.rank)))
+        given: dict[str, Any] = dict(layout=self.layout, group=ring)
+        if self.borders is not None and len(self.borders) == 1:
+            given["cu_seqlens"] = self.borders[0]
+        elif self.borders is not None:
+            given["documents"] = tuple(map(of_borders, self.borders))
+        return RunPlan.make(like, **given)
+
+
+Results = dict[str, Tensor]
+# results by name, of tensors by name; those that begin with "last" are the same on all ranks
+Compute = Callable[..., Results]
+
+
+def loss_of(results: Results, share: float, tokens: int, at: Tensor | None = None) -> Tensor:
+    """A random functional of results of whole sequences with so many tokens, or of those `at`.
+
+    Of the last states, which all ranks have, it is a share.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for number, (name, t) in enumerate(results.items()):
+        draw = torch.Generator().manual_seed(number)
+        last = name.startswith("last")
+        shape = t.shape if last else (t.shape[0], tokens, *t.shape[2:])
+        weights = torch.randn(shape, generator=draw, dtype=torch.float64)
+        if last:
+            weights = weights * share
+        elif at is not None:
+            weights = weights[:, at]
+        total = total + (t.double() * weights).sum()
+    return total
+
+
+def check(
+    spread: Spread, sharded: Results, same: Results, ours: Compute, reference: Compute, most: float
+) -> None:
+    """Compare results and all gradients with the reference, on every rank.
+
+    `ours` gets tensors of one rank and `plan`, `reference` whole ones and the case.
+    """
+
+    def leaves(tensors: Results) -> Results:
+        return {name: t.clone().requires_grad_() for name, t in tensors.items()}
+
+    whole = leaves(sharded | same)
+    want = reference(**whole, spread=spread)
+    wanted = torch.autograd.grad(
+        loss_of(want, 1.0, spread.length), [*whole.values()], materialize_grads=True
+    )
+    gradients = dict(zip(whole, wanted))
+
+    def main(ring: Ring) -> dict[str, Tensor]:
+        at = spread.held(ring.rank)
+        mine = leaves({name: t[:, at] for name, t in sharded.items()} | same)
+        got = ours(**mine, plan=spread.plan(ring))
+        for name, t in got.items():
+            expected = want[name] if name.startswith("last") else want[name][:, at]
+            assert relative_error(t, expected) < most, f"{name} on rank {ring.rank}"
+        found = torch.autograd.grad(
+            loss_of(got, 1 / ring.size, spread.length, at), [*mine.values()]
+        )
+        for name, t in zip(mine, found):
+            if name in sharded:
+                error = relative_error(t, gradients[name][:, at])
+                assert error < most, f"gradient of {name} on rank {ring.rank}: {error}"
+        return {name: t for name, t in zip(mine, found) if name in same}
+
+    of_ranks, _ = threads.run(spread.size, main)
+    for name in same:
+        total = sum(each[name] for each in of_ranks)
+        assert relative_error(total, gradients[name]) < most, f"gradient of {name}"
