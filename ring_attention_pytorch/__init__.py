@@ -33,6 +33,7 @@ from ring_attention_pytorch.routing import (
     select_topk,
     soft_topk,
 )
+from ring_attention_pytorch.runtime.merging import merge_attention
 from ring_attention_pytorch.runtime.observe import observe
 from ring_attention_pytorch.summaries import (
     Summaries,
@@ -94,6 +95,7 @@ __all__ = [
     "explain_kernel",
     "explain_plan",
     "fail_together",
+    "merge_attention",
     "observe",
     "positions",
     "ring_attn",
