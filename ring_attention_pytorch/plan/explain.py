@@ -117,6 +117,9 @@ def _head(plan: RingPlan) -> list[str]:
     if has_graphs(plan):
         line += ", in CUDA graphs"
     lines = [line]
+    if plan.shared is not None:
+        held = count(plan.shared.blocks.keys[0])
+        lines.append(f"shared keys: {held} on every rank, kernel {plan.shared.kernel.name}")
     if plan.ulysses is not None and plan.degree > 1:
         neighbours = _plural(plan.degree - 1, "neighbour")
         heads = _plural(plan.chosen.shape.heads, "query head")
