@@ -83,7 +83,7 @@ def joined(given: dict[str, Tensor]) -> dict[str, Tensor]:
     k, v = (torch.cat((given[name], given[f"shared_{name}"]), 1) for name in "kv")
     found = {name: t for name, t in given.items() if "shared" not in name} | dict(k=k, v=v)
     if (bias := given.get("key_bias")) is not None:
-        none = torch.zeros_like(bias[:, :1]).expand(-1, given["shared_k"].shape[1], *bias.shape[2:])
+        none = bias.new_zeros(len(bias), given["shared_k"].shape[1], *bias.shape[2:])
         found["key_bias"] = torch.cat((bias, none), 1)
     return found
 
