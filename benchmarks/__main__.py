@@ -29,6 +29,7 @@ NAMES = {
     "host": "host",
     "kernels": "kernels",
     "masks": "masks",
+    "parts": "parts",
     "rank": "rank",
     "reading-path": "reading_path",
     "report": "report",
