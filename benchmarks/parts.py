@@ -116,15 +116,15 @@ def diffusion(o: Namespace, drawn: Callable[..., Tensor]) -> Iterator[str]:
     )
 
 
-def beside(o: Namespace, drawn: Callable[..., Tensor]) -> Iterator[str]:
+def shared(o: Namespace, drawn: Callable[..., Tensor]) -> Iterator[str]:
     n = 4 * o.tokens
     q, k, v = drawn(n, o.heads[0], o.dim), *(drawn(n, o.heads[1], o.dim) for _ in range(2))
     text = drawn(o.text, o.heads[1], o.dim), drawn(o.text, o.heads[1], o.dim)
-    alone, shared = RingPlan.make(q, k, v), RingPlan.make(q, k, v, shared_keys=text)
+    alone, both = RingPlan.make(q, k, v), RingPlan.make(q, k, v, shared_keys=text)
     times = []
     for attend, leaves in (
         (lambda: ring_attn(q, k, v, plan=alone), (q, k, v)),
-        (lambda: ring_attn(q, k, v, plan=shared, shared_keys=text), (q, k, v, *text)),
+        (lambda: ring_attn(q, k, v, plan=both, shared_keys=text), (q, k, v, *text)),
     ):
         times.append(seconds(both_ways(attend, leaves), o.device, o.rounds))
     yield (
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--device", default="cuda")
     options.add_argument("--rounds", type=int, default=10)
     options.add_argument("--kernels", nargs="+", default=["triton"])
-    options.add_argument("--only", nargs="+", default=["merges", "steps", "diffusion", "beside"])
+    options.add_argument("--only", nargs="+", default=["merges", "steps", "diffusion", "shared"])
     o = options.parse_args(arguments)
     o.kernels = [None] if o.device == "cpu" else o.kernels
     dtype = torch.bfloat16 if o.device == "cuda" else torch.float32
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     with torchrun_group("nccl" if o.device == "cuda" else "gloo"):
         several = dist.is_initialized()
-        for part in (merges, steps, diffusion, beside):
+        for part in (merges, steps, diffusion, shared):
             if part.__name__ not in o.only or (several and part in (steps, diffusion)):
                 continue
             for line in part(o, drawn):

@@ -42,6 +42,7 @@ from ring_attention_pytorch.summaries import (
     summarize,
     summary_attn,
 )
+from ring_attention_pytorch.top_keys import top_keys
 from ring_attention_pytorch.training.batches import ShardedBatch, shard_batch
 from ring_attention_pytorch.training.collator import RingCollator
 from ring_attention_pytorch.training.dataset import SequenceShardedDataset, TokenFile
@@ -112,6 +113,7 @@ __all__ = [
     "soft_topk",
     "summarize",
     "summary_attn",
+    "top_keys",
     "tree_attn_decode",
     "ulysses_attn",
     "unshard_sequence",

@@ -84,6 +84,7 @@ def in_steps(tiles: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         r0, r1, c0, c1, left, right = tile
         full = left >= r1 - r0 - 1 and right >= c1 - c0 - 1
         stair = going_on.pop((r0, c0), None) if full else None
+        height = wider = 0
         if stair is not None:
             height = stair[0][1] - stair[0][0]
             wider = c1 - stair[-1][3]

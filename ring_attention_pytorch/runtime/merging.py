@@ -179,6 +179,6 @@ def _differentiable(
     dlse: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of sinks and parts as functions that can be differentiated again."""
-    given = [t for t, asked in zip((sinks, *parts), needed) if asked]
+    given = [t for t, asked in zip((sinks, *parts), needed) if asked and t is not None]
     found = iter(torch.autograd.grad(_plain(parts, sinks), given, (dout, dlse), create_graph=True))
     return tuple([next(found) if asked else None for asked in needed])
