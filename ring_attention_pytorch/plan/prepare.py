@@ -32,12 +32,7 @@ from ring_attention_pytorch.schedule.hardware import (
     with_another,
 )
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
-from ring_attention_pytorch.schedule.policy import (
-    documents_are_short,
-    is_small,
-    launches_decide,
-    steps_are_short,
-)
+from ring_attention_pytorch.schedule.policy import documents_are_short, is_small, launches_decide
 
 
 def place_tokens(
@@ -128,8 +123,8 @@ def settle_transport(
 ) -> tuple[SelectedKernel, Transport, TransportChoice]:
     """Choose the kernel, choose and make the transport; `same_mask`: all samples have one.
 
-    Unless a kernel is named, short documents, or short steps of positions, may get another, and few
-    tokens the one with the fewest launches.
+    Unless a kernel is named, short documents may get another, and few tokens the one with the
+    fewest launches.
     """
     options, kernel, blocks, ulysses = mine.options, mine.kernel, heads.blocks, heads.ulysses
     q, k, v = mine.shaped
@@ -146,7 +141,7 @@ def settle_transport(
     near = machine.every(degree)
     name = named or choose_transport(blocks, shape, at_once, near if q.is_cuda else None)
     light, short = mine.fewest_launches, mine.for_short
-    if short is not None and (documents_are_short(blocks, shape) or steps_are_short(blocks)):
+    if short is not None and documents_are_short(blocks, shape):
         kernel, light = short, None
         machine = _with_calls_of(kernel, machine)
         near = machine.every(degree)

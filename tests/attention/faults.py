@@ -4,18 +4,6 @@ from tests.faults.mutant import Mutant
 
 ATTENTION = [
     Mutant(
-        "gradients of shared keys are a rank's own", "shared_keys.py:_total",
-        "reduce(torch.add, parts.unbind())", "parts[ring.rank]",
-    ),
-    Mutant(
-        "gradients of shared keys are doubled", "shared_keys.py:_total",
-        "reduce(torch.add, parts.unbind())", "reduce(torch.add, [*parts, *parts])",
-    ),
-    Mutant(
-        "values of shared keys are never compared", "shared_keys.py:attend_shared",
-        "if plan.agreed.always:", "if False:",
-    ),
-    Mutant(
         "sinks of other heads", "attention.py:attention", "sinks[swap.heads]",
         "sinks[: q.shape[2]]",
     ),

@@ -89,7 +89,6 @@ def battery() -> Iterator[Case]:
     yield from shared_memory_is_read_before_it_is_written()
     yield from kernels_may_leave_dq_for_later()
     yield from memory_is_not_all()
-    yield from parts_are_one_softmax()
 
 
 def memory_is_not_all() -> Iterator[Case]:
@@ -181,30 +180,6 @@ def keys_come_in_stages_where_they_are_late() -> Iterator[Case]:
         yield partial(test_accumulate.test_parts_that_do_not_are_put_together, dtype)
     yield test_accumulate.test_the_place_of_parts_goes_when_they_were_read
     yield test_ulysses.test_a_shelf_has_room_for_all_that_is_swapped
-
-
-def parts_are_one_softmax() -> Iterator[Case]:
-    """Also of keys that all ranks hold, and by positions in steps."""
-    from tests import test_shared_keys
-    from tests.kernels import test_tile_table
-    from tests.runtime import test_merging
-
-    for sunk in ("no sinks", "of all"):
-        cuts = test_merging.CUTS["an empty one"]
-        yield partial(
-            test_merging.test_merged_parts_are_dense_attention_and_so_are_gradients, cuts, sunk
-        )
-    shared = test_shared_keys.OPTIONS["padded text"]
-    yield partial(test_shared_keys.test_ring_and_shared_keys_are_in_one_softmax, shared)
-    yield partial(
-        test_shared_keys.test_ranks_that_give_others_are_found_out,
-        "values", dict(check="always"), "the values of shared_keys must be the same",
-    )  # fmt: skip
-    yield test_tile_table.test_only_even_stairs_are_joined
-    for step, layout in ((3, "zigzag"), (7, "striped")):
-        yield partial(
-            test_tile_table.test_steps_of_positions_are_a_property_of_few_tiles, step, layout
-        )
 
 
 def keys_come_together_where_they_are_few() -> Iterator[Case]:

@@ -19,14 +19,6 @@ ATTENTION = [
         "merged.add_(part * weight.transpose(1, 2).unsqueeze(-1))",
     ),
     Mutant(
-        "a merge counts a sink twice", "runtime/merging.py:_plain", "if sinks is not None:",
-        "for _ in range(0 if sinks is None else 2):",
-    ),
-    Mutant(
-        "a merge reads parts that saw nothing", "runtime/merging.py:_plain",
-        "out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)", "out",
-    ),
-    Mutant(
         "lse is that of the last block", "runtime/rowwise.py:merge_",
         "torch.logaddexp(lse, part_lse, out=lse)", "lse.copy_(part_lse)",
     ),
