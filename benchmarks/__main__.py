@@ -31,6 +31,7 @@ NAMES = {
     "host": "host",
     "kernels": "kernels",
     "masks": "masks",
+    "parts": "parts",
     "peers": "peers",
     "rank": "rank",
     "reading-path": "reading_path",

@@ -44,6 +44,7 @@ from ring_attention_pytorch.routing import (
     select_topk,
     soft_topk,
 )
+from ring_attention_pytorch.runtime.merging import merge_attention
 from ring_attention_pytorch.runtime.observe import observe
 from ring_attention_pytorch.summaries import (
     Summaries,
@@ -52,6 +53,7 @@ from ring_attention_pytorch.summaries import (
     summarize,
     summary_attn,
 )
+from ring_attention_pytorch.top_keys import top_keys
 from ring_attention_pytorch.training.batches import ShardedBatch, shard_batch
 from ring_attention_pytorch.training.collator import RingCollator
 from ring_attention_pytorch.training.dataset import SequenceShardedDataset, TokenFile
@@ -109,6 +111,7 @@ __all__ = [
     "explain_kernel",
     "explain_plan",
     "fail_together",
+    "merge_attention",
     "observe",
     "positions",
     "ring_attn",
@@ -131,6 +134,7 @@ __all__ = [
     "soft_topk",
     "summarize",
     "summary_attn",
+    "top_keys",
     "tree_attn_decode",
     "ulysses_attn",
     "unshard_sequence",

@@ -24,11 +24,13 @@ from ring_attention_pytorch.plan.options import DEFAULTS, Call, Options, not_def
 from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
-from ring_attention_pytorch.ranks.ring import Group
+from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, MaskMod
+from ring_attention_pytorch.runtime.merging import merge_attention
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.scores import check_bias, with_bias
-from ring_attention_pytorch.runtime.torch_func import refuse_export, tangents_note
+from ring_attention_pytorch.runtime.torch_func import refuse_export, run_apart, tangents_note
+from ring_attention_pytorch.shared_keys import attend_shared
 from ring_attention_pytorch.tensor_kinds import (
     has_values,
     shapes_of_results,
@@ -76,6 +78,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     cross: bool | None = None,
     query_positions: Tensor | None = None,
     key_positions: Tensor | None = None,
+    shared_keys: tuple[Tensor, Tensor] | None = None,
+    shared_key_mask: Tensor | None = None,
     # what a score is
     scale: float | int | None = None,
     softclamp: float | int | None = None,
@@ -136,7 +140,15 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             query_positions also causal and window.
         query_positions, key_positions: int `[n]` and `[m]`, the positions for causal and window if
             keys belong to another sequence; less than 2 ** 30 from 0. Best in few runs that ascend
-            by one, since each pair of runs makes a tile.
+            by one, or of queries in steps, (t // B) * B: each pair of runs makes a tile, and the
+            kernel "triton" joins those of steps.
+        shared_keys: `(k [b, s, h_kv, d], v [b, s, h_kv, d_v])`, the same on all ranks: keys beside
+            those of the sequence, in the same softmax, such as text beside video, registers or
+            memory tokens. All queries see all of them: causal, window, documents, prefix, mask_mod
+            and key_bias are of the sequence's keys. Nothing is sent forward. Their gradients are
+            sums over ranks, equal on all of them: don't sum them again. Not with alibi_slopes or
+            dropout, which need positions. Values are compared only under check="always".
+        shared_key_mask: bool `[b, s]`, the same on all ranks, True where a shared key may be seen.
         scale: the factor of q.k in a score; None is d ** -0.5.
         softclamp: c replaces a scaled score s by c * tanh(s / c).
         sinks: `[h]`, learnable: for each head the score of an additional key without value, which
@@ -184,9 +196,9 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         check: "always" makes ranks check in each call that they agree, and reports a rank that is
             out of step: for debugging. None uses the environment's RING_ATTENTION_CHECK.
         plan: a `RingPlan` for tensors like these. It replaces all options except return_lse, sinks,
-            key_bias and heads_first. If sinks or key_bias are given, the plan must have been made
-            with them; and always for q, k and v with tokens first.
-        heads_first: q, k, v and the result are `[b, h, n, d]`, as for
+            key_bias, shared_keys and heads_first. If sinks, key_bias or shared_keys are given, the
+            plan must have been made with such; and always for q, k and v with tokens first.
+        heads_first: q, k, v, shared_keys and the result are `[b, h, n, d]`, as for
             `scaled_dot_product_attention`.
         return_lse: also return the log-sum-exp of the scores.
 
@@ -215,14 +227,17 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         "causal": causal, "window": window, "key_mask": key_mask, "documents": documents,
         "cu_seqlens": cu_seqlens, "prefix": prefix, "mask_mod": mask_mod, "cross": cross,
         "query_positions": query_positions, "key_positions": key_positions, "scale": scale,
-        "softclamp": softclamp, "sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias,
-        "dropout": dropout, "dropout_seed": dropout_seed, "layout": layout, "kernel": kernel,
-        "transport": transport, "ulysses": ulysses, "memory": memory, "bucket_size": bucket_size,
-        "calibrate": calibrate, "check": check,
+        "shared_keys": shared_keys, "shared_key_mask": shared_key_mask, "softclamp": softclamp,
+        "sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "dropout": dropout,
+        "dropout_seed": dropout_seed, "layout": layout, "kernel": kernel, "transport": transport,
+        "ulysses": ulysses, "memory": memory, "bucket_size": bucket_size, "calibrate": calibrate,
+        "check": check,
     }  # fmt: skip
+    if shared_keys is not None:
+        options["shared_keys"] = swapped(shared_keys) if heads_first else shared_keys
     qkv = swapped((q, k, v)) if heads_first else (q, k, v)
     plain = type(q) is type(k) is type(v) is Tensor and not (q.is_meta or k.is_meta or v.is_meta)
-    attend = _attention if plain else _attention_of_kinds
+    attend = _attention if plain and shared_keys is None else _attention_of_kinds
     out, lse = attend(qkv, options, group, plan, return_lse)
     out = out.transpose(1, 2) if heads_first else out
     return (out, lse) if return_lse else out
@@ -235,7 +250,12 @@ def _attention_of_kinds(
     plan: RingPlan | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | Any]:
-    """Compute (out, lse) as `_attention`; tensors may be DTensors or other subclasses."""
+    """Compute (out, lse) as `_attention`; tensors may be DTensors or other subclasses.
+
+    So are calls with shared keys, around which a traced graph breaks.
+    """
+    if options["shared_keys"] is not None and is_compiling():
+        return run_apart(_attention_of_kinds, qkv, options, group, plan, return_lse)
     shards = sharded(qkv, options, group, plan)
     if shards is not None:
         qkv, group = shards.qkv, shards.group
@@ -248,6 +268,11 @@ def _attention_of_kinds(
         refuse_export()
         q, k, v = (t.to(autocast_dtype(t)) for t in qkv)
         out, lse = shapes_of_results((q, k, v), options["sinks"], group, plan)
+        if (shared := options["shared_keys"]) is not None:
+            held = q, *(t.to(autocast_dtype(t)) for t in shared)
+            of_shared = None if plan is None else plan.shared
+            found = shapes_of_results(held, None, Ring.alone(), of_shared)
+            out, lse = merge_attention(out, lse, *found)
     if shards is None:
         return out, lse
     return shards.out(out), shards.lse(lse) if lse is not None and return_lse else None
@@ -261,16 +286,22 @@ def _attention(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | Any]:
     """Compute (out, lse), with options or with a plan; lse may be left out if not requested."""
-    sinks, key_bias = options["sinks"], options["key_bias"]
+    sinks, key_bias, shared = options["sinks"], options["key_bias"], options["shared_keys"]
     compiling = is_compiling()
     if compiling or torch._C._is_any_autocast_enabled():
         q, k, v = qkv
         qkv = q.to(autocast_dtype(q)), k.to(autocast_dtype(k)), v.to(autocast_dtype(v))
         if key_bias is not None:
             options["key_bias"] = key_bias = key_bias.to(autocast_dtype(key_bias))
+        if shared is not None:
+            shared = (
+                shared[0].to(autocast_dtype(shared[0])),
+                shared[1].to(autocast_dtype(shared[1])),
+            )
+            options["shared_keys"] = shared
     q, k, v = qkv
     if plan is None:
-        also = tangents_note(q, k, v, sinks, key_bias)
+        also = tangents_note(q, k, v, sinks, key_bias, *(shared or ()))
         plan = RingPlan.make(q, k, v, group=group, also=also, **options)
     else:
         _check_only_plan(options, group)
@@ -279,10 +310,14 @@ def _attention(
                 check_bias(key_bias, q, k, plan.terms.scale, plan.terms.softclamp)
             except ValueError as error:
                 raise ValueError(f"ring attention: {error}") from None
+    beside = shared is not None or plan.shared is not None
+    found = attend_shared(plan, q, shared) if beside else None
     if key_bias is not None:
         q, k = with_bias(q, k, key_bias, plan.terms.scale)
     if compiling:
         return operators.attention(plan, q, k, v, sinks)
+    if found is not None:
+        return merge_attention(*attention(plan, q, k, v, sinks, return_lse=True), *found)
     return attention(plan, q, k, v, sinks, return_lse=return_lse)
 
 
@@ -388,7 +423,7 @@ def ulysses_attn(
 
 def _check_only_plan(options: dict[str, Any], group: Group) -> None:
     """Raise ValueError if options are given together with a plan, which already decides them."""
-    given = {**options, "sinks": None, "key_bias": None}  # a plan only knows that they are given
+    given = {**options, "sinks": None, "key_bias": None, "shared_keys": None}  # of each call
     if group is None and given == DEFAULTS:  # faster on the host than to look at each
         return
     beside = not_default(given) + ["group"] * (group is not None)

@@ -5,8 +5,8 @@ meta, fake        ── ranks agree that all have no values ── shapes and d
 """
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ring_attention_pytorch.ranks.agreement import agree, error_of
 from ring_attention_pytorch.ranks.ring import Group, Ring
 
 QKV = tuple[Tensor, Tensor, Tensor]
+_Tensors = TypeVar("_Tensors", bound=tuple[Tensor, ...])
 _TAKEN = (
     "DTensors q, k and v must be sharded alike, along the sequence by one dimension of one mesh, "
     "and along batch or heads, or not at all, by its others; group and plan, if given, must be of "
@@ -99,6 +100,7 @@ def sharded(
     """
     given: dict[str, Any] = {"q": qkv[0], "k": qkv[1], "v": qkv[2], **options}
     found = [name for name, t in given.items() if _is_dtensor(t)]
+    found += ["shared_keys"] if any(map(_is_dtensor, options["shared_keys"] or ())) else []
     if not found:
         return None
     if found != ["q", "k", "v"]:
@@ -145,7 +147,7 @@ def _process_group(group: Group) -> ProcessGroup | None:
     return Ring(group).group if not isinstance(group, Ring) else group.group
 
 
-def swapped(qkv: Sequence[Tensor]) -> QKV:
-    """Swap tokens and heads of q, k and v `[b, n, h, d]`; tensors of other ranks stay the same."""
-    q, k, v = (t.transpose(1, 2) if t.ndim == 4 else t for t in qkv)
-    return q, k, v
+def swapped(tensors: _Tensors) -> _Tensors:
+    """Swap tokens and heads of tensors `[b, n, h, d]`; tensors of other ranks stay the same."""
+    found: Any = tuple([t.transpose(1, 2) if t.ndim == 4 else t for t in tensors])
+    return found

@@ -125,6 +125,9 @@ def _head(plan: RingPlan) -> list[str]:
     if by_kernel := plan.chosen.by_kernel:
         few, many = (f"{1e3 * taken:.3g} ms by {name}" for name, taken in by_kernel.items())
         lines.append(f"documents: predicted {few}, in few calls; {many}, a call for each")
+    if plan.shared is not None:
+        held = count(plan.shared.blocks.keys[0])
+        lines.append(f"shared keys: {held} on every rank, kernel {plan.shared.kernel.name}")
     if plan.ulysses is not None and plan.degree > 1:
         neighbours = _plural(plan.degree - 1, "neighbour")
         heads = _plural(plan.chosen.shape.heads, "query head")

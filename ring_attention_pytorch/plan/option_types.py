@@ -63,6 +63,8 @@ class PlanOptions(TypedDict, total=False):
     cross: bool | None
     query_positions: Tensor | None
     key_positions: Tensor | None
+    shared_keys: tuple[Tensor, Tensor] | None
+    shared_key_mask: Tensor | None
     scale: float | None
     softclamp: float | None
     sinks: Tensor | None

@@ -37,6 +37,13 @@ from ring_attention_pytorch.plan.masks import (
     check_prefix,
     prefix_digest,
 )
+from ring_attention_pytorch.plan.shared import (
+    Shared,
+    check_shared,
+    check_shared_mask,
+    check_with_shared,
+    shared_note,
+)
 from ring_attention_pytorch.runtime.digests import digest_of_function
 from ring_attention_pytorch.runtime.dropout import check_dropout
 from ring_attention_pytorch.runtime.interfaces import MaskMod
@@ -147,6 +154,15 @@ def _heads_of_bias(bias: Tensor) -> list[int]:
     return list(bias.shape[2:])
 
 
+def _check_shared(o: Any, call: Call) -> None:
+    check_shared(o.shared_keys, call.q, call.k, call.v)
+    check_with_shared(o)
+
+
+def _check_shared_mask(o: "Options", call: Call) -> None:
+    check_shared_mask(o.shared_key_mask, o.shared_keys)  # type: ignore[arg-type]
+
+
 def _check_dropout(o: "Options", call: Call) -> None:
     check_dropout(o.dropout, o.dropout_seed)
 
@@ -195,6 +211,8 @@ class Options:
     cross: Annotated[bool | None, Row(_check_cross, itself)] = None
     query_positions: Annotated[Tensor | None, Row(_check_positions)] = None
     key_positions: Annotated[Tensor | None, Row(_check_positions)] = None
+    shared_keys: Annotated[Shared | None, Row(_check_shared, shared_note)] = None
+    shared_key_mask: Annotated[Tensor | None, Row(_check_shared_mask, presence)] = None
 
     # what a score is
     scale: Annotated[float | int | None, Row(_check_scale, itself, feature=True)] = None

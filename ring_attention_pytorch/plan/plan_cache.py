@@ -116,8 +116,12 @@ def cache_key(
     True
     """
     values, sinks = tuple(options.values()), options.get("sinks")
+    shared = options.get("shared_keys")
     if isinstance(sinks, Tensor):
         values = tuple([_seen(value) if value is sinks else value for value in values])
+    if isinstance(shared, tuple) and all(isinstance(t, Tensor) for t in shared):
+        of_shared = tuple(map(_seen, shared))
+        values = tuple([of_shared if value is shared else value for value in values])
     types = tuple(map(type, values))
     chooses = options.get("transport") is None and options.get("memory") is None
     if any(map(is_functorch_wrapped_tensor, given)) or _has_tensors(types):
@@ -176,7 +180,7 @@ def forget() -> None:
 
 
 def _seen(sinks: Tensor) -> Hashable:
-    """Return the traits of sinks that a plan depends on: all but their values."""
+    """Return the traits of sinks, or shared keys, that a plan depends on: all but values."""
     return sinks.shape, sinks.dtype, sinks.device, sinks.requires_grad
 
 

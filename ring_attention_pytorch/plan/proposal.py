@@ -5,6 +5,7 @@ agreement, so that none of them is left waiting.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,7 @@ class Proposal(NamedTuple):
     for_short: SelectedKernel | None = None  # for short documents, likewise
     for_long: SelectedKernel | None = None  # for a few long ones, a call for each, likewise
     shaped: tuple[Tensor, ...] = ()
+    shared: "Proposal | None" = None  # of the same queries, and keys that all ranks hold
 
     @classmethod
     def of(cls, call: Call, given: Mapping[str, Any], also: Mapping[str, Any]) -> "Proposal":
@@ -73,6 +75,8 @@ class Proposal(NamedTuple):
         scale = options.scale
         if scale is None:
             scale = q.shape[-1] ** -0.5
+        same = options.agreed()
+        shared, options = cls._shared(q, options)
         if options.key_bias is not None:
             more = columns(q, k, options.key_bias)
             q, k = widened(q, more), widened(k, more)
@@ -85,7 +89,7 @@ class Proposal(NamedTuple):
         same = {
             **agreed_shapes(q, k, v),
             **also,
-            **options.agreed(),
+            **same,
             "kernel chosen": kernel.name,
             "kernel for few tokens (none if kernel= is named)": light and light.name,
             "kernel for short documents (likewise)": short and short.name,
@@ -112,7 +116,27 @@ class Proposal(NamedTuple):
             for_short=short,
             for_long=long,
             shaped=(q, k, v),
+            shared=shared,
         )
+
+    @classmethod
+    def _shared(cls, q: Tensor, options: Options) -> tuple["Proposal | None", Options]:
+        """Return the proposal for keys that all ranks hold, if any, and options without memory.
+
+        Plans of such calls are cached; they must not hold a layer's queries and keys.
+        """
+        if options.shared_keys is None:
+            return None, options
+        q, k, v = (widened(like_autocast(t), 0) for t in (q, *options.shared_keys))
+        alone = Options(
+            key_mask=options.shared_key_mask,
+            cross=True,
+            scale=options.scale,
+            softclamp=options.softclamp,
+            kernel=options.kernel,
+            bucket_size=options.bucket_size,
+        )
+        return cls._right(Call(q, k, v, 1), alone, {}), replace(options, shared_keys=(k, v))
 
 
 def _facts(like: Tensor) -> dict[str, int]:

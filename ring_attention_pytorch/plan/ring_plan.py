@@ -105,6 +105,7 @@ class RingPlan:
     key_mask: Tensor | None
     own_mask: OwnMask  # as it was given, before any all-to-all
     agreed: Agreed = field(default=Agreed(), compare=False)
+    shared: "RingPlan | None" = field(default=None, compare=False, repr=False)  # of keys on all
     handle: int = field(init=False, compare=False, repr=False)  # its number in traced graphs
     replay: Replay = field(init=False, compare=False, repr=False)  # how its calls can be replayed
     recordings: Recordings | None = field(init=False, compare=False, repr=False)
@@ -196,6 +197,7 @@ class RingPlan:
             transport=transport,
             chosen=chosen,
             agreed=Agreed(ring.steps.notes, always=options.check is not None),
+            shared=mine.shared and cls._agreed(Ring.alone(), mine.shared, [{**mine.shared.own}]),
             **heads._asdict(),
         )
 

@@ -1,6 +1,7 @@
 # ruff: noqa: PLR0913 - a kernel takes every stride by itself
 """Triton kernels over the rows of results `[b, n, h, d]`, each a single pass over memory."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,6 +56,12 @@ def _weighted(at, within, weight):
 
 
 @triton.jit
+def _read(within, lse):
+    """Return which elements of a part are read: not the rows that saw no key."""
+    return within & (lse != -float("inf"))[:, None]
+
+
+@triton.jit
 def _weight(lse, top):
     return tl.where(lse == -float("inf"), 0.0, tl.exp(lse - top))
 
@@ -83,13 +90,20 @@ def _merge_kernel(
     z_strides,
     z_lse_strides,
     PARTS: tl.constexpr,
+    FRESH: tl.constexpr,
     ROWS: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Merge x into out and lse, and y and z too if there are more PARTS."""
+    """Merge x into out and lse, and y and z too if there are more PARTS.
+
+    If FRESH, out and lse are not read. Rows of a part whose lse is -inf never are.
+    """
     batch, head, row, col = _block(n, heads, ROWS, D)
     held = row < n
-    here = _lse(lse, lse_strides, batch, head, row, held)
+    if FRESH:
+        here = tl.full([ROWS], -float("inf"), tl.float32)
+    else:
+        here = _lse(lse, lse_strides, batch, head, row, held)
     lse_x = _lse(x_lse, x_lse_strides, batch, head, row, held)
     top = tl.where(here > lse_x, here, lse_x)  # a NaN passes on to the result
     if PARTS > 1:
@@ -101,20 +115,22 @@ def _merge_kernel(
     within = held[:, None] & (col < d)[None, :]
     total = _weight(here, top)
     out_at = _at(out, out_strides, batch, head, row, col)
-    merged = _weighted(out_at, within, total)
+    merged = tl.zeros([ROWS, D], tl.float32)
+    if not FRESH:
+        merged = _weighted(out_at, within, total)
     weight = _weight(lse_x, top)
     at = _at(x, x_strides, batch, head, row, col)
-    merged += _weighted(at, within, weight)
+    merged += _weighted(at, _read(within, lse_x), weight)
     total += weight
     if PARTS > 1:
         weight = _weight(lse_y, top)
         at = _at(y, y_strides, batch, head, row, col)
-        merged += _weighted(at, within, weight)
+        merged += _weighted(at, _read(within, lse_y), weight)
         total += weight
     if PARTS > 2:
         weight = _weight(lse_z, top)
         at = _at(z, z_strides, batch, head, row, col)
-        merged += _weighted(at, within, weight)
+        merged += _weighted(at, _read(within, lse_z), weight)
         total += weight
     merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.debug_barrier()  # other warps may have these rows too: all must read before any writes
@@ -124,26 +140,30 @@ def _merge_kernel(
 
 
 @opaque
-def fused_merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
+def fused_merge_(out: Tensor, lse: Tensor, *parts: Tensor, fresh: bool = False) -> None:
     """Compute `rowwise.merge_` on a GPU, three parts at a time: each is read once."""
     if out.numel() == 0:
         return
+    if len(parts) > 6 and fresh:
+        fused_merge_(out, lse, *parts[:6], fresh=True)
+        parts, fresh = parts[6:], False
     if len(parts) > 6:
         fused_merge_(out, lse, *parts[6:])
         parts = parts[:6]
     with torch.cuda.device_of(out):
-        _merge_call(out, lse, *parts).launch()
+        _merge_call(out, lse, *parts, fresh=fresh).launch()
 
 
 @prepared(fused_merge_)
-def _(out: Tensor, lse: Tensor, *parts: Tensor) -> Any:
+def _(out: Tensor, lse: Tensor, *parts: Tensor, fresh: bool = False) -> Any:
     if out.numel() == 0:
         return None
-    given = out, lse, *parts
-    return fused_merge_ if len(parts) > 6 else PreparedLaunch(_merge_call(*given), given)
+    if len(parts) > 6:
+        return fused_merge_
+    return PreparedLaunch(_merge_call(out, lse, *parts, fresh=fresh), (out, lse, *parts))
 
 
-def _merge_call(out: Tensor, lse: Tensor, *parts: Tensor) -> KernelCall:
+def _merge_call(out: Tensor, lse: Tensor, *parts: Tensor, fresh: bool) -> KernelCall:
     b, n, h, d = out.shape
     slots = out, lse, *[*parts, *parts[:2], *parts[:2]][:6]  # copies beyond `parts` are not read
     rows, width = _block_of(d)
@@ -151,8 +171,86 @@ def _merge_call(out: Tensor, lse: Tensor, *parts: Tensor) -> KernelCall:
         _merge_kernel,
         triton.cdiv(n, rows) * b * h,
         (*slots, n, h, d, *[t.stride() for t in slots]),
-        dict(PARTS=len(parts) // 2, ROWS=rows, D=width),
+        dict(PARTS=len(parts) // 2, FRESH=fresh, ROWS=rows, D=width),
     )
+
+
+@triton.jit
+def _merge_back_kernel(
+    lse,
+    dout,
+    dlse,
+    delta,
+    outs,
+    lses,
+    douts,
+    dlses,
+    # sizes
+    n,
+    heads,
+    d,
+    # strides; lse, delta and dlses are contiguous
+    dout_strides,
+    dlse_strides,
+    out_strides,
+    lse_strides,
+    douts_strides,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Write the gradients of merged parts, and delta, each row's product of dout and out."""
+    batch, head, row, col = _block(n, heads, ROWS, D)
+    held = row < n
+    within = held[:, None] & (col < d)[None, :]
+    at_row = (batch * heads + head) * n + row
+    top = tl.load(lse + at_row, mask=held, other=0.0)
+    of_out = tl.load(_at(dout, dout_strides, batch, head, row, col), mask=within, other=0.0)
+    of_out = of_out.to(tl.float32)
+    of_lse = _lse(dlse, dlse_strides, batch, head, row, held)
+    total = tl.zeros([ROWS], tl.float32)
+    for i in tl.static_range(len(outs)):
+        part_lse = _lse(lses[i], lse_strides[i], batch, head, row, held)
+        weight = _weight(part_lse, top)
+        at = _at(outs[i], out_strides[i], batch, head, row, col)
+        x = tl.load(at, mask=_read(within, part_lse), other=0.0).to(tl.float32)
+        product = tl.sum(x * of_out, 1)
+        total += weight * product
+        at = _at(douts[i], douts_strides[i], batch, head, row, col)
+        tl.store(at, weight[:, None] * of_out, mask=within)
+        tl.store(dlses[i] + at_row, product, mask=held)
+    tl.store(delta + at_row, total, mask=held)
+    tl.debug_barrier()  # products are read by other threads than those that wrote them
+    for i in tl.static_range(len(outs)):
+        part_lse = _lse(lses[i], lse_strides[i], batch, head, row, held)
+        product = tl.load(dlses[i] + at_row, mask=held, other=0.0)
+        found = _weight(part_lse, top) * (product - total + of_lse)
+        tl.store(dlses[i] + at_row, tl.where(part_lse == -float("inf"), 0.0, found), mask=held)
+
+
+def fused_merge_back(
+    lse: Tensor, dout: Tensor, dlse: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Compute gradients of parts that were merged: douts, dlses, and delta `[b, h, n]`.
+
+    `lse` is the contiguous result. Each part is read once, and dout once.
+    """
+    b, n, h, d = dout.shape
+    douts = [torch.empty_like(out) for out in outs]
+    dlses = [torch.empty_like(lse) for _ in lses]
+    delta = torch.empty_like(lse)
+    rows, width = _block_of(d)
+    with torch.cuda.device_of(dout):
+        KernelCall(
+            _merge_back_kernel,
+            triton.cdiv(n, rows) * b * h,
+            (
+                lse, dout, dlse, delta, tuple(outs), tuple(lses), tuple(douts), tuple(dlses),
+                n, h, d, dout.stride(), dlse.stride(),
+                *[tuple([t.stride() for t in several]) for several in (outs, lses, douts)],
+            ),
+            dict(ROWS=rows, D=width),
+        ).launch()  # fmt: skip
+    return douts, dlses, delta
 
 
 def _block_of(d: int) -> tuple[int, int]:

@@ -64,8 +64,10 @@ def softmax_weights(logits: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return weights / safe, lse.squeeze(dim)
 
 
-def merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
+def merge_(out: Tensor, lse: Tensor, *parts: Tensor, fresh: bool = False) -> None:
     """Merge, in place, attention to further keys into `out` [b, n, h, d] and `lse` [b, h, n].
+
+    If `fresh`, the parts' own merge is written to `out` and `lse`, on GPUs in the same pass.
 
     `parts` are out and lse of one part, of the next, and so on. Any lse can be -inf, or all: a side
     that saw no key has no weight and causes no NaN. The convex combination never overflows, however
@@ -80,8 +82,11 @@ def merge_(out: Tensor, lse: Tensor, *parts: Tensor) -> None:
     if out.is_cuda and out.dtype != torch.float64 and has_triton():
         from ring_attention_pytorch.runtime._triton_rowwise import fused_merge_
 
-        fused_merge_(out, lse, *parts)
+        fused_merge_(out, lse, *parts, fresh=fresh)
         return
+    if fresh:
+        out.zero_()
+        lse.fill_(-torch.inf)
     merged, wide = out.to(accumulation_dtype(out.dtype)), accumulation_dtype(out.dtype)
     for part, part_lse in zip(parts[::2], parts[1::2]):
         weight = torch.sigmoid(part_lse - lse).masked_fill_(part_lse == -torch.inf, 0.0)

@@ -23,6 +23,8 @@ BELOW = {
 }
 BELOW["second_order"] = {*BELOW} - {"comm", "ranks"}
 BELOW["attention"] = {*BELOW} - {"comm", "ranks"}
+BELOW["top_keys"] = {"comm", "ranks"}
+BELOW["shared_keys"] = {*BELOW} - {"second_order", "kernels", "schedule", "geometry"}
 BELOW["operators"] = {*BELOW} - {"second_order"}
 BELOW["tensor_kinds"] = {*BELOW} - {"attention", "second_order", "operators"}
 BELOW["functional"] = BELOW["decoding"] = {*BELOW}

@@ -40,7 +40,7 @@ from tests.support.random_smaller import smallest
 BOUND = 16.0  # eps of a result's magnitude
 COARSE_LSE = 32.0  # times float32's eps, in 16 bits: PyTorch's kernel for CPUs has exp of 20 bits
 IN_MEMORY = ("shared", "together", "own_apart")  # gathers in memory that ranks share
-NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks", "dkey_bias")
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks", "dkey_bias", "dshared_k", "dshared_v")
 Results = dict[str, Tensor]
 
 
@@ -68,7 +68,7 @@ def tokens(case: Case, rank: int) -> tuple[Tensor, Tensor]:
 
 def part(name: str, t: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """A rank's of a tensor, or of a result."""
-    if name in ("sinks", "alibi", "dsinks"):
+    if name in ("sinks", "alibi", "dsinks") or "shared" in name:
         return t
     if name in ("lse", "dlse"):
         return t[..., queries]
@@ -87,7 +87,7 @@ def shard(case: Case, ring: Ring) -> Results:
     }
     given = {
         name: mine[name].requires_grad_(name in case.learned)
-        for name in ("q", "k", "v", "sinks", "key_bias")
+        for name in Case.learned
         if name in mine
     }
     how = options(case, ring, mine, at)
@@ -106,7 +106,7 @@ def spoiled(case: Case) -> Results:
     if not case.unseen:
         return whole
     n, m = case.lengths
-    asked = replace(asked_of(case, whole), mask_mod=None)
+    asked = replace(asked_of(case, whole), mask_mod=None, shared_seen=None)
     seen = visible(asked, case.batch, case.heads, n, m).any(1).any(1)
     for name in "kv":
         if spread.get(name) != "one sample":
@@ -123,7 +123,7 @@ def lazily(case: Case, name: str, t: Tensor) -> Tensor:
 def step(case: Case, given: Results, mine: Results, how: dict[str, Any]) -> Results:
     """Forward and backward."""
     given = {name: t.requires_grad_(name in case.learned) for name, t in given.items()}
-    out = ring_attn(**given, **how, return_lse=bool(case.lse))
+    out = ring_attn(**by_name(given), **how, return_lse=bool(case.lse))
     found = dict(zip(("out", "lse"), out if case.lse else (out,)))
     if learned := {name: t for name, t in given.items() if t.requires_grad}:
         through = {"dout": found["out"]}
@@ -136,6 +136,14 @@ def step(case: Case, given: Results, mine: Results, how: dict[str, Any]) -> Resu
     return {name: t.detach() for name, t in found.items()}
 
 
+def by_name(given: Results) -> dict[str, Any]:
+    """As the ring is given them."""
+    if "shared_k" not in given:
+        return dict(given)
+    own = {name: t for name, t in given.items() if "shared" not in name}
+    return own | dict(shared_keys=(given["shared_k"], given["shared_v"]))
+
+
 def options(case: Case, ring: Ring, mine: Results, at: tuple[Tensor, Tensor]) -> dict[str, Any]:
     how = dict(
         group=ring, causal=case.causal, window=case.window, scale=case.scale,
@@ -144,6 +152,8 @@ def options(case: Case, ring: Ring, mine: Results, at: tuple[Tensor, Tensor]) ->
         ulysses=case.ulysses, memory=case.memory, bucket_size=case.bucket_size, cross=case.cross,
         dropout=case.dropout, key_mask=mine.get("key_mask"), alibi_slopes=mine.get("alibi"),
     )  # fmt: skip
+    if case.shared_masked:
+        how["shared_key_mask"] = mine["shared_mask"]
     if case.dropout:
         how["dropout_seed"] = case.dropout_seed
     if case.modded:
@@ -166,7 +176,7 @@ def planned(case: Case, ring: Ring, given: Results, how: dict[str, Any]) -> Ring
     """A plan for calls like these, with another key mask if that will be replaced."""
     if case.plan == "replaced":
         how = how | dict(key_mask=how["key_mask"].logical_not())
-    plan = RingPlan.make(**given, **how)
+    plan = RingPlan.make(**by_name(given), **how)
     if case.transport not in IN_MEMORY:
         return plan
     if case.transport in ("together", "own_apart"):
@@ -199,7 +209,7 @@ def decoded(case: Case) -> Results:
 def oracle(case: Case) -> tuple[Results, Results]:
     """All results in float64, and their magnitudes."""
     whole = case.tensors()
-    given = {name: whole[name] for name in ("q", "k", "v", "sinks", "key_bias") if name in whole}
+    given = {name: whole[name] for name in Case.learned if name in whole}
     dlse = whole["dlse"] if case.lse == "differentiated" else None
     how = given, asked_of(case, whole), whole["dout"], dlse
     return solve(*how), magnitudes(*how, getattr(torch, case.dtype))
@@ -216,7 +226,14 @@ def asked_of(case: Case, whole: Results) -> Asked:
         query_at=torch.tensor(case.query_at, dtype=torch.long) if case.placed else None,
         key_at=torch.tensor(case.key_at, dtype=torch.long) if case.placed else None,
         dropout=case.dropout, dropout_seed=case.dropout_seed,
+        shared_seen=shared_seen(case, whole),
     )  # fmt: skip
+
+
+def shared_seen(case: Case, whole: Results) -> Tensor | None:
+    """Of the keys that all ranks hold, bool [b, s]."""
+    everything = torch.ones((case.batch, case.shared), dtype=torch.bool)
+    return whole.get("shared_mask", everything) if case.shared else None
 
 
 def documents(case: Case, whole: Results) -> Tensor | None:

@@ -21,7 +21,7 @@ PREDICATES: tuple[Callable[..., Tensor], ...] = (
 )
 TENSORS = {
     "q": 4, "k": 4, "v": 4, "dout": 4, "dlse": 3, "key_mask": 2, "sinks": 1, "key_bias": 2,
-    "alibi": 1, "documents": 2,
+    "alibi": 1, "documents": 2, "shared_k": 4, "shared_v": 4, "shared_mask": 2,
 }  # fmt: skip
 
 
@@ -73,11 +73,13 @@ class Case:
     late: bool = False
     plan: str = ""  # "made" before, or with another key mask which is "replaced"
     lse: str = ""  # "returned", or "differentiated"
-    learned: tuple[str, ...] = ("q", "k", "v", "sinks", "key_bias")
+    learned: tuple[str, ...] = ("q", "k", "v", "sinks", "key_bias", "shared_k", "shared_v")
     strides: tuple[tuple[str, str], ...] = ()  # of tensors by name
     decode: bool = False  # by tree_attn_decode
     unseen: str = ""  # "nan" or "inf" are keys and values that no query sees
     lazy: tuple[tuple[str, str], ...] = ()  # of tensors by name, whose memory has other values
+    shared: int = 0  # keys that all ranks hold
+    shared_masked: bool = False
 
     def __str__(self) -> str:
         default = asdict(Case())
@@ -128,6 +130,12 @@ class Case:
             "dout": self.normal("dout", b, n, h, self.d_v).to(dtype),
             "dlse": self.normal("dlse", b, h, n).to(wide),
         }
+        if self.shared:
+            found["shared_k"] = self.normal("shared_k", b, self.shared, *found["k"].shape[2:])
+            found["shared_v"] = self.normal("shared_v", b, self.shared, *found["v"].shape[2:])
+            found |= {name: found[name].to(dtype) for name in ("shared_k", "shared_v")}
+        if self.shared_masked:
+            found["shared_mask"] = self.normal("shared_mask", b, self.shared) < 0.3
         if self.masked:
             found["key_mask"] = self.mask(b, m)
         if self.sinks:
@@ -201,6 +209,11 @@ RULES: tuple[Rule, ...] = (
         dict(dropout=0.0),
     ),
     (
+        "shared keys have no positions",
+        lambda c: c.shared and (c.alibi or c.dropout),
+        dict(shared=0, shared_masked=False),
+    ),
+    (
         "kernel sdpa has none of that",
         lambda c: c.needs_eager and "sdpa" in (c.kernel or ""),
         dict(kernel=None),
@@ -243,7 +256,16 @@ def draw(seed: int) -> Case:
         queries = tuple(map(len, everyone))
         case = replace(case, queries=queries, cross=True if queries == case.keys else case.cross)
     case = replace(case, strides=memory(r, case.tensors()))
-    return odd(random.Random(-1 - seed), case)
+    return beside(random.Random(-1000003 * seed - 7), odd(random.Random(-1 - seed), case))
+
+
+def beside(r: random.Random, case: Case) -> Case:
+    """With keys that all ranks hold, of one case in four."""
+    shared, masked = r.choice((1, 2, 5, 9)), r.random() < 0.4
+    if r.random() < 0.75 or (r.random() < 0.97 and (case.alibi or case.dropout)):
+        return case
+    learned = tuple(name for name in ("shared_k", "shared_v") if r.random() < 0.8)
+    return replace(case, shared=shared, shared_masked=masked, learned=(*case.learned, *learned))
 
 
 def odd(r: random.Random, case: Case) -> Case:
@@ -390,7 +412,7 @@ def running(r: random.Random, case: Case) -> dict[str, Any]:
         late=transport == "shared" and r.random() < 0.4,
         plan=plan,
         lse=r.choice(("", "returned", "differentiated")),
-        learned=tuple(name for name in Case.learned if r.random() < 0.8),
+        learned=tuple(name for name in Case.learned[:5] if r.random() < 0.8),
     )
 
 

@@ -6,7 +6,7 @@ is that of the sink, which is hidden where there is none.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ class Asked:
     key_at: Tensor | None = None
     dropout: float = 0.0
     dropout_seed: int = 0
+    shared_seen: Tensor | None = None  # bool [b, s], of keys beside the sequence's
 
 
 class Dense(NamedTuple):
@@ -46,7 +47,8 @@ class Dense(NamedTuple):
 
 
 def attention(given: dict[str, Tensor], asked: Asked) -> Dense:
-    """Of q, k, v, and sinks and key_bias where they are given."""
+    """Of q, k, v, and sinks, key_bias and shared keys where they are given."""
+    given = joined(given)
     q, k, v = (given[name] for name in "qkv")
     group = q.shape[2] // k.shape[2]
     k, v = (torch.stack([t[:, :, i // group] for i in range(q.shape[2])], 2) for t in (k, v))
@@ -72,6 +74,18 @@ def attention(given: dict[str, Tensor], asked: Asked) -> Dense:
     if asked.dropout:
         left = kept(asked, b, h, n, m).double() / (1 - asked.dropout)
     return Dense(torch.einsum("bhij,bjhd->bihd", p[..., :m] * left, v), lse, p, left)
+
+
+def joined(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With shared keys and values after the others, without a bias of their own."""
+    if "shared_k" not in given:
+        return given
+    k, v = (torch.cat((given[name], given[f"shared_{name}"]), 1) for name in "kv")
+    found = {name: t for name, t in given.items() if "shared" not in name} | dict(k=k, v=v)
+    if (bias := given.get("key_bias")) is not None:
+        none = bias.new_zeros(len(bias), given["shared_k"].shape[1], *bias.shape[2:])
+        found["key_bias"] = torch.cat((bias, none), 1)
+    return found
 
 
 def solve(
@@ -111,7 +125,11 @@ def behind(asked: Asked, b: int, n: int, m: int) -> Tensor:
 
 
 def visible(asked: Asked, b: int, h: int, n: int, m: int) -> Tensor:
-    """bool [b, h, n, m]."""
+    """bool [b, h, n, m]; shared keys, the last ones, are seen by all queries."""
+    if asked.shared_seen is not None:
+        s = asked.shared_seen.shape[1]
+        own = visible(replace(asked, shared_seen=None), b, h, n, m - s)
+        return torch.cat((own, asked.shared_seen[:, None, None].expand(b, h, n, s)), -1)
     far = behind(asked, b, n, m)
     seen = torch.ones((b, n, m), dtype=torch.bool)
     if asked.causal:
@@ -185,7 +203,8 @@ def magnitudes(
     off by some of its own eps makes its probability wrong by as much, so that probabilities weigh
     more where scores are large. Scores are float32 at least, hence of less weight in 16 bits.
     """
-    given = {name: t.double() for name, t in given.items()}
+    own = given["k"].shape[1]
+    given = joined({name: t.double() for name, t in given.items()})
     dense, size = attention(given, asked), {name: t.abs() for name, t in given.items()}
     (b, n, h, d), (m, g) = given["q"].shape, given["k"].shape[1:3]
     k, v = (size[name].repeat_interleave(h // g, dim=2) for name in "kv")
@@ -210,15 +229,17 @@ def magnitudes(
     def of_key_heads(t: Tensor) -> Tensor:
         return t.view(b, m, g, h // g, t.shape[-1]).sum(3)
 
-    return dict(
+    found = dict(
         out=out,
         lse=(dense.p.sum(-1) + (dense.p * s).sum(-1)),
         dq=scale * torch.einsum("bhij,bjhd->bihd", ds, k),
         dk=of_key_heads(scale * torch.einsum("bhij,bihd->bjhd", ds, size["q"])),
         dv=of_key_heads(left * torch.einsum("bhij,bihd->bjhd", p[..., :m], dout)),
         dsinks=(p[..., m:] * delta).sum((0, 2, 3)),
-        dkey_bias=like_bias(ds.sum(2).transpose(1, 2), given.get("key_bias")),
+        dkey_bias=like_bias(ds.sum(2).transpose(1, 2), given.get("key_bias"))[:, :own],
     )
+    shared = {f"dshared_{name}": found[f"d{name}"][:, own:] for name in "kv"}
+    return found | shared | {name: found[name][:, :own] for name in ("dk", "dv")}
 
 
 def like_bias(t: Tensor, bias: Tensor | None) -> Tensor:

@@ -117,6 +117,8 @@ Attention = R.ConditionalRoutedAttention
 CALLS: dict[str, Callable[[], Call]] = {
     "ring_attn": to(R.ring_attn, **QKV),
     "ulysses_attn": to(R.ulysses_attn, R.ring_attn, **QKV),
+    "top_keys": to(R.top_keys, scores=torch.rand(2, 4), positions=torch.arange(4), k=2),
+    "merge_attention": lambda: Call(partial(R.merge_attention, Q, Q[..., 0].mT), {}),
     "explain_kernel": to(R.explain_kernel, **QKV),
     "default_attention": to(R.default_attention, **QKV),
     "ring_flash_attn": to(R.ring_flash_attn, **QKV),

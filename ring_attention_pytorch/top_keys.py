@@ -1,0 +1,94 @@
+"""`top_keys`: the keys with the best scores of all ranks' keys, exactly, whatever the ring is.
+
+    each rank    its own keys' k best            [..., k]
+    all ranks    the k best of P * k candidates  [..., k], the same on every rank
+
+A key among the k best of all is among the k best of its rank. Ties go to the earlier position, so
+neither the number of ranks nor the layout changes the choice.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.exchange import all_gather
+from ring_attention_pytorch.ranks.agreement import agree, report_to_group, typed
+from ring_attention_pytorch.ranks.ring import Group, as_ring
+
+_CALLER = "top_keys"
+
+
+@typed(report_to_group(_CALLER), apart=True)
+def top_keys(
+    scores: Tensor, positions: Tensor, k: int, *, group: Group = None
+) -> tuple[Tensor, Tensor]:
+    """Choose the k best of all ranks' keys, for queries that all ranks have.
+
+    For attention that scores cheaply and attends to few: the queries' scores of this rank's keys
+    are local, and only k candidates of each rank are exchanged.
+
+    Args:
+        scores: `[..., m]`, scores of this rank's m keys, for the same queries on all ranks. -inf
+            hides a key.
+        positions: int64 `[m]`, the keys' positions in the whole sequence, each on one rank.
+        k: how many are chosen, at least 1.
+        group: the ring; None is the default group, or this process alone.
+
+    Returns:
+        The best scores `[..., k]`, descending, and their positions, int64 `[..., k]`: the same on
+        all ranks. Where fewer keys are visible the rest is -inf, at position -1. Of equal scores
+        the earlier position is first. Scores are differentiable: backward sums all ranks' gradients
+        of a score on its owner. Positions have no gradient.
+
+    Raises:
+        ValueError: shapes don't fit one another, or differ between ranks; on all ranks.
+
+    Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 2.1
+
+    >>> top_keys(torch.tensor([[1.0, 3.0, 3.0]]), torch.tensor([4, 9, 7]), 2)
+    (tensor([[3., 3.]]), tensor([[7, 9]]))
+    """
+    ring = as_ring(group)
+    same: dict[str, Any] = {
+        "queries of scores": [*scores.shape[:-1]],
+        "dtype": scores.dtype,
+        "device": scores.device.type,
+        "k": k,
+        "requires_grad of scores": scores.requires_grad and torch.is_grad_enabled(),
+    }
+    held = {"m": scores.shape[-1] if scores.ndim else 0}
+    ranks = agree(ring, _CALLER, same, held, lambda: _check(scores, positions, k))
+    order = positions.argsort(stable=True)
+    found, at = _best(scores[..., order], positions[order].expand(scores.shape), k)
+    shapes = [(*scores.shape[:-1], min(k, rank["m"])) for rank in ranks]
+    candidates = torch.cat(all_gather(found, shapes, ring, _CALLER), -1)
+    places = torch.cat(all_gather(at.contiguous(), shapes, ring, _CALLER), -1)
+    order = places.argsort(dim=-1, stable=True)
+    found, at = _best(candidates.gather(-1, order), places.gather(-1, order), k)
+    missing = k - found.shape[-1]
+    found = torch.nn.functional.pad(found, (0, missing), value=-torch.inf)
+    at = torch.nn.functional.pad(at, (0, missing), value=-1)
+    return found, at.masked_fill(found.detach() == -torch.inf, -1)
+
+
+def _best(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k best and their positions; of equal ones the first."""
+    order = scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return scores.gather(-1, order), positions.gather(-1, order)
+
+
+def _check(scores: Tensor, positions: Tensor, k: int) -> None:
+    if scores.ndim < 1 or not scores.is_floating_point():
+        raise ValueError(
+            f"scores must be floating [..., m], got {scores.dtype} {list(scores.shape)}"
+        )
+    if positions.dtype != torch.int64 or list(positions.shape) != [scores.shape[-1]]:
+        raise ValueError(
+            f"positions must be int64 [{scores.shape[-1]}], one for each key, "
+            f"got {positions.dtype} {list(positions.shape)}"
+        )
+    if positions.device != scores.device:
+        raise ValueError(f"positions must be on {scores.device}, got {positions.device}")
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
