@@ -32,7 +32,7 @@ ATTENTION = [
         "pass",
     ),
     Mutant(
-        "a replay takes shelves as they were",
+        "a replay takes buffers as they were",
         "comm/fabric_shared.py:SharedMemory.follow_stream",
         "self.space.follow_stream() return", "return",
     ),

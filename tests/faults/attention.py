@@ -165,7 +165,7 @@ def keys_come_in_stages_where_they_are_late() -> Iterator[Case]:
     yield patched(test_gather.test_dq_waits_for_no_gradients_that_come_home, wide=True)
     yield patched(test_gather.test_a_turn_of_several_says_that_the_last_one_was_read)
     yield patched(test_transports.test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory)
-    yield patched(test_symmetric_memory.test_shelves_stay_whose_graphs_others_captured)
+    yield patched(test_symmetric_memory.test_buffers_stay_whose_graphs_others_captured)
     yield patched(test_symmetric_memory.test_what_a_graph_reads_is_made_before_it_and_stays)
     yield test_pieces.test_what_comes_but_once_is_not_kept
     for by_copy_engine in test_policy.ASIDE:
@@ -179,7 +179,7 @@ def keys_come_in_stages_where_they_are_late() -> Iterator[Case]:
         yield partial(test_accumulate.test_parts_that_fill_their_place_are_the_result, dtype)
         yield partial(test_accumulate.test_parts_that_do_not_are_put_together, dtype)
     yield test_accumulate.test_the_place_of_parts_goes_when_they_were_read
-    yield test_ulysses.test_a_shelf_has_room_for_all_that_is_swapped
+    yield test_ulysses.test_a_buffer_has_room_for_all_that_is_swapped
 
 
 def keys_come_together_where_they_are_few() -> Iterator[Case]:
@@ -263,7 +263,7 @@ def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     yield patched(test_graphs.observed_calls_are_replayed_too)
     yield patched(test_graphs.older_drivers_are_refused)
     yield on_cpu(lambda _: test_graphs.another_plan_has_no_graphs_of_this_one())
-    yield test_fabric_copies.test_a_gathers_graphs_are_of_the_shelves_at_hand
+    yield test_fabric_copies.test_a_gathers_graphs_are_of_the_buffers_at_hand
     yield patched(test_graphs_of_modules.batches_alike_share_graphs)
     yield patched(test_graphs_of_modules.what_is_changed_on_a_module_counts)
     yield patched(test_graphs_of_modules.others_lengths_make_another_kind)
@@ -302,7 +302,7 @@ def gathered_keys_are_few_large_tiles() -> None:
     from ring_attention_pytorch.comm.ulysses import land
     from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
     from ring_attention_pytorch.geometry.tiles import Mask, tiles
-    from ring_attention_pytorch.schedule.pieces import Workload, joined, schedule
+    from ring_attention_pytorch.schedule.pieces import Workload, joined, rounds_of
 
     for layout, visible in [
         ("zigzag", Mask(causal=True)),
@@ -310,7 +310,7 @@ def gathered_keys_are_few_large_tiles() -> None:
         ("contiguous", Mask(causal=True, window=30)),
     ]:
         everyone = all_segments(layout, 5, 53)
-        (group,) = schedule(Workload(everyone, everyone, visible), at_once=4)
+        (group,) = rounds_of(Workload(everyone, everyone, visible), at_once=4)
         for rank, mine in enumerate(everyone):
             assert len(tiles(mine, joined(group.pieces[rank]), visible)) <= 2
     assert all(len(land(all_segments(layout, 5, 53))[0]) == 1 for layout in LAYOUTS)
