@@ -39,7 +39,7 @@ from benchmarks.lib.rings import (
 from benchmarks.lib.sequences import Mask, packed, whole, window
 from benchmarks.lib.still import ALONE, still
 from ring_attention_pytorch import RingPlan
-from ring_attention_pytorch.schedule.pieces import schedule, tokens
+from ring_attention_pytorch.schedule.pieces import rounds_of, tokens
 
 MAGI = "as MagiAttention counts them"
 DOCUMENTS = {
@@ -65,7 +65,7 @@ def masks(length: int, ranks: int, size: int) -> dict[str, Mask]:
 
 def received(plan: RingPlan) -> int:
     """Return the most keys that any rank gets of others."""
-    groups, ranks = schedule(plan.blocks, plan.chosen.at_once), range(plan.ring.size)
+    groups, ranks = rounds_of(plan.blocks, plan.chosen.at_once), range(plan.ring.size)
     return max(sum(tokens(group.pieces[rank]) for group in groups) for rank in ranks)
 
 

@@ -16,7 +16,7 @@ from ring_attention_pytorch.schedule.pieces import (
     KVShape,
     Workload,
     in_two_stages,
-    schedule,
+    rounds_of,
 )
 from ring_attention_pytorch.schedule.steps import Block, Schedule, gather, gather_first, ring
 from ring_attention_pytorch.schedule.timeline import predicted
@@ -31,7 +31,7 @@ def schedules() -> dict[str, Schedule]:
     """Return the four schedules of a causal zigzag sequence over four ranks."""
     everyone = all_segments("zigzag", RANKS, RANKS * TOKENS)
     work = Workload(everyone, everyone, Mask(causal=True))
-    rounds = [Block.of(made) for made in schedule(work, at_once=RANKS - 1)]
+    rounds = [Block.of(made) for made in rounds_of(work, at_once=RANKS - 1)]
     return {
         "ring": ring(work),
         "gather": gather(work, rounds),

@@ -58,15 +58,15 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _ours(work: Work) -> tuple[Attend, Tensor]:
     from ring_attention_pytorch.functional import ring_attn
     from ring_attention_pytorch.geometry.layouts import positions
-    from ring_attention_pytorch.ranks.ring import Ring, Transfer
+    from ring_attention_pytorch.ranks.ring import Exchange, Ring
 
     class Mirror(Ring):
         """Hands back what it is given to send: a ring's work without any transport."""
 
-        def exchange(self, sends: Any, receives: Any) -> Transfer:
+        def exchange(self, sends: Any, receives: Any) -> Exchange:
             for (_, t), (_, given) in zip(receives, sends):
                 t.copy_(given)
-            return Transfer(self, sends, receives, [])
+            return Exchange(self, sends, receives, [])
 
     layout, _, alone = work.subject.partition(", ")
     ring = Mirror() if alone else Ring()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.ranks.ring import Ring, Transfer
+from ring_attention_pytorch.ranks.ring import Exchange, Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 Shape = tuple[int, ...]
@@ -128,7 +128,7 @@ def _swap(
     return received
 
 
-def _start(ring: Ring, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Transfer:
+def _start(ring: Ring, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Exchange:
     """Send `sends[i]` to rank i and receive `receives[i]` from it, except for this rank."""
     others = [rank for rank in range(ring.size) if rank != ring.rank]
     return ring.exchange(

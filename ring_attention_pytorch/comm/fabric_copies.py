@@ -74,7 +74,7 @@ class CopyEngines(SharedMemory):
             if len(made.stages) > 1:
                 stages.append([source.joined() for source in sources])
             else:
-                stages.append(_in_rounds(sources[::-1] if most_in_front(made) else sources))
+                stages.append(_interleaved(sources[::-1] if most_in_front(made) else sources))
         return stages
 
 
@@ -165,25 +165,26 @@ class CopyChannel(SharedChannel):
         return self.program.chunks(block, self.fabric.ring.rank)
 
 
-def _in_rounds(sources: list[Source]) -> list[Source]:
-    """Order pulls in rounds: one piece of each source, then the next of each.
+def _interleaved(sources: list[Source]) -> list[Source]:
+    """Order pulls by turns: one piece of each source, then the next of each.
 
     Then no two ranks read from the same peer at once, which would slow both. It holds for pieces
     of one length, if ranks start on the side where they need more pieces: with causal zigzag a
     rank needs one piece of each rank behind it and two of each in front. It does not hold for
     windows or striped. A source with more than two pieces has adjacent ones joined.
 
-    >>> [s.rank for s in _in_rounds([Source(i, 4, ((),) * n) for i, n in ((2, 2), (3, 2), (0, 1))])]
+    >>> sources = [Source(rank, 4, ((),) * n) for rank, n in ((2, 2), (3, 2), (0, 1))]
+    >>> [source.rank for source in _interleaved(sources)]
     [2, 3, 0, 2, 3]
     """
-    by_round: list[list[Source]] = []
+    by_turn: list[list[Source]] = []
     for source in sources:
         moves = source.moves if len(source.moves) <= 2 else source.joined().moves
         for number, move in enumerate(moves):
-            if number == len(by_round):
-                by_round.append([])
-            by_round[number].append(source._replace(moves=(move,)))
-    return list(chain.from_iterable(by_round))
+            if number == len(by_turn):
+                by_turn.append([])
+            by_turn[number].append(source._replace(moves=(move,)))
+    return list(chain.from_iterable(by_turn))
 
 
 def alloc_for(like: Tensor, tokens: int | None = None, wide: bool = False) -> Tensor:

@@ -21,8 +21,7 @@ from torch import Tensor
 from ring_attention_pytorch.comm.fabric import KVGrads
 from ring_attention_pytorch.comm.fabric_messages import MessageChannel, Messages, Pack
 from ring_attention_pytorch.comm.messages import Form
-from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.ranks.ring import Transfer as Exchange
+from ring_attention_pytorch.ranks.ring import Exchange, Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import wire_dtype

@@ -125,7 +125,7 @@ def table_of_copies(
 
     None where `buffer.table` has none.
     """
-    key = out.shape, *((at.start, *_place(part)) for at, part in zip(here, parts))
+    key = out.shape, *((at.start, *_memory_key(part)) for at, part in zip(here, parts))
     return buffer.table(key, lambda: _copies(out, parts, here))
 
 
@@ -136,7 +136,7 @@ def table_of_sums(
 
     Tokens without gradients get zeros. Parts lie in the buffer. None where `buffer.table` has none.
     """
-    places = ((peers.here.start, *map(_place, peers.parts)) for peers in peer_gradients)
+    places = ((peers.here.start, *map(_memory_key, peers.parts)) for peers in peer_gradients)
     return buffer.table((like.shape, *places), lambda: _sums(like, peer_gradients))
 
 
@@ -155,7 +155,7 @@ def table_of_pieces(
     return buffer.table(key, lambda: _pieces(outs, sources, moves))
 
 
-def _place(t: Tensor) -> tuple[Hashable, ...]:
+def _memory_key(t: Tensor) -> tuple[Hashable, ...]:
     """Return a tensor's address, shape, strides and dtype: a table depends on nothing else."""
     return t.data_ptr(), t.shape, t.stride(), t.dtype
 

@@ -17,7 +17,7 @@ from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.schedule import steps
-from ring_attention_pytorch.schedule.pieces import Workload, schedule
+from ring_attention_pytorch.schedule.pieces import Workload, rounds_of
 from ring_attention_pytorch.schedule.steps import KEYS, Block, Part, Program
 
 
@@ -51,8 +51,8 @@ class Gather(ScheduledTransport):
     @classmethod
     def make(cls, ring: Ring, blocks: Workload, at_once: int) -> "Gather":
         """Make one by messages, with rounds of `at_once` owners."""
-        plan = steps.gather(blocks, [*map(Block.of, schedule(blocks, at_once))])
-        return cls(plan, Messages(ring, idle=not plan.forward.transfers))
+        schedule = steps.gather(blocks, [*map(Block.of, rounds_of(blocks, at_once))])
+        return cls(schedule, Messages(ring, idle=not schedule.forward.transfers))
 
     @property
     def keeps(self) -> bool:

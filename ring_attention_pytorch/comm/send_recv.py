@@ -15,7 +15,7 @@ from ring_attention_pytorch.comm.fabric_messages import Messages
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.scheduled_transport import ScheduledTransport
 from ring_attention_pytorch.geometry.segments import Segments, count
-from ring_attention_pytorch.ranks.ring import Ring, Transfer
+from ring_attention_pytorch.ranks.ring import Exchange, Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
@@ -59,8 +59,8 @@ class SendRecv(ScheduledTransport):
     @classmethod
     def make(cls, ring: Ring, blocks: Workload, at_once: int) -> "SendRecv":
         """Make one; owners' keys arrive one at a time, whatever `at_once` allows."""
-        plan = steps.ring(blocks)
-        return cls(plan, Messages(ring, idle=not plan.forward.transfers))
+        schedule = steps.ring(blocks)
+        return cls(schedule, Messages(ring, idle=not schedule.forward.transfers))
 
     def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> "_Call":
         back = totals is not None
@@ -83,7 +83,7 @@ class _Call:
         self.ring, self.program, self.own = ring, program, own
         self.segments, self.forms, self.wide_forms = blocks
         self.totals: dict[int, KVGrads | Any] = {0: totals}  # by block
-        self.under_way: dict[int, Transfer] = {}
+        self.under_way: dict[int, Exchange] = {}
         if not program.transfers:
             return
         self.held = _buffers(2, self.forms, own.k.device)

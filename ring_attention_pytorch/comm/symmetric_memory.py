@@ -285,7 +285,9 @@ def space_of(group: ProcessGroup, device: torch.device) -> SymmetricWorkspace | 
     """
     if group not in _spaces:
         ring, space = Ring(group), None
-        notes = [note.decode() for note in ring.gather_notes("hosts", _place(device).encode())]
+        notes = [
+            note.decode() for note in ring.gather_notes("hosts", _sharing_host(device).encode())
+        ]
         if "" not in notes and len(set(notes)) == 1:
             with suppress(RuntimeError):  # no peer access, or no way to share memory
                 space = SymmetricWorkspace(group, device)
@@ -298,7 +300,7 @@ def space_of(group: ProcessGroup, device: torch.device) -> SymmetricWorkspace | 
     return _spaces[group]
 
 
-def _place(device: torch.device) -> str:
+def _sharing_host(device: torch.device) -> str:
     """Return the machine's name; "" if this process can't share memory of this device."""
     if not has_triton():  # barriers are Triton kernels
         return ""

@@ -25,7 +25,7 @@ from ring_attention_pytorch.schedule.pieces import (
     KVShape,
     Workload,
     in_two_stages,
-    schedule,
+    rounds_of,
     tokens,
 )
 from ring_attention_pytorch.schedule.policy import (
@@ -154,7 +154,7 @@ def by_copy_engines(
     Keys that are `late` arrive in two stages. With `own_low_priority` the backward call for own
     keys still runs while gradients are sent home.
     """
-    rounds = (in_two_stages(blocks),) if late else schedule(blocks, at_once)
+    rounds = (in_two_stages(blocks),) if late else rounds_of(blocks, at_once)
     longest = max(map(count, blocks.keys))
     widest = max((tokens(chunks) for each in rounds for chunks in each.pieces), default=0)
     _reserve(shared, kv_shape, keys=longest, grads=widest)
@@ -162,9 +162,9 @@ def by_copy_engines(
         own_low_priority and len(rounds) == 1
     )  # with several rounds, calls wait for one another
     by_copy_engine = reduce_by_copy_engine(blocks, rounds, kv_shape, machine, own_low_priority)
-    plan = steps.gather(blocks, [*map(Block.of, rounds)], low_priority=own_low_priority)
-    idle = not plan.forward.transfers
-    return Gather(plan, CopyEngines(ring, shared.space, shared.ranks, by_copy_engine, idle))
+    schedule = steps.gather(blocks, [*map(Block.of, rounds)], low_priority=own_low_priority)
+    idle = not schedule.forward.transfers
+    return Gather(schedule, CopyEngines(ring, shared.space, shared.ranks, by_copy_engine, idle))
 
 
 def on_one_stream(
@@ -180,14 +180,16 @@ def on_one_stream(
     `keys_first`: the kernel computes dk and dv first. All ranks of the ring call this together.
     """
     if own_apart:
-        rounds = schedule(blocks, at_once=len(blocks.keys))
-        plan = steps.gather(blocks, [Block.of(each) for each in rounds])
+        rounds = rounds_of(blocks, at_once=len(blocks.keys))
+        schedule = steps.gather(blocks, [Block.of(each) for each in rounds])
     else:
-        plan = steps.gather_first(blocks)
-    arranged = arrangements(plan.forward)
+        schedule = steps.gather_first(blocks)
+    arranged = arrangements(schedule.forward)
     most, held = max(each.tokens for each in arranged), max(each.held for each in arranged)
     _reserve(shared, kv_shape, keys=most, grads=held)
-    return Gather(plan, OneStream(ring, shared.space, shared.ranks, arranged, overlap=keys_first))
+    return Gather(
+        schedule, OneStream(ring, shared.space, shared.ranks, arranged, overlap=keys_first)
+    )
 
 
 def _reserve(shared: PeerGroup, kv_shape: KVShape, keys: int, grads: int) -> None:

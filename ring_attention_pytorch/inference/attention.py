@@ -12,7 +12,6 @@ The bytes sent depend on the queries alone, not on the number of cached keys.
 
 import os
 from functools import partial
-from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +24,13 @@ from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.checks import check_call, check_options, triton_refusal
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
 from ring_attention_pytorch.inference.partial import Scores
-from ring_attention_pytorch.inference.prefill import Chunk, plan_chunk, prefill
+from ring_attention_pytorch.inference.prefill import PromptChunk, plan_chunk, prefill
 from ring_attention_pytorch.inference.programs import Tuning
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.plan_cache import settings
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import agree, report_to_group, typed
+from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.runtime.resolved import resolved
 
 _CALLER = "attention to a cache"
@@ -157,7 +157,7 @@ def _decode_step(
     plan = _plan_for(given, cache, options)
     if plan.checks:
         same = {
-            "values of q, k and v": digest(q, k, v),
+            "values of q, k and v": [digest(t) for t in (q, k, v) if t is not None],
             "layer": layer,
             _STATE: cache.state_note(layer),
         }
@@ -325,7 +325,7 @@ def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) 
 
 def _agreed_chunk(
     given: Given, cache: RingCache, layout: LayoutOption, options: StepOptions
-) -> tuple[Chunk, RingPlan | None]:
+) -> tuple[PromptChunk, RingPlan | None]:
     """Agree on a chunk; return it, and the last chunk's plan if every rank can reuse that."""
     q, layer, scores = given.q, options.layer, options.scores(given.q)
     same = {
@@ -347,7 +347,7 @@ def _agreed_chunk(
     _check_layout(layout, counts)
     cache.prepare(sum(counts), layer, in_graph=False)
     kept = len({note["plan"] for note in notes}) == 1
-    return Chunk(cache.ring, layout, counts), plan if kept else None
+    return PromptChunk(cache.ring, layout, counts), plan if kept else None
 
 
 def _kind_of_chunk(given: Given, layout: LayoutOption, scores: Scores) -> tuple[object, ...]:
@@ -385,12 +385,3 @@ def plan_decoding(
     kernel = "triton" if cache.device.type == "cuda" else "eager"
     asked = Asked(tuple(q.shape), True, cache.has_starts, scores, False, False, kernel)
     return DecodePlan(cache.pools, asked, tuning)
-
-
-def digest(*tensors: Tensor | None) -> str:
-    """Return a digest of values; this waits for the device."""
-    found = sha256()
-    for t in tensors:
-        if t is not None:
-            found.update(t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]

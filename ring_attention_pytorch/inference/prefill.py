@@ -37,7 +37,7 @@ QKV = tuple[Tensor, Tensor, Tensor]
 Found = tuple[Tensor, Tensor]  # out `[b, n, h, d_v]` and lse `[b, h, n]`
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """A sharded chunk: its layout, and the number of its tokens on each rank."""
 
     ring: Ring
@@ -172,7 +172,7 @@ def plan_chunk(
 
 
 def prefill(
-    qkv: QKV, cache: RingCache, layer: int, chunk: Chunk, sinks: Tensor | None, plan: RingPlan
+    qkv: QKV, cache: RingCache, layer: int, chunk: PromptChunk, sinks: Tensor | None, plan: RingPlan
 ) -> Found:
     """Attend to the cache and the chunk, then append it; out `[b, n, h, d_v]`, lse `[b, h, n]`.
 
@@ -199,7 +199,7 @@ def prefill(
     return out, lse
 
 
-def _by_all(queries: Sequence[Tensor], cached: CachedKeys, chunk: Chunk) -> list[Found]:
+def _by_all(queries: Sequence[Tensor], cached: CachedKeys, chunk: PromptChunk) -> list[Found]:
     """Return every rank's results for own queries; `queries` has the queries of each rank."""
     ring, me = chunk.ring, chunk.ring.rank
     coming = []

@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ring_attention_pytorch.arguments import check_least, checked
 from ring_attention_pytorch.geometry.layouts import all_segments, count, segment_positions
-from ring_attention_pytorch.inference.attention import digest, ring_attn_with_cache
+from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.model_cache import SPARE, model_cache
 from ring_attention_pytorch.integrations.calls import check_call, names
@@ -30,6 +30,7 @@ from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
 from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.ranks.agreement import Check, agree, error_of
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
+from ring_attention_pytorch.runtime.digests import digest
 
 _LAYOUT: Final = "zigzag"  # of tokens that are spread: a prompt's chunk, or many new tokens
 _FEW = 16  # new tokens per rank; with more of them, queries are spread as well where possible
@@ -275,7 +276,9 @@ class RingHFCache(Cache):
         begin, length = self.length(0), input_ids.shape[-1] - 1
         check = partial(self._check_prompt, input_ids, attention_mask, chunk_size)
         same = {"values of input_ids": digest(input_ids), "chunk_size": chunk_size}
-        same |= {"values of attention_mask": digest(attention_mask)}
+        same["values of attention_mask"] = (
+            None if attention_mask is None else digest(attention_mask)
+        )
         agree(self.ring, f"{_CALLER}.prefill", same, check=check)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         places = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)

@@ -189,8 +189,7 @@ class RingForward:
             opened.enter_context(self.batch)
             self.wholes = begun(self).wholes
             if "labels" in self.inputs and self.batch.num_items is not None:
-                items = self._items_for_others(self.batch.num_items.double())
-                self.inputs["num_items_in_batch"] = items
+                self.inputs["num_items_in_batch"] = self._items_for_others(self.batch.num_items)
             opened.enter_context(spread_losses())
             opened.enter_context(Outermost(self))
             self._opened = opened.pop_all()
@@ -207,11 +206,18 @@ class RingForward:
     # ---- called while a model runs
 
     def _items_for_others(self, items: Tensor) -> Tensor:
-        """Return the real tokens per rank, by which losses not of ours divide a rank's sum."""
-        ring = as_ring(self.loss_group)
-        if ring.size > 1:
-            ring.total(items)  # counts a ring's batch once on each of its ranks
-        return items / self.batch.ring_size / ring.size
+        """Return the real tokens per rank, by which losses not of ours divide a rank's sum.
+
+        Several rings sum theirs, once for each batch; a ring alone knows its own.
+        """
+        ring, known = as_ring(self.loss_group), self.batch.items_of
+        if (ranks := tuple(ring.ranks)) == tuple(self.ring.ranks):
+            return items.double() / ring.size
+        if ranks not in known:
+            total = items.double()
+            ring.total(total)  # counts a ring's batch once on each of its ranks
+            known[ranks] = total / self.batch.ring_size / ring.size
+        return known[ranks]
 
     def agree_in_block(self, check: Check | None, **same: Any) -> None:
         """Raise ValueError on all ranks of the ring if any rank's check does, or `same` differs."""

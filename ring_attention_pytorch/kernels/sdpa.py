@@ -193,8 +193,7 @@ def _unseen(visible: Tensor, tile: Tile) -> Tensor:
     before = F.pad(visible.cumsum(dim=1), (1, 0))  # [b, m + 1]: unmasked keys before key j
     ahead = m if tile.right is None else tile.right
     back = n if tile.left is None else tile.left
-    end = (row + 1 + ahead).clamp(max=m)
-    start = (row - back).clamp(min=0)
+    end, start = (row + 1 + ahead).clamp(0, m), (row - back).clamp(0, m)
     return before[:, end] == before[:, start]
 
 

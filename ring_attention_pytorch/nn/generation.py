@@ -18,14 +18,14 @@ from torch import Tensor
 
 from ring_attention_pytorch.arguments import check_least
 from ring_attention_pytorch.geometry.layouts import positions
-from ring_attention_pytorch.inference.attention import digest
 from ring_attention_pytorch.nn.checks import check_ids
-from ring_attention_pytorch.nn.layer_caches import Chunk, LayerCache, Reading, caches_of
+from ring_attention_pytorch.nn.layer_caches import LayerCache, Reading, TokenChunk, caches_of
 from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.ranks.agreement import agree, error_of, typed
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 _LAYOUT: LayoutName = "zigzag"  # of a chunk of the prompt: equal causal work for all ranks
@@ -124,7 +124,7 @@ class CachedTransformer:
         model, at = self.model, at + self.caches[0].length
         tokens, angles = model.token_emb(ids), model.rotary_emb(at)
         for (_, ff), cache in zip(model.layers, self.caches):
-            tokens = tokens + cache.attend(tokens, Chunk(at, angles, layout))
+            tokens = tokens + cache.attend(tokens, TokenChunk(at, angles, layout))
             tokens = tokens + ff(tokens)
         return tokens
 
@@ -219,7 +219,8 @@ class Generation:
         same = {**numbers, "sampling": [*how], "eos": ends, "seed": seed, "kernel": kernel}
         same |= {"cache_dtype": str(cache_dtype)}
         if error is None:
-            same |= {"values of ids": digest(ids), "values of mask": digest(mask)}
+            same["values of ids"] = digest(ids)
+            same["values of mask"] = None if mask is None else digest(mask)
         ring = self._ring(ring_size)
         everywhere = {"shape of ids": [*ids.shape], "mask": mask is not None}
         agree(ring, _caller(self), same, everywhere=everywhere, check=error)

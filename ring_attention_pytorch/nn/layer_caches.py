@@ -41,7 +41,7 @@ class Reading(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TokenChunk:
     """Tokens that are read at once: a part of the prompt, or one token."""
 
     at: Tensor  # [n], positions
@@ -58,7 +58,7 @@ class LayerCache(Protocol):
         """Number of tokens read."""
         ...
 
-    def attend(self, x: Tensor, chunk: Chunk) -> Tensor:
+    def attend(self, x: Tensor, chunk: TokenChunk) -> Tensor:
         """Read tokens `[b, n, dim]`; return the layer's result for them."""
         ...
 
@@ -95,7 +95,7 @@ class TokenCache(NamedTuple):
     def length(self) -> Tensor:
         return self.cache.lengths_of[self.layer, 0]
 
-    def attend(self, x: Tensor, chunk: Chunk) -> Tensor:
+    def attend(self, x: Tensor, chunk: TokenChunk) -> Tensor:
         attn = self.attn
         q, k, v = attn.project(x, None)
         dtype = v.dtype

@@ -41,7 +41,7 @@ NEW_GROUP = (
     "to go on, all ranks make a new group, or start again"
 )
 
-Place = tuple[ProcessGroup | None, int]  # a group, and the number of its agreements
+AgreementCount = tuple[ProcessGroup | None, int]  # a group, and the number of its agreements
 
 
 def call_site(frame: FrameType | None = None) -> str:
@@ -130,15 +130,19 @@ class RingError(RuntimeError):
 
     @classmethod
     def waiting(
-        cls, step: Step, ranks: Sequence[int], cause: BaseException, place: Place = (None, 0)
+        cls,
+        step: Step,
+        ranks: Sequence[int],
+        cause: BaseException,
+        count: AgreementCount = (None, 0),
     ) -> "RingError":
         """Make the error of a wait that ended with `cause`; in `fail_together` notify the peers."""
         ranks = sorted({*ranks})
-        if (group := place[0]) is not None:
+        if (group := count[0]) is not None:
             closed.add(group)
-        failure_reports.write(*place, f"waits in {step} {call_site()}")
+        failure_reports.write(*count, f"waits in {step} {call_site()}")
         notify_peers()
-        words = failure_reports.read(*place, ranks)
+        words = failure_reports.read(*count, ranks)
         told = [f"rank {rank} {text.rstrip('.')}" for rank, text in words.items()]
         if silent := [rank for rank in ranks if rank not in words]:
             told.append(f"{ranks_of(silent)}: no word: failed, late, or in no such call")
@@ -186,11 +190,11 @@ def _advice(step: Step, words: Mapping[int, str]) -> str:
 class Awaiting:
     """A block that waits for ranks: a long wait is logged, and its errors are `RingError`s.
 
-    `of` returns the step, the ranks and the place. It is called only for an error, or for a wait so
+    `of` returns the step, the ranks and the count. It is called only for an error, or for a wait so
     long that it is logged. Entering and leaving take about a microsecond.
     """
 
-    of: Callable[[], tuple[Step, Sequence[int], Place]]
+    of: Callable[[], tuple[Step, Sequence[int], AgreementCount]]
 
     def __enter__(self) -> None:
         waits.since[self] = time.monotonic(), threading.get_ident()
@@ -201,9 +205,9 @@ class Awaiting:
         waits.since.pop(self, None)
         if not isinstance(error, RuntimeError) or isinstance(error, RingError):
             return
-        step, ranks, place = self.of()
+        step, ranks, count = self.of()
         missing = error.ranks if isinstance(error, Missing) else ()
-        raise RingError.waiting(step, missing or ranks, error, place) from error
+        raise RingError.waiting(step, missing or ranks, error, count) from error
 
 
 class Waits:

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attention_pytorch.ranks.alone import in_one_process
 from ring_attention_pytorch.ranks.failures import (
     NEW_GROUP,
+    AgreementCount,
     Awaiting,
-    Place,
     RingError,
     Step,
     Waiting,
@@ -52,7 +52,7 @@ _steps: WeakKeyDictionary[ProcessGroup, tuple[list[int], dict[tuple[int, int], S
 )
 
 
-class Transfer:
+class Exchange:
     """Messages in flight. Tensors that are sent stay alive until `wait`.
 
     `check`, if any, gets the received tensors with their ranks, and what was waited for.
@@ -90,10 +90,10 @@ class Transfer:
         self._sent = []
         return self._received
 
-    def _awaited(self) -> tuple[Step, Sequence[int], Place]:
+    def _awaited(self) -> tuple[Step, Sequence[int], AgreementCount]:
         """Return the step, the ranks that are waited for, and the place."""
         peers = self._peers[-len(self._works) :] if self._one_each else self._peers
-        return self._step, peers, self._ring._place
+        return self._step, peers, self._ring._agreement_count
 
 
 class Ring:
@@ -196,7 +196,7 @@ class Ring:
             return False
         return True
 
-    def exchange(self, sends: Messages, receives: Messages) -> Transfer:
+    def exchange(self, sends: Messages, receives: Messages) -> Exchange:
         """Send each tensor to its rank, and receive from each rank into its buffer.
 
         Between two ranks messages match in the order given. Tensors must be contiguous. If the
@@ -223,8 +223,8 @@ class Ring:
             works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
             peers = [self.first + rank for rank, _ in (*sends, *receives)]
-            raise RingError.waiting(self.steps.now, peers, error, self._place) from error
-        return Transfer(self, sends, receives, works, check)
+            raise RingError.waiting(self.steps.now, peers, error, self._agreement_count) from error
+        return Exchange(self, sends, receives, works, check)
 
     def _stamps(self, sends: Messages, receives: Messages) -> Stamps | None:
         """Return the guard that stamps these messages; None if the backend compares tags."""
@@ -245,7 +245,10 @@ class Ring:
 
     def total(self, t: Tensor) -> None:
         """Sum a tensor over the whole group, in place."""
-        with self.call("reducing"), Awaiting(lambda: (self.steps.now, self.peers, self._place)):
+        with (
+            self.call("reducing"),
+            Awaiting(lambda: (self.steps.now, self.peers, self._agreement_count)),
+        ):
             dist.all_reduce(t, group=self.group)
 
     def report_failure(self, words: str) -> None:
@@ -253,7 +256,7 @@ class Ring:
         self.steps.report_failure(words)
 
     @property
-    def _place(self) -> Place:
+    def _agreement_count(self) -> AgreementCount:
         return self.group, self.steps.notes
 
     @property
@@ -340,7 +343,7 @@ class SubRing(Ring):
         of_whole = self.whole.machines
         return numbered([of_whole[place] for place in self.places])
 
-    def exchange(self, sends: Messages, receives: Messages) -> Transfer:
+    def exchange(self, sends: Messages, receives: Messages) -> Exchange:
         sends, receives = ([(self.places[r], t) for r, t in ops] for ops in (sends, receives))
         return self.whole.exchange(sends, receives)
 

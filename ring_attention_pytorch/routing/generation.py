@@ -18,7 +18,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
-from ring_attention_pytorch.nn.layer_caches import Chunk, Reading, token_caches
+from ring_attention_pytorch.nn.layer_caches import Reading, TokenChunk, token_caches
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.routing.attention import base_for
 from ring_attention_pytorch.routing.autoregressive import (
@@ -131,7 +131,7 @@ class CachedRoutedTransformer:
             self._append_keys(attn, window, recent.length - self.window, layer)
         assert light is not None  # causal ones have it
         angles = None if light.rotary_embed is None else light.rotary_embed(at)
-        return found + self.light[layer].attend(x, Chunk(at, angles, None))
+        return found + self.light[layer].attend(x, TokenChunk(at, angles, None))
 
     def _append_keys(self, attn: RoutedAttention, window: Tensor, start: int, layer: int) -> None:
         """Choose the heavy keys of a full window that starts at `start`, and append them."""

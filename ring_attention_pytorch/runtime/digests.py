@@ -17,7 +17,9 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> (versio
 
 
 def digest(t: Tensor) -> int:
-    """Return a number that depends on a tensor's shape, dtype and all values, on any device.
+    """Return a number that depends on a tensor's shape, dtype and all values.
+
+    It is computed on the tensor's device, and waits for it.
 
     >>> digest(torch.tensor([1, 2])) == digest(torch.tensor([2, 1]))
     False

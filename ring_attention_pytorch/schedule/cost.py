@@ -14,9 +14,9 @@ from ring_attention_pytorch.schedule.pieces import (
     Workload,
     in_two_stages,
     needed,
+    rounds_of,
     tokens,
 )
-from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
 from ring_attention_pytorch.schedule.policy import keys_arrive_late
 from ring_attention_pytorch.schedule.steps import (
     KEYS,

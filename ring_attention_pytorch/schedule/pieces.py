@@ -151,7 +151,7 @@ def tokens(chunks: Sequence[Chunk]) -> int:
 
 
 @cached
-def schedule(workload: Workload, at_once: int) -> tuple[Round, ...]:
+def rounds_of(workload: Workload, at_once: int) -> tuple[Round, ...]:
     """Return the rounds, of `at_once` owners each, in which every rank fetches the keys it needs.
 
     Zigzag, four ranks: rank 1 sees chunk 0 with all of its queries, and chunks 2 to 5 with the
@@ -159,7 +159,7 @@ def schedule(workload: Workload, at_once: int) -> tuple[Round, ...]:
 
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> four = all_segments("zigzag", 4, 16)
-    >>> (group,) = schedule(Workload(four, four, Mask(causal=True)), at_once=3)
+    >>> (group,) = rounds_of(Workload(four, four, Mask(causal=True)), at_once=3)
     >>> joined(group.pieces[1])
     (Segment(start=0, stride=1, length=2), Segment(start=4, stride=1, length=8))
     """
@@ -214,7 +214,7 @@ def most_in_front(group: Round) -> bool:
     >>> from ring_attention_pytorch.geometry.layouts import all_segments
     >>> for layout in ("zigzag", "contiguous"):
     ...     four = all_segments(layout, 4, 16)
-    ...     most_in_front(*schedule(Workload(four, four, Mask(causal=True)), at_once=3))
+    ...     most_in_front(*rounds_of(Workload(four, four, Mask(causal=True)), at_once=3))
     True
     False
     """

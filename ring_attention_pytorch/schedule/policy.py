@@ -16,7 +16,7 @@ from ring_attention_pytorch.schedule.pieces import (
     cached,
     joined,
     returning_keys,
-    schedule,
+    rounds_of,
     tokens,
 )
 
@@ -147,7 +147,7 @@ def own_keys_apart(workload: Workload, square: bool) -> bool:
     if not square:
         return False
     together = all_together(workload)
-    others = schedule(workload, max(1, len(workload.keys) - 1))
+    others = rounds_of(workload, max(1, len(workload.keys) - 1))
     most_apart = most_together = 0
     for rank, queries in enumerate(workload.queries):
         blocks = [workload.keys[rank], *(joined(each.pieces[rank]) for each in others)]
@@ -175,7 +175,7 @@ def keys_arrive_late(workload: Workload, at_once: int, shape: KVShape, machine: 
     mask = workload.visible
     if mask != Mask(mask.causal) or workload.apart:
         return False  # few keys, or large tiles only in the order of positions
-    rounds = schedule(workload, at_once)
+    rounds = rounds_of(workload, at_once)
     if len(rounds) != 1 or len(rounds[0].distances) < 2:
         return False
     late = False

@@ -208,7 +208,7 @@ def without_gaps(groups: Tensor, shortest: int) -> Tensor:
     return starts + torch.arange(len(starts)) - (steps.cumsum(0) - steps).repeat_interleave(steps)
 
 
-def chunks(cells: int, ranks: int) -> list[int]:
+def first_cells(cells: int, ranks: int) -> list[int]:
     """Return the first summary of each rank, and the end: equal shares in rank order."""
     size, longer = divmod(cells, ranks)
     return [rank * size + min(rank, longer) for rank in range(ranks + 1)]

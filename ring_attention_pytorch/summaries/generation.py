@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.nn.layer_caches import Chunk, Reading
+from ring_attention_pytorch.nn.layer_caches import Reading, TokenChunk
 from ring_attention_pytorch.summaries.cache import SummaryCache
 from ring_attention_pytorch.summaries.plan import SummaryPlan
 
@@ -27,7 +27,7 @@ class CachedSummaries:
         """Number of tokens read."""
         return self.cache.length
 
-    def attend(self, x: Tensor, chunk: Chunk) -> Tensor:
+    def attend(self, x: Tensor, chunk: TokenChunk) -> Tensor:
         """Read a prompt, or the next token, `[b, n, dim]`; return the layer's result for them."""
         attn, far = self.attn, self.attn.summaries
         qkv = [t.to(self.reading.dtype) for t in attn.project(x, None)]
@@ -37,7 +37,7 @@ class CachedSummaries:
             out = far.prefill(x, qkv, chunk.angles, self._plan(x, chunk), self.cache)
         return attn.to_out(out.flatten(2))
 
-    def _plan(self, x: Tensor, chunk: Chunk) -> SummaryPlan:
+    def _plan(self, x: Tensor, chunk: TokenChunk) -> SummaryPlan:
         """Return the plan of a prompt, which all layers with the same cells share."""
         rule, starts = self.cache.rule, self.cache.starts
         plan = chunk.plans.get(rule)

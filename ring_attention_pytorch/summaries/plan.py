@@ -19,7 +19,7 @@ from ring_attention_pytorch.summaries.cells import (
     Cells,
     Grouped,
     Places,
-    chunks,
+    first_cells,
     packed_cells,
     rows_of,
     shares,
@@ -60,7 +60,7 @@ class Deal:
         device: torch.device,
     ) -> "Deal":
         """Make it from every rank's tokens, without communication."""
-        bounds = chunks(places.borders[-1], ring.size)
+        bounds = first_cells(places.borders[-1], ring.size)
         begin, end = bounds[ring.rank : ring.rank + 2]
         cell, token, place = shares(rule, held[ring.rank])
         pooled = Grouped.by(cell)

@@ -26,7 +26,7 @@ from ring_attention_pytorch.comm.exchange import all_gather, scatter_rows
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.summaries.cells import Cells, chunks, rows_of
+from ring_attention_pytorch.summaries.cells import Cells, first_cells, rows_of
 from ring_attention_pytorch.summaries.plain import attended, scores_of
 
 _NUMBERS = 2**24  # most scores, or numbers of gathered keys, in memory at once
@@ -78,7 +78,7 @@ class Selection:
 
     def _everyones(self, mine: Tensor) -> Tensor:
         """Gather a tensor of summaries from all ranks, `[cells, ...]`; no gradient."""
-        bounds = chunks(self.cells, self.ring.size)
+        bounds = first_cells(self.cells, self.ring.size)
         shapes = [(b - a, *mine.shape[1:]) for a, b in pairwise(bounds)]
         return torch.cat(all_gather(mine.detach(), shapes, self.ring))
 

@@ -106,6 +106,8 @@ class ShardedBatch(MutableMapping[str, Any]):
     whole_mask: int | None = None  # a digest of the whole sequences' mask
     state: Mapping[str, int | None] | None = None
     _blocks: list[Placement] = field(default_factory=list, init=False, repr=False)
+    # items of all rings of a group, by its ranks, once they have been summed
+    items_of: dict[tuple[int, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __getitem__(self, name: str) -> Any:
         return self.tensors[name]

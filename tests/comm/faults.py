@@ -20,7 +20,7 @@ ATTENTION = [
         "(by_token, by_head, results)", "(by_token, by_head)",
     ),
     Mutant(
-        "a replay takes shelves as they were",
+        "a replay takes buffers as they were",
         "comm/fabric_shared.py:SharedMemory.follow_stream",
         "self.space.follow_stream() return", "return",
     ),

@@ -13,7 +13,7 @@ from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.schedule.pieces import Workload, schedule
+from ring_attention_pytorch.schedule.pieces import Workload, rounds_of
 from tests.support import threads
 from tests.support.cases import Attention, over_shared_memory
 
@@ -30,7 +30,7 @@ class Place(Ring):
 def test_no_two_ranks_pull_from_one_at_a_time(size, layout, causal):
     held = all_segments(layout, size, 8 * size)
     work, by_rank = Workload(held, held, Mask(causal)), []
-    (group,) = schedule(work, size)
+    (group,) = rounds_of(work, size)
     for rank in range(size):
         ranks = tuple(range(size))
         (sources,) = CopyEngines(Place(rank, size), None, ranks)._sources(work, group)
@@ -62,7 +62,7 @@ def test_keys_and_values_of_a_piece_come_by_one_copy(masked, copies, monkeypatch
     assert len(copied) == copies
 
 
-def test_a_gathers_graphs_are_of_the_shelves_at_hand():
+def test_a_gathers_graphs_are_of_the_buffers_at_hand():
     told = []
     space = SimpleNamespace(follow_stream=lambda: told.append("waits"))
     space.keys, space.grads, space.swaps = "keys", "grads", "swaps"

@@ -9,7 +9,7 @@ from ring_attention_pytorch.geometry.segments import segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.replay import ALWAYS, NEVER
-from ring_attention_pytorch.schedule.pieces import Workload, schedule
+from ring_attention_pytorch.schedule.pieces import Workload, rounds_of
 from ring_attention_pytorch.schedule.steps import KEYS, Block, gather
 from tests.support import threads
 from tests.support.swaps import check_swapped
@@ -25,7 +25,7 @@ def test_keys_come_as_the_program_says_and_no_others(layout, mask):
     """Keys are their positions, so what has come is read off them."""
     shards = all_segments(layout, 4, 27)
     work = Workload(shards, shards, mask)
-    program = gather(work, [*map(Block.of, schedule(work, at_once=3))]).forward
+    program = gather(work, [*map(Block.of, rounds_of(work, at_once=3))]).forward
     last = len(program.blocks) - 1
 
     def main(ring):

@@ -18,7 +18,7 @@ from ring_attention_pytorch.comm import fused_copies
 from ring_attention_pytorch.comm.ulysses import HeadPartition, key_heads, land
 from ring_attention_pytorch.geometry.layouts import all_segments, count
 from ring_attention_pytorch.ranks.guard import Board
-from tests.support.boards import CPU, Shelf, do, without_clock
+from tests.support.boards import CPU, PlainBuffer, do, without_clock
 from tests.support.interpreter import interpreters, needs_triton
 from tests.support.reference import relative_error
 
@@ -109,18 +109,20 @@ def visited(
     reads = board.barrier("read")
     both = both_of(rank, (d, d_v), of)
     own = both[..., :d], both[..., d:]
-    table = fused_copies.table_of_writes(Shelf, *own, N, WRITTEN)
+    table = fused_copies.table_of_writes(PlainBuffer, *own, N, WRITTEN)
     how = fused_copies.FusedWrite(board.barrier("write"), table, waits=True)
     do(taped, fused_copies.write, how, *own, shared[rank])
 
     parts = [shared[0][:, 1:4], shared[2][:, :2], shared[1][:, 5:]]
     room = torch.full((B, 8, HEADS, d + d_v), torch.nan, dtype=of)
     here = [slice(5, 8), slice(0, 2), slice(2, 3)]
-    table = fused_copies.table_of_copies(Shelf, room, parts, here)
+    table = fused_copies.table_of_copies(PlainBuffer, room, parts, here)
     do(taped, fused_copies.pull, fused_copies.FusedCopy(reads, table), room)
 
     taken = [torch.full((B, 8, HEADS + 1, d + d_v), torch.nan, dtype=of) for _ in range(2)]
-    table = fused_copies.table_of_pieces(Shelf, None, taken, [shared] * 2, [PIECES, PIECES[::-1]])
+    table = fused_copies.table_of_pieces(
+        PlainBuffer, None, taken, [shared] * 2, [PIECES, PIECES[::-1]]
+    )
     do(taped, fused_copies.take, fused_copies.FusedCopy(reads, table), *taken)
 
     peer_gradients = [
@@ -134,7 +136,7 @@ def visited(
         sums = [
             torch.full((B, N, HEADS, d), torch.nan if fresh else 1.0, dtype=of) for d in (d, d_v)
         ]
-        table = fused_copies.table_of_sums(Shelf, sums[0], peer_gradients)
+        table = fused_copies.table_of_sums(PlainBuffer, sums[0], peer_gradients)
         do(taped, fused_copies.add_up, fused_copies.FusedSum(reads, table, fresh, False), *sums, of)
         totals[fresh] = sums
     assert board.trouble() is None
@@ -196,20 +198,20 @@ def fail(
         return {}
     both = both_of(rank, (d, d_v), of)
     own, written = (both[..., :d], both[..., d:]), torch.zeros_like(both)
-    table = fused_copies.table_of_writes(Shelf, *own, N, WRITTEN)
+    table = fused_copies.table_of_writes(PlainBuffer, *own, N, WRITTEN)
     fused_copies.write(
         fused_copies.FusedWrite(board.barrier("write"), table, waits=True), *own, written
     )
     room = torch.zeros(B, N, HEADS, d + d_v, dtype=of)
-    table = fused_copies.table_of_copies(Shelf, room, [shared[rank]], [slice(0, N)])
+    table = fused_copies.table_of_copies(PlainBuffer, room, [shared[rank]], [slice(0, N)])
     fused_copies.pull(fused_copies.FusedCopy(board.barrier("read"), table), room)
     rooms, tokens, heads = [torch.zeros_like(room) for _ in range(2)], slice(0, N), slice(0, HEADS)
     pieces = [[fused_copies.Move(0, tokens, heads, tokens, heads)]] * 2
-    table = fused_copies.table_of_pieces(Shelf, None, rooms, [[shared[rank]]] * 2, pieces)
+    table = fused_copies.table_of_pieces(PlainBuffer, None, rooms, [[shared[rank]]] * 2, pieces)
     fused_copies.take(fused_copies.FusedCopy(board.barrier("read"), table), *rooms)
     sums = [torch.zeros(B, N, HEADS, d, dtype=of) for d in (d, d_v)]
     table = fused_copies.table_of_sums(
-        Shelf, sums[0], [fused_copies.PeerGradients(slice(0, 2), [shared[rank][:, :2]])]
+        PlainBuffer, sums[0], [fused_copies.PeerGradients(slice(0, 2), [shared[rank][:, :2]])]
     )
     fused_copies.add_up(fused_copies.FusedSum(board.barrier("read"), table, True, False), *sums, of)
     return dict(read=[written, room, *rooms, *sums], trouble=board.trouble())
@@ -293,7 +295,7 @@ def test_a_table_is_of_one_dtype_and_of_one_length_of_samples():
             (fused_copies.table_of_copies, room, [t], [slice(0, 4)]),
             (fused_copies.table_of_sums, total, peer_gradients),
         ):  # fmt: skip
-            made, anew = make(buffer, *given), make(Shelf, *given)
+            made, anew = make(buffer, *given), make(PlainBuffer, *given)
             assert torch.equal(made.table, anew.table)
             assert made.aligned == anew.aligned
 
@@ -306,10 +308,10 @@ def test_a_table_is_of_one_way_to_lie():
         for mine in (slice(0, 4), slice(4, 8)):
             given = k, k, tokens, [(mine, here)]
             made = fused_copies.table_of_writes(buffer, *given)
-            assert torch.equal(made.table, fused_copies.table_of_writes(Shelf, *given).table)
+            assert torch.equal(made.table, fused_copies.table_of_writes(PlainBuffer, *given).table)
         given = torch.zeros(2, tokens, 2, 8), [k[:, :4]], [here]
         made = fused_copies.table_of_copies(buffer, *given)
-        assert torch.equal(made.table, fused_copies.table_of_copies(Shelf, *given).table)
+        assert torch.equal(made.table, fused_copies.table_of_copies(PlainBuffer, *given).table)
 
 
 def test_what_programs_do_at_a_time_is_of_all_ranks_memory():
@@ -317,7 +319,7 @@ def test_what_programs_do_at_a_time_is_of_all_ranks_memory():
     n = 1 << 14
     shared = torch.zeros(4, 1, n, 2, 64)
     room, here = torch.zeros(1, 4 * n, 2, 64), [slice(i, i + n) for i in range(0, 4 * n, n)]
-    table = fused_copies.table_of_copies(Shelf, room, [*shared], here).table
+    table = fused_copies.table_of_copies(PlainBuffer, room, [*shared], here).table
     owners = (table[:, 0] - shared.data_ptr()) // shared[0].nbytes
     assert len(owners) == 512
     for first in range(0, 512, 128):
@@ -331,11 +333,11 @@ def test_tables_are_made_on_the_host_whatever_the_default_device():
     peers = fused_copies.PeerGradients(slice(0, 4), [room])
     with torch.device("meta"):
         tables = [
-            fused_copies.table_of_copies(Shelf, room, [room], [slice(0, 4)]),
-            fused_copies.table_of_sums(Shelf, room[..., :4], [peers]),
-            fused_copies.table_of_writes(Shelf, room, room, 4, [(slice(0, 4), slice(0, 4))]),
+            fused_copies.table_of_copies(PlainBuffer, room, [room], [slice(0, 4)]),
+            fused_copies.table_of_sums(PlainBuffer, room[..., :4], [peers]),
+            fused_copies.table_of_writes(PlainBuffer, room, room, 4, [(slice(0, 4), slice(0, 4))]),
             fused_copies.table_of_pieces(
-                Shelf, None, [room], [[room]], [[fused_copies.Move(0, *[slice(0, 2)] * 4)]]
+                PlainBuffer, None, [room], [[room]], [[fused_copies.Move(0, *[slice(0, 2)] * 4)]]
             ),
         ]
     assert all(made.table.device.type == "cpu" for made in tables)
@@ -344,20 +346,20 @@ def test_tables_are_made_on_the_host_whatever_the_default_device():
 @pytest.mark.parametrize("size", [(0, 4, 2, 8), (1, 0, 2, 8)])
 def test_of_nothing_nothing_is_copied(size):
     room = torch.zeros(size, dtype=torch.bfloat16)
-    table = fused_copies.table_of_copies(Shelf, room, [room], [slice(0, size[1])])
+    table = fused_copies.table_of_copies(PlainBuffer, room, [room], [slice(0, size[1])])
     assert table.table.tolist() == [[0, 0, 0]]
 
 
 def test_much_is_cut_into_lines_of_about_the_same_size():
     room = torch.zeros(1, 1 << 14, 4, 256, dtype=torch.bfloat16)
     here = [slice(0, 1 << 10), slice(1 << 10, 1 << 14)]
-    table = fused_copies.table_of_copies(Shelf, room, [room[:, at] for at in here], here)
+    table = fused_copies.table_of_copies(PlainBuffer, room, [room[:, at] for at in here], here)
     lines = table.table.tolist()
     assert 512 <= len(lines) <= 520
     assert sum(words for *_, words in lines) * 8 == room.nbytes
     assert len({start for _, start, _ in lines}) == len(lines)
     sums = fused_copies.table_of_sums(
-        Shelf, room, [fused_copies.PeerGradients(slice(0, 1 << 14), [room])]
+        PlainBuffer, room, [fused_copies.PeerGradients(slice(0, 1 << 14), [room])]
     )
     assert 512 <= len(sums.table) <= 520
     assert sums.aligned == table.aligned == 16
@@ -389,7 +391,9 @@ def otherwise(
             for room, theirs in zip(want, sources):
                 for m in moves:
                     room[:, m.to_rows, m.to_heads] = theirs[m.place][:, m.rows, m.heads]
-            table = fused_copies.table_of_pieces(Shelf, None, got, sources, [moves] * len(kinds))
+            table = fused_copies.table_of_pieces(
+                PlainBuffer, None, got, sources, [moves] * len(kinds)
+            )
             do(taped, fused_copies.take, visit(table), *got)
             do(taped, fused_copies.take, visit(table), *other)
             for rooms in (got, other):

@@ -17,7 +17,7 @@ from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.deferred import Deferred
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.schedule.pieces import Workload
-from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
+from ring_attention_pytorch.schedule.pieces import rounds_of as rounds_of
 from ring_attention_pytorch.schedule.steps import (
     GRADS,
     Block,

@@ -29,7 +29,7 @@ def test_of_many_tables_the_one_asked_for_longest_ago_is_given_up(monkeypatch):
     assert made == ["a", "b", "c", "b"]
 
 
-def test_both_halves_of_a_shelf_start_where_any_dtype_may(monkeypatch):
+def test_both_slots_of_a_buffer_start_where_any_dtype_may(monkeypatch):
     def buffer(group: None, device: None, nbytes: int, meet: None, halves: int) -> SimpleNamespace:
         return SimpleNamespace(nbytes=nbytes, captured=False, memory=[None] * halves)
 
@@ -45,7 +45,7 @@ def test_both_halves_of_a_shelf_start_where_any_dtype_may(monkeypatch):
     assert space.keys.nbytes % 512 == space.grads.nbytes % 512 == 0
 
 
-def test_shelves_stay_whose_graphs_others_captured(monkeypatch):
+def test_buffers_stay_whose_graphs_others_captured(monkeypatch):
     """Graphs of ours go with the memory, so nobody need keep that; nor what no graph has seen."""
     device = torch.device("cpu")
 

@@ -135,7 +135,7 @@ def test_tokens_land_where_their_positions_say(layout, degree, rings, length):
     st.tuples(st.integers(1, 9), st.integers(1, 9)),
     st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
 )  # fmt: skip
-def test_a_shelf_has_room_for_all_that_is_swapped(
+def test_a_buffer_has_room_for_all_that_is_swapped(
     layout, rings, degree, lengths, heads, sizes, dtype
 ):
     """On any rank, of queries and keys of any lengths, there and back."""

@@ -43,7 +43,7 @@ def battery() -> Iterator[Case]:
         (Attention(16, masked=True, heads=3, key_heads=1, kernel="eager"), 4),
         (Attention(24, "striped", window=3, kernel="sdpa", dtype=torch.float32), 3),
         (Attention(7, "zigzag", causal=True, masked=True), 8),
-        (Attention(11, key_lengths=(3, 0, 8)), 3),
+        (Attention(queries=(4, 4, 3), keys=(3, 0, 8)), 3),
         (Attention(13, batch=1, heads=1, key_heads=1, d=3, d_v=5, dtype=torch.float32), 3),
         (Attention(29, "zigzag", causal=True, d_v=5, transport="gather", kernel="eager"), 4),
         (Attention(31, "contiguous", window=7, masked=True, transport="gather", memory=0), 3),
@@ -53,7 +53,7 @@ def battery() -> Iterator[Case]:
         (Attention(23, "striped", causal=True, ulysses=2, transport="gather"), 4),
         (Attention(12, "striped", causal=True, window=2, ids=((0,) * 3 + (1,) * 9,)), 3),
         (Attention(12, ids=((0,) * 12, (3, 3, 0, 0) * 3), kernel="eager"), 4),
-        (Attention(12, "zigzag", ids=((0,) * 6 + (2,) * 6, (0,) * 5 + (2,) * 7), borders=True), 2),
+        (Attention(12, "zigzag", borders=((0, 6, 6, 12), (0, 5, 5, 12))), 2),
         (Attention(12, causal=True, window=2, batch=3, ids=(*[(1, 1, 0) * 4] * 2, (0,) * 12)), 2),
         (Attention(8, ids=((0, 0, 1, 1, 2, 2, 3, 3), (0, 0, 0, 0, 0, 1, 1, 1))), 4),
     ]
@@ -165,7 +165,7 @@ def keys_come_in_stages_where_they_are_late() -> Iterator[Case]:
     yield patched(test_gather.test_dq_waits_for_no_gradients_that_come_home, wide=True)
     yield patched(test_gather.test_a_turn_of_several_says_that_the_last_one_was_read)
     yield patched(test_transports.test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory)
-    yield patched(test_symmetric_memory.test_shelves_stay_whose_graphs_others_captured)
+    yield patched(test_symmetric_memory.test_buffers_stay_whose_graphs_others_captured)
     yield patched(test_symmetric_memory.test_what_a_graph_reads_is_made_before_it_and_stays)
     yield test_pieces.test_what_comes_but_once_is_not_kept
     for by_copy_engine in test_policy.ASIDE:
@@ -179,7 +179,7 @@ def keys_come_in_stages_where_they_are_late() -> Iterator[Case]:
         yield partial(test_accumulate.test_parts_that_fill_their_place_are_the_result, dtype)
         yield partial(test_accumulate.test_parts_that_do_not_are_put_together, dtype)
     yield test_accumulate.test_the_place_of_parts_goes_when_they_were_read
-    yield test_ulysses.test_a_shelf_has_room_for_all_that_is_swapped
+    yield test_ulysses.test_a_buffer_has_room_for_all_that_is_swapped
 
 
 def keys_come_together_where_they_are_few() -> Iterator[Case]:
@@ -263,7 +263,7 @@ def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
     yield patched(test_graphs.observed_calls_are_replayed_too)
     yield patched(test_graphs.older_drivers_are_refused)
     yield on_cpu(lambda _: test_graphs.another_plan_has_no_graphs_of_this_one())
-    yield test_fabric_copies.test_a_gathers_graphs_are_of_the_shelves_at_hand
+    yield test_fabric_copies.test_a_gathers_graphs_are_of_the_buffers_at_hand
     yield patched(test_graphs_of_modules.batches_alike_share_graphs)
     yield patched(test_graphs_of_modules.what_is_changed_on_a_module_counts)
     yield patched(test_graphs_of_modules.others_lengths_make_another_kind)
@@ -302,7 +302,7 @@ def gathered_keys_are_few_large_tiles() -> None:
     from ring_attention_pytorch.comm.ulysses import land
     from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
     from ring_attention_pytorch.geometry.tiles import Mask, tiles
-    from ring_attention_pytorch.schedule.pieces import Workload, joined, schedule
+    from ring_attention_pytorch.schedule.pieces import Workload, joined, rounds_of
 
     for layout, visible in [
         ("zigzag", Mask(causal=True)),
@@ -310,7 +310,7 @@ def gathered_keys_are_few_large_tiles() -> None:
         ("contiguous", Mask(causal=True, window=30)),
     ]:
         everyone = all_segments(layout, 5, 53)
-        (group,) = schedule(Workload(everyone, everyone, visible), at_once=4)
+        (group,) = rounds_of(Workload(everyone, everyone, visible), at_once=4)
         for rank, mine in enumerate(everyone):
             assert len(tiles(mine, joined(group.pieces[rank]), visible)) <= 2
     assert all(len(land(all_segments(layout, 5, 53))[0]) == 1 for layout in LAYOUTS)
@@ -392,8 +392,7 @@ def the_same_is_dropped_everywhere() -> None:
 
     problem = Problem(FEATURES["dropout"] | FEATURES["causal"])
     for size, way in ((3, {}), (2, dict(ulysses=2))):
-        problem.feature = replace(problem.feature, ring=FEATURES["dropout"].ring | way)
-        errors = problem.errors(size, "zigzag", "eager")
+        errors = problem.errors(size, "zigzag", "eager", **way)
         assert max(errors.values()) < 1e-12, errors
     q, k = drawn(1, 4, 2, 4, seed=1), drawn(1, 12, 2, 4, seed=2)
     whole = ring_attn(q, k, k, dropout=0.5, dropout_seed=1)

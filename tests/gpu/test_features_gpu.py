@@ -65,14 +65,16 @@ def faults(trial: Trial, ring: Ring | None = None) -> dict[str, str]:
     replayed = partial(problem.shard_replayed, between=poison)
     shard = replayed if trial.graphs else problem.shard
     got = shard(ring, trial.layout, trial.kernel, transport=trial.transport, ulysses=trial.ulysses)
-    for i in range(5 + len(problem.feature.varied), len(got)):  # ranks have a part each
-        got[i] = got[i].double()
+    if "dsinks" in got:  # ranks have a part each
+        got["dsinks"] = got["dsinks"].double()
         if ring.size > 1:
-            dist.all_reduce(got[i])
-    at = problem.places(ring.rank, ring.size, trial.layout)
-    whole = (problem.held(results, at) for results in (problem.want, plain))
-    said = map(excess, got, *whole, (2, 2, *[3] * (len(got) - 2)))
-    return {name: why for name, why in zip(problem.names, said) if why is not None}
+            dist.all_reduce(got["dsinks"])
+    case, said = problem.by(trial.layout, trial.kernel), {}
+    exact, rough = (case.part(whole, ring) for whole in (problem.want, plain))
+    for name in got:
+        times = 2 if name in ("out", "lse") else 3
+        said[name] = excess(got[name], exact[name], rough[name], times)
+    return {name: why for name, why in said.items() if why is not None}
 
 
 def faults_alone(trial: Trial) -> dict[str, str]:

@@ -43,7 +43,7 @@ def test_rings_of_gpus(part: str) -> None:
 
 @contextmanager
 def delays() -> Iterator[None]:
-    """Shelves that are full of NaN until they are written, and streams that are late at random.
+    """Buffers that are full of NaN until they are written, and streams that are late at random.
 
     So are calls of kernels that run side by side.
     """
@@ -321,7 +321,7 @@ def small(
     return run, run()
 
 
-def graphs_outlive_larger_shelves(ulysses: int) -> None:
+def graphs_outlive_larger_buffers(ulysses: int) -> None:
     run, want = small(ulysses)
     replay, (again, wanted) = replayed(run), small(ulysses, graphs=True)
     again()
@@ -382,7 +382,7 @@ def same(want: list[Tensor], got: list[Tensor], kernel: str) -> bool:
 
 
 def any_device_may_be_current(kernel: str, graphs: bool) -> None:
-    """Where shelves are made that are larger than those before, too."""
+    """Where buffers are made that are larger than those before, too."""
     run, want = small(kernel=kernel, graphs=graphs)
     here = torch.cuda.current_device()
     other = (here + 1) % torch.cuda.device_count()
@@ -499,7 +499,7 @@ def every_kernel(kernels: list[str]) -> None:
 def surroundings(able: list[str]) -> None:
     """Graphs, streams, devices, strides and models around calls."""
     for ulysses in (1, 2):
-        graphs_outlive_larger_shelves(ulysses)
+        graphs_outlive_larger_buffers(ulysses)
         for kernel, graphs in product(("eager", *able[:1]), (False, True)):
             any_stream_may_be_current(ulysses, kernel, graphs)
     for kernel, graphs in product(("eager", *able), (False, True)):

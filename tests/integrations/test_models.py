@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
+from unittest import mock
 from weakref import ref
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import AttentionInterface
 from benchmarks.reading_path import walks_of_transformers
 from ring_attention_pytorch import shard_batch
 from ring_attention_pytorch.integrations.transformers import register, ring_forward
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import hf
 from tests.support.hf import batch_of, model_of, raised, ring_of
 from tests.support.reference import relative_error
@@ -280,6 +282,27 @@ def test_modules_may_be_replaced_and_a_model_is_gone_with_its_last_name():
     del model
     gc.collect()
     assert gone() is None
+
+
+def sums_of_items() -> tuple[int, ...]:
+    """For a pool of four: sums of two blocks of a batch, in rings of two and in one ring."""
+    sums = []
+    for size in (2, 4):
+        group = ring_of(size)
+        batch = shard_batch(batch_of("plain"), group=group)
+        with mock.patch.object(Ring, "total", autospec=True, side_effect=Ring.total) as total:
+            for _ in range(2):
+                forward_of = ring_forward(batch)
+                with forward_of as inputs:
+                    items = inputs["num_items_in_batch"].item()
+                    forward_of.call.attended = forward_of._attended = True
+        assert items == batch.num_items.item() / size
+        sums.append(total.call_count)
+    return tuple(sums)
+
+
+def test_rings_sum_items_once_a_batch_and_one_ring_never(pools):
+    assert pools(4).run(sums_of_items) == [(1, 0)] * 4
 
 
 def counted() -> tuple[int, int]:

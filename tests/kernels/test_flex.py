@@ -13,7 +13,7 @@ from ring_attention_pytorch.geometry.tiles import Mask, band, tiles
 from ring_attention_pytorch.kernels import flex
 from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles
 from tests.support import threads
-from tests.support.features import Feature, Problem, together
+from tests.support.features import Problem, together
 from tests.support.flex_on_cpu import cells, in_dense_mathematics, stood_in
 from tests.support.kernel_cases import CASES, faults, random_cases
 from tests.support.reference import dense_attention, relative_error
@@ -59,7 +59,7 @@ def test_flex_attention_itself_is_right_and_compiled_once():
             def predicate(b: Tensor, h: Tensor, i: Tensor, j: Tensor, by: Tensor = shift) -> Tensor:
                 return (b + 2 * h + i + j * j + by) % 3 != 0
 
-            asked = Feature(dict(mask_mod=predicate, window=window))
+            asked = dict(mask_mod=predicate, window=window)
             errors = Problem(together(names) | asked).errors(1, "contiguous", "flex")
             assert max(errors.values()) < 1e-12, errors
     assert counter.frame_count == 3  # cells of the mask, forward, and forward to go back from

@@ -37,6 +37,17 @@ def test_rows_that_see_no_key_are_known(n, visible, left, right):
     assert torch.equal(sdpa._unseen(keys, tile), want)
 
 
+@pytest.mark.parametrize(("left", "right"), [(None, -3), (-2, None), (-6, 9), (2, -1), (3, 0)])
+def test_rows_beyond_all_keys_see_none(left, right):
+    """Of a tile that nobody has trimmed: rows before its first key, and behind its last one."""
+    tile, keys = (
+        Tile(slice(0, 15), slice(0, 4), left, right),
+        torch.tensor([[True, False, True, True]]),
+    )
+    want = ~(band(tile, CPU) & keys[:, None]).any(-1)
+    assert torch.equal(sdpa._unseen(keys, tile), want)
+
+
 @pytest.mark.parametrize("stride", ["dense", "heads before tokens", "every other"])
 def test_it_reads_each_head_of_a_token_in_one_piece(stride):
     t = torch.randn(2, 6, 4, 16)

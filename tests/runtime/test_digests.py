@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import ring_attn
-from ring_attention_pytorch.runtime.digests import digest_of_function
+from ring_attention_pytorch.runtime.digests import digest, digest_of_function
 from tests.support import threads
 
 Q = torch.randn(1, 4, 2, 8, generator=torch.Generator().manual_seed(0))
@@ -103,3 +103,15 @@ def test_another_predicate_on_one_rank_is_an_error_on_all(what):
 
     for told in threads.run(2, main)[0]:
         assert "mask_mod must be the same on every rank" in told
+
+
+def test_a_digest_is_of_values_wherever_they_lie():
+    t = torch.arange(12.0).view(3, 4)
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool):
+        of = t.to(dtype)
+        assert digest(of) == digest(of.T.contiguous().T) == digest(of.clone())
+        assert digest(of) != digest(of.view(4, 3))
+        changed = of.clone()
+        changed[0, 0] = 1
+        assert digest(changed) != digest(of)
+    assert len({digest(t.to(dtype)) for dtype in (torch.float32, torch.float64, torch.int64)}) == 3

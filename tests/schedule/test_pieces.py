@@ -11,7 +11,13 @@ from ring_attention_pytorch.geometry.documents import of_borders
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments, count, segment_positions
 from ring_attention_pytorch.geometry.segments import slice_segments
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
-from ring_attention_pytorch.schedule.pieces import Workload, in_two_stages, joined, schedule, tokens
+from ring_attention_pytorch.schedule.pieces import (
+    Workload,
+    in_two_stages,
+    joined,
+    rounds_of,
+    tokens,
+)
 from tests.support.cases import Attention
 from tests.support.counted import needed
 
@@ -28,7 +34,7 @@ from tests.support.counted import needed
 def test_a_schedule_brings_each_needed_key_once(layout, size, length, visible, at_once, staged):
     everyone = all_segments(layout, size, length)
     blocks = Workload(everyone, everyone, visible)
-    groups = (in_two_stages(blocks),) if staged else schedule(blocks, at_once)
+    groups = (in_two_stages(blocks),) if staged else rounds_of(blocks, at_once)
     assert staged or all(len(group.distances) <= at_once for group in groups)
     for rank, mine in enumerate(everyone):
         pieces = [p for group in groups for p in group.pieces[rank]]
@@ -71,7 +77,7 @@ def test_stages_are_as_few_tiles(size):
 def test_a_balanced_causal_layout_takes_two_large_tiles(size):
     everyone = all_segments("zigzag", size, 16 * size)
     visible = Mask(causal=True)
-    (group,) = schedule(Workload(everyone, everyone, visible), at_once=size)
+    (group,) = rounds_of(Workload(everyone, everyone, visible), at_once=size)
     for rank, mine in enumerate(everyone):
         keys = joined(group.pieces[rank])
         assert len(tiles(mine, keys, visible)) == (1 if rank in (0, size - 1) else 2)
@@ -89,6 +95,6 @@ def test_what_comes_but_once_is_not_kept():
         (Mask(causal=True), (Mask(causal=True), Mask(causal=True, documents=halves))),
     ):
         blocks = Workload(everyone, everyone, visible, apart)
-        first, again = schedule(blocks, 1), schedule(blocks, 1)
+        first, again = rounds_of(blocks, 1), rounds_of(blocks, 1)
         assert first == again
         assert (first is again) == (visible.window == 3)

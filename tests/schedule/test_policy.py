@@ -10,8 +10,7 @@ from ring_attention_pytorch.plan import plan_cache
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.schedule import policy
 from ring_attention_pytorch.schedule.hardware import H200, hardware
-from ring_attention_pytorch.schedule.pieces import KVShape, Workload, schedule
-from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload, rounds_of
 from ring_attention_pytorch.schedule.policy import (
     calls_of_documents_pay,
     keys_arrive_late,
@@ -30,9 +29,9 @@ ASIDE = [
 def test_gradients_come_aside_where_that_is_hidden(size, tokens, own_low_priority, by_copy_engine):
     held = all_segments("zigzag", size, size * tokens)
     blocks = Workload(held, held, Mask(causal=True))
-    job, groups = KVShape(1, 32, 8, 128, 128, itemsize=2), schedule(blocks, size)
+    job, groups = KVShape(1, 32, 8, 128, 128, itemsize=2), rounds_of(blocks, size)
     assert reduce_by_copy_engine(blocks, groups, job, H200, own_low_priority) == by_copy_engine
-    one_by_one = schedule(blocks, 1)
+    one_by_one = rounds_of(blocks, 1)
     assert reduce_by_copy_engine(blocks, one_by_one, job, H200, False) == (size > 2)
 
 

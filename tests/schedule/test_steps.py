@@ -16,7 +16,7 @@ from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments, count
 from ring_attention_pytorch.geometry.segments import Segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.schedule.pieces import Workload, in_two_stages
-from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
+from ring_attention_pytorch.schedule.pieces import rounds_of as rounds_of
 from ring_attention_pytorch.schedule.steps import (
     GRADS,
     KEYS,

@@ -6,8 +6,7 @@ from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.schedule.cost import Clock, predict, walked
 from ring_attention_pytorch.schedule.hardware import H200
-from ring_attention_pytorch.schedule.pieces import KVShape, Workload
-from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload, rounds_of
 from ring_attention_pytorch.schedule.steps import Block, Part, gather, ring
 from ring_attention_pytorch.schedule.timeline import predicted
 

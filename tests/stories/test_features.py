@@ -38,8 +38,7 @@ ONLY_EAGER = {"softclamp", "alibi", "mask_mod", "dropout"}
 def test_any_two_features_together(names):
     number = PAIRS.index(names)
     if (why := REFUSED.get(frozenset(names))) is not None:
-        problem = Problem(FEATURES[names[0]])
-        problem.feature = together(names)
+        problem = Problem(together(names))
         assert why in refusal(lambda: problem.shard(Ring.alone(), "contiguous", None))
         return
     problem = Problem(together(names))

@@ -266,7 +266,7 @@ def test_d12_a_key_mask_holds_under_causal_too(pools: Callable, causal: bool) ->
 
 def test_d13_cross_attention_sees_every_rank_s_keys(pools: Callable) -> None:
     """D13: sharded queries saw local keys only."""
-    case = Attention(length=10, query_lengths=(4, 3, 1, 2), key_lengths=(1, 5, 0, 7), masked=True)
+    case = Attention(queries=(4, 3, 1, 2), keys=(1, 5, 0, 7), cross=True, masked=True)
     check_in_processes([case], pools(4))
     module = Case({}, ((2, 10),), by_hand=True, context=(1, 5, 0, 7))
     check(pools(4), attention_cases, [module])

@@ -25,9 +25,8 @@ from tests.support.routing_cases import (
     call,
     check_in_processes,
     check_in_threads,
-    errors,
     results,
-    shard,
+    worst,
 )
 
 CAUSAL = ("causal feedforward", "autoregressive", "causal block")
@@ -124,8 +123,8 @@ def test_a_ring_of_threads_gives_one_process_results(module: str, size: int, lay
 def test_a_ring_of_threads_gives_what_loops_over_tokens_do(module: str, masked: bool) -> None:
     case = Case(module, length=17, layout="striped" if masked else "zigzag", masked=masked)
     want = results(case.make(), case, case.data(), by_loops)
-    by_rank, _ = threads.run(3, lambda ring: shard(case, ring))
-    assert max(errors(case, by_rank, want).values()) < 1e-10
+    by_rank, _ = threads.run(3, case.shard)
+    assert max(worst(case, by_rank, want).values()) < 1e-10
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 7])

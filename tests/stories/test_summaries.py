@@ -13,9 +13,9 @@ from ring_attention_pytorch.summaries import SummaryPlan, summarize, summary_att
 from ring_attention_pytorch.summaries.cells import (
     Cells,
     Places,
-    chunks,
     edge_keys,
     edge_queries,
+    first_cells,
     shares,
 )
 from tests.support import threads
@@ -63,7 +63,7 @@ def test_only_summaries_travel_and_keys_that_are_near(layout: str, transport: st
         places.held(segment_positions(of_rank))
         for of_rank in all_segments(layout, size, case.length)
     ]
-    bounds, sent, edges = chunks(cells, size), 0, 0
+    bounds, sent, edges = first_cells(cells, size), 0, 0
     for rank, mine in enumerate(held):
         touched = shares(rule, mine)[0].unique()
         sent += len([c for c in touched.tolist() if not bounds[rank] <= c < bounds[rank + 1]])

@@ -10,7 +10,7 @@ from ring_attention_pytorch.runtime.launches import PreparedLaunch
 from ring_attention_pytorch.runtime.tape import _preparations
 
 
-class Shelf:
+class PlainBuffer:
     """Tables that are made anew each time."""
 
     @staticmethod

@@ -14,4 +14,4 @@ CROSS = [
 
 
 def cross(queries: tuple[int, ...], keys: tuple[int, ...], **options) -> Attention:
-    return Attention(sum(queries), query_lengths=queries, key_lengths=keys, **options)
+    return Attention(queries=queries, keys=keys, cross=True, **options)

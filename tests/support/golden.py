@@ -7,7 +7,7 @@
 For changes that must change nothing. A record belongs to one machine and one PyTorch, for another
 one rounds otherwise; so both revisions run here, each with its own tests. Its cases are the random
 ones, over rings of threads, whose sums have a fixed order. This tree draws them, and tells them to
-the other revision as text: what a number stands for changes with all lists that are drawn from.
+the other revision as text: what a number stands for changes with the values that are drawn from.
 """
 
 import argparse

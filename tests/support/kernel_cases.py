@@ -17,6 +17,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     Residuals,
     ScoreMods,
 )
+from tests.support.case import Case, axis, drawn
 from tests.support.random_memory import laid
 from tests.support.reference import relative_error
 
@@ -24,22 +25,46 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 Band = tuple[int, int, int, int, int | None, int | None]  # rows, columns, left, right
 
 
+def _some_tiles(draw: random.Random, case: "KernelCase") -> tuple[Band, ...]:
+    """One to four tiles that share no pair: beside one another in a grid of cuts."""
+    n, m = case.n, case.m
+    cut_n, cut_m = draw.randint(0, n), draw.randint(0, m)
+    found: list[Band] = []
+    for rows in ((0, cut_n), (cut_n, n)):
+        for cols in ((0, cut_m), (cut_m, m)):
+            if rows[0] == rows[1] or cols[0] == cols[1] or draw.random() < 0.25:
+                continue
+            left, right = (
+                draw.choice([None, None, 0, draw.randint(-longest, longest)])
+                for longest in (rows[1] - rows[0], cols[1] - cols[0])
+            )
+            tile = trim(slice(*rows), slice(*cols), left, right)
+            if tile is not None:
+                found.append(
+                    (tile.rows.start, tile.rows.stop, tile.cols.start, tile.cols.stop, *tile[2:])
+                )
+    return tuple(found) or _some_tiles(draw, case)
+
+
 @dataclass(frozen=True)
-class KernelCase:
+class KernelCase(Case):
     """What to compute: the keys come in so many pieces, merged one after another."""
 
-    n: int = 37
-    m: int = 45
-    tiles: tuple[Band, ...] | None = None  # None is one that shows all
-    heads: tuple[int, int] = (4, 2)
-    d: tuple[int, int] = (16, 16)
+    n: int = axis(37, lambda r, c: r.randint(1, c.longest))
+    m: int = axis(45, lambda r, c: r.randint(1, c.longest))
+    tiles: tuple[Band, ...] | None = axis(None, _some_tiles)  # None is one that shows all
+    heads: tuple[int, int] = axis((4, 2), ((1, 1), (2, 2), (4, 2), (3, 1), (6, 2), (4, 1), (8, 2)))
+    d: tuple[int, int] = axis(
+        (16, 16), ((8, 8), (16, 16), (32, 32), (5, 3), (3, 20), (1, 1), (33, 16))
+    )
     dtype: torch.dtype = torch.float32
-    masked: bool = False
-    softclamp: float | None = None
-    scale: float | None = None
-    laid: str = "plain"
-    pieces: int = 1
-    batch: int = 1
+    masked: bool = axis(False, (True,), 0.3)
+    softclamp: float | None = axis(None, (0.7, 50.0), 0.4)
+    scale: float | None = axis(None, (1.0, -0.7, 0.0), 0.4)
+    laid: str = axis("plain", ("plain", "heads first", "columns", "sliced"))
+    pieces: int = axis(1, (1, 1, 2, 3))
+    batch: int = axis(1, (1, 2))
+    longest: int = 40  # side, of a drawn case
 
     def whole(self) -> list[Tile]:
         given = self.tiles or ((0, self.n, 0, self.m, None, None),)
@@ -63,7 +88,7 @@ class Data:
     """The tensors of a case, in float64 and as the kernel gets them."""
 
     def __init__(self, case: KernelCase, device: str) -> None:
-        draw = torch.Generator().manual_seed(0)
+        draw = torch.Generator().manual_seed(case.seed)
         (h, h_kv), (d, d_v), b = case.heads, case.d, case.batch
         shapes = [(b, case.n, h, d), (b, case.m, h_kv, d), (b, case.m, h_kv, d_v)]
         shapes.append((b, case.n, h, d_v))
@@ -210,9 +235,10 @@ def disturbed(case: KernelCase, kernel: str, device: str) -> list[str]:
     """Of a running result and running gradients, what changed where nothing was seen."""
     data = Data(case, device)
     q, k, v, dout = data.given
-    draw = torch.Generator().manual_seed(1)
-    out = torch.randn(dout.shape, generator=draw).to(device)
-    lse = torch.randn(data.dlse.shape, generator=draw).to(device)
+    out, lse = (
+        case.normal(f"running {name}", *t.shape).float().to(device)
+        for name, t in (("out", dout), ("lse", data.dlse))
+    )
     lse[:, :, ::3], out[:, ::3] = -torch.inf, 0.0
     result, grads = (
         OutputAccumulator(q, v),
@@ -220,7 +246,7 @@ def disturbed(case: KernelCase, kernel: str, device: str) -> list[str]:
     )
     result.add(slice(0, case.n), out, lse)
     for total, t in zip(grads, (q, k, v)):
-        total.begin_update().copy_(torch.randn(t.shape, generator=draw))
+        total.begin_update().copy_(case.normal("running", *t.shape))
     before = [t.clone() for t in (out, lse, *(total.begin_update() for total in grads))]
     keys = KVBlock(k, v, data.mask, ())
     KERNELS[kernel].forward(q, keys, case.whole(), case.terms(), result)
@@ -282,48 +308,7 @@ FAR_CASES = [
 
 def random_cases(count: int, dtype: torch.dtype, longest: int = 40) -> list[KernelCase]:
     """Any tiles, heads, sizes, masks and layouts in memory; the same in every process."""
-    draw = random.Random(0)
-    cases = []
-    while len(cases) < count:
-        n, m = draw.randint(1, longest), draw.randint(1, longest)
-        tiles = _random_tiles(draw, n, m)
-        if tiles is None:
-            continue
-        cases.append(
-            KernelCase(
-                n, m, tiles,
-                heads=draw.choice([(1, 1), (2, 2), (4, 2), (3, 1), (6, 2), (4, 1), (8, 2)]),
-                d=draw.choice([(8, 8), (16, 16), (32, 32), (5, 3), (3, 20), (1, 1), (33, 16)]),
-                dtype=dtype,
-                masked=draw.random() < 0.3,
-                softclamp=draw.choice([None, None, None, 0.7, 50.0]),
-                scale=draw.choice([None, None, None, None, 1.0, -0.7, 0.0]),
-                laid=draw.choice(["plain", "heads first", "columns", "sliced"]),
-                pieces=draw.choice([1, 1, 2, 3]),
-                batch=draw.choice([1, 2]),
-            )
-        )  # fmt: skip
-    return cases
-
-
-def _random_tiles(draw: random.Random, n: int, m: int) -> tuple[Band, ...] | None:
-    """One to four tiles that share no pair: beside one another in a grid of cuts."""
-    cut_n, cut_m = draw.randint(0, n), draw.randint(0, m)
-    found: list[Band] = []
-    for rows in ((0, cut_n), (cut_n, n)):
-        for cols in ((0, cut_m), (cut_m, m)):
-            if rows[0] == rows[1] or cols[0] == cols[1] or draw.random() < 0.25:
-                continue
-            left, right = (
-                draw.choice([None, None, 0, draw.randint(-longest, longest)])
-                for longest in (rows[1] - rows[0], cols[1] - cols[0])
-            )
-            tile = trim(slice(*rows), slice(*cols), left, right)
-            if tile is not None:
-                found.append(
-                    (tile.rows.start, tile.rows.stop, tile.cols.start, tile.cols.stop, *tile[2:])
-                )
-    return tuple(found) or None
+    return [drawn(KernelCase, seed, dtype=dtype, longest=longest) for seed in range(count)]
 
 
 def asked(case: KernelCase) -> KernelRequest:

@@ -7,7 +7,7 @@ so each rank works out by itself what one process makes of everyone's batches.
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ from ring_attention_pytorch import (
     unshard_sequence,
 )
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
+from tests.support import case as language
 from tests.support.ranks import Pool
 from tests.support.reference import relative_error
 
@@ -39,7 +40,7 @@ EXACT = 1e-12
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(language.Case):
     """A module's options, and the batches that it is given.
 
     Sharded automatically, `batches` are what each rank brings, as (samples, length); by hand,
@@ -47,15 +48,14 @@ class Case:
     hand, what lies on each rank of a ring.
     """
 
-    options: Options
-    batches: tuple[tuple[int, int], ...]
+    options: Options = field(default_factory=dict)
+    batches: tuple[tuple[int, int], ...] = ()
     by_hand: bool = False
     masked: bool = False
     angles: bool = False
     context: tuple[int, ...] | None = None
     loss: str | None = None  # "next" or "labels"; None is logits
     call: Options = field(default_factory=dict)
-    seed: int = 0
 
     def ring_options(self) -> Options:
         return dict(ring_attn=True, auto_shard_seq=not self.by_hand) | dict(self.options)
@@ -70,8 +70,9 @@ class Case:
         striped = "striped" if self.options.get("striped_ring_attn") else "contiguous"
         return self.options.get("layout") or striped
 
-    def drawing(self, batch: int) -> torch.Generator:
-        return torch.Generator().manual_seed(1000 * self.seed + batch + 1)
+    def of(self, batch: int) -> "Case":
+        """Return the case whose tensors are those of one batch."""
+        return replace(self, seed=1000 * self.seed + batch + 1)
 
     def context_length(self, batch: int) -> int:
         assert self.context is not None
@@ -146,20 +147,17 @@ class Sample:
 
 
 def attention_batch(case: Case, i: int, dim: int) -> Sample:
-    draw, (b, n) = case.drawing(i), case.batches[i]
-    dtype = torch.float64
-    x = torch.randn((b, n, dim), generator=draw, dtype=dtype)
-    cotangent = torch.randn((b, n, dim), generator=draw, dtype=dtype)
+    of, (b, n) = case.of(i), case.batches[i]
+    x, cotangent = of.normal("x", b, n, dim), of.normal("dout", b, n, dim)
     angles = None
     if case.angles:
         everyones = torch.Generator().manual_seed(n)  # one sequence has one set of angles
         angles = torch.randn((n, ATTENTION["dim_head"] // 2), generator=everyones).repeat(1, 2)
     context = None
     if case.context is not None:
-        context = torch.randn((b, case.context_length(i), dim), generator=draw, dtype=dtype)
-        context.requires_grad_()
+        context = of.normal("context", b, case.context_length(i), dim).requires_grad_()
     keys = x if context is None else context
-    mask = random_mask((b, keys.shape[1]), draw) if case.masked else None
+    mask = random_mask((b, keys.shape[1]), of.drawing("mask")) if case.masked else None
     return Sample(x.requires_grad_(), context, mask, angles, cotangent)
 
 
@@ -229,14 +227,14 @@ class Ids:
 
 
 def ids_batch(case: Case, i: int) -> Ids:
-    draw, (b, n) = case.drawing(i), case.batches[i]
+    of, (b, n) = case.of(i), case.batches[i]
     classes = TRANSFORMER["num_tokens"]
-    x = torch.randint(0, classes, (b, n), generator=draw)
-    cotangent = torch.randn((b, n, classes), generator=draw, dtype=torch.float64)
-    mask = random_mask((b, n), draw) if case.masked else None
+    x = torch.randint(0, classes, (b, n), generator=of.drawing("x"))
+    cotangent = of.normal("dout", b, n, classes)
+    mask = random_mask((b, n), of.drawing("mask")) if case.masked else None
     labels = None
     if case.loss == "labels":
-        labels = torch.randint(0, classes, (b, n), generator=draw)
+        labels = torch.randint(0, classes, (b, n), generator=of.drawing("labels"))
         labels[:, ::3] = case.options.get("ignore_index", -1)
     return Ids(x, mask, labels, cotangent)
 

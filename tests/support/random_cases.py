@@ -20,177 +20,30 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch import RingPlan, balanced, ring_attn, tree_attn_decode
-from ring_attention_pytorch.geometry.layouts import Layout, positions
+from ring_attention_pytorch import tree_attn_decode
 from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
-from tests.support.cases import over_shared_memory
-from tests.support.lazy import LAZY, kernels_by_address
-from tests.support.random_draw import PREDICATES, Case, draw, features, held, refused
+from tests.support.case import Results
+from tests.support.cases import IN_MEMORY, asked_of, lazily, shard_of, unseen_spoiled
+from tests.support.lazy import kernels_by_address
+from tests.support.random_draw import LEARNED, Case, draw, features, refused
 from tests.support.random_memory import laid
-from tests.support.random_oracle import Asked, magnitudes, solve, visible
+from tests.support.random_oracle import magnitudes, solve
 from tests.support.random_smaller import smallest
 
 BOUND = 16.0  # eps of a result's magnitude
 COARSE_LSE = 32.0  # times float32's eps, in 16 bits: PyTorch's kernel for CPUs has exp of 20 bits
-IN_MEMORY = ("shared", "together", "own_apart")  # gathers in memory that ranks share
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks", "dkey_bias", "dshared_k", "dshared_v")
-Results = dict[str, Tensor]
-
-
-# --- what lies where ---
-
-
-@cache
-def layout_of(case: Case) -> Layout:
-    return balanced(case.dealt, case.size) if case.layout == "balanced" else case.layout
-
-
-def tokens(case: Case, rank: int) -> tuple[Tensor, Tensor]:
-    """Which queries and which keys a rank holds."""
-    if case.two:
-        queries, keys = (torch.arange(sum(n)).split(n)[rank] for n in (case.queries, case.keys))
-        if case.counted:
-            queries = held(case.layout, sum(case.queries), rank, case.size)
-        return queries, keys
-    if case.layout == "balanced":
-        mine = positions(layout_of(case), rank=rank, ring_size=case.size, length=case.length)
-    else:
-        mine = held(case.layout, case.length, rank, case.size)
-    return mine, mine
-
-
-def part(name: str, t: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """A rank's of a tensor, or of a result."""
-    if name in ("sinks", "alibi", "dsinks") or "shared" in name:
-        return t
-    if name in ("lse", "dlse"):
-        return t[..., queries]
-    return t[:, queries if name in ("q", "dq", "out", "dout", "documents") else keys]
-
-
-# --- what the ring makes of it ---
-
-
-def shard(case: Case, ring: Ring) -> Results:
-    """One rank's results."""
-    at, kinds = tokens(case, ring.rank), dict(case.strides)
-    mine = {
-        name: lazily(case, name, laid(part(name, t, *at), kinds.get(name, "contiguous")))
-        for name, t in spoiled(case).items()
-    }
-    given = {
-        name: mine[name].requires_grad_(name in case.learned)
-        for name in Case.learned
-        if name in mine
-    }
-    how = options(case, ring, mine, at)
-    if case.plan or case.transport in IN_MEMORY:
-        plan = planned(case, ring, given, how)
-        step(case, {name: (0.5 * t).detach() for name, t in given.items()}, mine, dict(plan=plan))
-        if case.plan == "replaced":
-            plan = replace(plan, key_mask=how["key_mask"])
-        how = dict(plan=plan)
-    return step(case, given, mine, how)
-
-
-def spoiled(case: Case) -> Results:
-    """All tensors, but what no query sees of keys and values is what it must not be."""
-    whole, spread = case.tensors(), dict(case.strides)
-    if not case.unseen:
-        return whole
-    n, m = case.lengths
-    asked = replace(asked_of(case, whole), mask_mod=None, shared_seen=None)
-    seen = visible(asked, case.batch, case.heads, n, m).any(1).any(1)
-    for name in "kv":
-        if spread.get(name) != "one sample":
-            whole[name] = whole[name].masked_fill(~seen[..., None, None], float(case.unseen))
-    return whole
-
-
-def lazily(case: Case, name: str, t: Tensor) -> Tensor:
-    """A tensor, maybe with other values in its memory."""
-    kind = dict(case.lazy).get(name)
-    return t if kind is None else LAZY[kind](t)
-
-
-def step(case: Case, given: Results, mine: Results, how: dict[str, Any]) -> Results:
-    """Forward and backward."""
-    given = {name: t.requires_grad_(name in case.learned) for name, t in given.items()}
-    out = ring_attn(**by_name(given), **how, return_lse=bool(case.lse))
-    found = dict(zip(("out", "lse"), out if case.lse else (out,)))
-    if learned := {name: t for name, t in given.items() if t.requires_grad}:
-        through = {"dout": found["out"]}
-        if case.lse == "differentiated":
-            through["dlse"] = found["lse"]
-        grads = torch.autograd.grad(
-            [*through.values()], [*learned.values()], [mine[name] for name in through]
-        )
-        found |= {f"d{name}": grad for name, grad in zip(learned, grads)}
-    return {name: t.detach() for name, t in found.items()}
-
-
-def by_name(given: Results) -> dict[str, Any]:
-    """As the ring is given them."""
-    if "shared_k" not in given:
-        return dict(given)
-    own = {name: t for name, t in given.items() if "shared" not in name}
-    return own | dict(shared_keys=(given["shared_k"], given["shared_v"]))
-
-
-def options(case: Case, ring: Ring, mine: Results, at: tuple[Tensor, Tensor]) -> dict[str, Any]:
-    how = dict(
-        group=ring, causal=case.causal, window=case.window, scale=case.scale,
-        softclamp=case.softclamp, layout=layout_of(case), kernel=case.kernel,
-        transport=None if case.transport in IN_MEMORY else case.transport,
-        ulysses=case.ulysses, memory=case.memory, bucket_size=case.bucket_size, cross=case.cross,
-        dropout=case.dropout, key_mask=mine.get("key_mask"), alibi_slopes=mine.get("alibi"),
-    )  # fmt: skip
-    if case.shared_masked:
-        how["shared_key_mask"] = mine["shared_mask"]
-    if case.dropout:
-        how["dropout_seed"] = case.dropout_seed
-    if case.modded:
-        how["mask_mod"] = PREDICATES[case.mask_mod]
-    if case.prefix:
-        how["prefix"] = case.prefix[0] if len(case.prefix) == 1 else list(case.prefix)
-    if case.ids:
-        how["documents"] = mine["documents"].to(getattr(torch, case.ids_dtype))
-    if case.borders:
-        found = case.borders[0] if len(case.borders) == 1 else [*map(list, case.borders)]
-        how["cu_seqlens"] = torch.tensor(found) if case.tensor_borders else list(found)
-    if case.placed:
-        whole = case.query_at, case.key_at
-        own = [torch.tensor(each, dtype=torch.long)[i] for each, i in zip(whole, at)]
-        how["query_positions"], how["key_positions"] = own
-    return how
-
-
-def planned(case: Case, ring: Ring, given: Results, how: dict[str, Any]) -> RingPlan:
-    """A plan for calls like these, with another key mask if that will be replaced."""
-    if case.plan == "replaced":
-        how = how | dict(key_mask=how["key_mask"].logical_not())
-    plan = RingPlan.make(**by_name(given), **how)
-    if case.transport not in IN_MEMORY:
-        return plan
-    if case.transport in ("together", "own_apart"):
-        kind = {case.transport: True}
-    else:
-        kind = dict(own_low_priority=case.own_low_priority, late=case.late)
-    b, n, m, h, g, d, d_v, *_ = plan.signature  # q and k are wider if there is a bias
-    like = [given["q"].new_empty(shape) for shape in ((b, n, h, d), (b, m, g, d), (b, m, g, d_v))]
-    return over_shared_memory(plan, like, ring, case.at_once, **kind)
 
 
 def decoded(case: Case) -> Results:
     """What `tree_attn_decode` makes of it."""
-    kinds, whole = dict(case.strides), spoiled(case)
+    kinds, whole = case.laid_as, unseen_spoiled(case)
     q, k, v = (
         lazily(case, name, laid(whole[name].transpose(1, 2), kinds.get(name, "contiguous")))
         for name in "qkv"
@@ -209,40 +62,10 @@ def decoded(case: Case) -> Results:
 def oracle(case: Case) -> tuple[Results, Results]:
     """All results in float64, and their magnitudes."""
     whole = case.tensors()
-    given = {name: whole[name] for name in Case.learned if name in whole}
+    given = {name: whole[name] for name in LEARNED if name in whole}
     dlse = whole["dlse"] if case.lse == "differentiated" else None
     how = given, asked_of(case, whole), whole["dout"], dlse
-    return solve(*how), magnitudes(*how, getattr(torch, case.dtype))
-
-
-def asked_of(case: Case, whole: Results) -> Asked:
-    """What is asked of the oracle."""
-    return Asked(
-        causal=case.causal, window=case.window, key_mask=whole.get("key_mask"), scale=case.scale,
-        softclamp=case.softclamp, documents=documents(case, whole),
-        alibi=whole["alibi"].double() if case.alibi else None,
-        mask_mod=PREDICATES[case.mask_mod] if case.modded else None,
-        prefix=case.prefix * (case.batch if len(case.prefix) == 1 else 1) or None,
-        query_at=torch.tensor(case.query_at, dtype=torch.long) if case.placed else None,
-        key_at=torch.tensor(case.key_at, dtype=torch.long) if case.placed else None,
-        dropout=case.dropout, dropout_seed=case.dropout_seed,
-        shared_seen=shared_seen(case, whole),
-    )  # fmt: skip
-
-
-def shared_seen(case: Case, whole: Results) -> Tensor | None:
-    """Of the keys that all ranks hold, bool [b, s]."""
-    everything = torch.ones((case.batch, case.shared), dtype=torch.bool)
-    return whole.get("shared_mask", everything) if case.shared else None
-
-
-def documents(case: Case, whole: Results) -> Tensor | None:
-    """The number of each token's, [b, n]."""
-    if not case.borders:
-        return whole.get("documents")
-    rows = [[sum(z <= i for z in cuts[1:]) for i in range(case.length)] for cuts in case.borders]
-    found = torch.tensor(rows, dtype=torch.long).view(len(rows), case.length)
-    return found.expand(case.batch, -1)
+    return solve(*how), magnitudes(*how, case.kind)
 
 
 def off(got: Tensor, want: Tensor, size: Tensor, dtype: torch.dtype) -> float:
@@ -285,22 +108,24 @@ def _computed(case: Case, machines: Sequence[int]) -> list[Results]:
     if case.decode:
         return [decoded(case)]
     with threads.late() if case.transport in IN_MEMORY else nullcontext():
-        return threads.run(case.size, lambda ring: shard(case, ring), machines)[0]
+        return threads.run(case.size, lambda ring: shard_of(case, ring), machines)[0]
 
 
 def errors(case: Case, got: list[Results]) -> Errors:
     """Of each result on each rank. That of sinks is the sum of all ranks'."""
     want, size = oracle(case)
     found = {}
-    dtype = getattr(torch, case.dtype)
+    dtype = case.kind
     wide = torch.promote_types(dtype, torch.float32)
     if "dsinks" in got[0]:
         parts = [mine.pop("dsinks") for mine in got]
         got[0]["dsinks"] = torch.stack(parts).double().sum(0).to(parts[0].dtype)
     for rank, mine in enumerate(got):
-        at = tokens(case, rank)
         for name, t in mine.items():
-            right, most = part(name, want[name], *at), part(name, size[name], *at)
+            at = case.tokens(name, rank, case.size)
+            right, most = want[name], size[name]
+            if at is not None:
+                right, most = right.index_select(*at), most.index_select(*at)
             if name == "lse":
                 most = most * (COARSE_LSE if wide != dtype else 1.0)
             found[name, rank] = (

@@ -1,14 +1,20 @@
-"""Cases of the random test: each is drawn from one integer, and says all that is asked for."""
+"""Cases of ring attention with every option: each is drawn from one integer, or written out.
+
+To add an option: a field here, its argument in `cases.options`, its meaning in `random_oracle`.
+"""
 
 import random
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch import balanced
+from ring_attention_pytorch.geometry.layouts import Layout, positions
+from tests.support import case as language
+from tests.support.case import Tokens, axis, drawn
 from tests.support.lazy import LAZY
 from tests.support.random_memory import EXPANDED, kinds, uniform
 
@@ -19,72 +25,195 @@ PREDICATES: tuple[Callable[..., Tensor], ...] = (
     lambda sample, head, i, j: (i - j).abs() != head + 1,
     lambda sample, head, i, j: (i + j + head) < 0,
 )
-TENSORS = {
-    "q": 4, "k": 4, "v": 4, "dout": 4, "dlse": 3, "key_mask": 2, "sinks": 1, "key_bias": 2,
-    "alibi": 1, "documents": 2, "shared_k": 4, "shared_v": 4, "shared_mask": 2,
-}  # fmt: skip
+LEARNED = ("q", "k", "v", "sinks", "key_bias", "shared_k", "shared_v")
+# what each tensor's and result's second dimension is along, if that is tokens; and of lse the last
+OF_QUERIES = ("q", "dq", "out", "dout", "documents")
+OF_ALL = (  # the same on every rank
+    "sinks", "dsinks", "alibi", "shared_k", "shared_v", "shared_mask", "dshared_k", "dshared_v",
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Case:
+# --- how what is not one of a few values is drawn ---
+
+
+def borders(r: random.Random, n: int) -> tuple[int, ...]:
+    """Draw ascending ones, some of them alike, so that there are documents of nothing."""
+    inner = sorted(r.randint(0, n) for _ in range(r.randint(0, 4)))
+    return (0, *inner, *(inner[-1:] if r.random() < 0.3 else ()), n)
+
+
+def ids(r: random.Random, n: int) -> tuple[int, ...]:
+    """Draw documents in runs, or scattered."""
+    if r.random() < 0.5:
+        return tuple(r.randint(0, 3) for _ in range(n))
+    cuts = borders(r, n)
+    return tuple(17 * sum(cut <= i for cut in cuts) % 5 for i in range(n))
+
+
+def shards(r: random.Random, case: "Case") -> tuple[int, ...]:
+    """Draw any lengths."""
+    return tuple(r.choice((0, 1, r.randint(0, 12))) for _ in range(case.size))
+
+
+def whether_crossed(r: random.Random, case: "Case") -> bool | None:
+    """Draw what is said of it; it must be said where shards look like one sequence's."""
+    if case.two and case.queries == case.keys:
+        return True
+    return r.choice((None, True) if case.two else (None, None, False))
+
+
+def places(r: random.Random, n: int) -> tuple[int, ...]:
+    """Draw positions in a few runs, or any; mostly all different."""
+    if r.random() < 0.5:
+        start, step = r.randint(-20, 20), r.choice((1, 1, 2))
+        found = [start + step * i for i in range(n)]
+        turn = r.randint(0, n)
+        return tuple(found[turn:] + found[:turn])
+    span = range(-30, 40)
+    return tuple(r.sample(span, n) if r.random() < 0.7 else r.choices(span, k=n))
+
+
+def of_samples(
+    one: Callable[[random.Random, "Case"], Any],
+) -> Callable[[random.Random, "Case"], Any]:
+    """Draw one for all samples, or one for each."""
+
+    def draw_each(r: random.Random, case: "Case") -> tuple[Any, ...]:
+        return tuple(one(r, case) for _ in range(r.choice((1, case.batch)) or 1))
+
+    return draw_each
+
+
+def degrees(r: random.Random, case: "Case") -> int:
+    return r.choice([n for n in (1, 2, 3, 4) if case.size % n == case.heads % n == 0])
+
+
+def transports(r: random.Random, case: "Case") -> str | None:
+    shared = ["shared", "shared", "together", "own_apart"] * (case.size > 1)
+    return r.choice([None, "ring", "gather", "gather", *shared])
+
+
+def of_the_ring(case: "Case") -> dict[str, Tensor]:
+    """Return all tensors but those that every rank holds whole beside the sequence."""
+    return {name: t for name, t in case.tensors().items() if not name.startswith("shared")}
+
+
+def some_strides(r: random.Random, case: "Case") -> tuple[tuple[str, str], ...]:
+    """Draw strides of some tensors."""
+    some = {name: t for name, t in of_the_ring(case).items() if r.random() < 0.4}
+    if case.decode:
+        some = {name: t for name, t in some.items() if name in ("q", "k", "v", "key_mask")}
+    found = [(name, r.choice(kinds(t.ndim))) for name, t in some.items()]
+    return tuple((name, kind) for name, kind in found if kind != "contiguous")
+
+
+def not_there_yet(r: random.Random, case: "Case") -> tuple[tuple[str, str], ...]:
+    """Draw which tensors' memory has other values."""
+    spread = [name for name, kind in case.laid_as.items() if kind in EXPANDED]
+    some = [
+        name
+        for name, t in of_the_ring(case).items()
+        if t.is_floating_point() and name not in spread
+    ]
+    return tuple((name, r.choice([*LAZY])) for name in some if r.random() < 0.15)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case(language.Case):
     """What to compute, and how. Values of tensors are drawn from the seed, too."""
 
-    seed: int = 0
-    size: int = 1  # of the ring
-    batch: int = 1
-    length: int = 4
-    heads: int = 1
-    key_heads: int = 1
-    d: int = 2
-    d_v: int = 2
-    dtype: str = "float64"
-    layout: str = "contiguous"
-    dealt: tuple[int, ...] = ()  # borders for which the layout "balanced" is made
-    queries: tuple[int, ...] = ()  # of two sequences: what lies on each rank
-    keys: tuple[int, ...] = ()
-    cross: bool | None = None
-    causal: bool = False
-    window: int | None = None
-    ids: tuple[tuple[int, ...], ...] = ()  # documents of each sample
-    ids_dtype: str = "int64"
-    borders: tuple[tuple[int, ...], ...] = ()  # of all samples, or of each
-    tensor_borders: bool = False
-    masked: str = ""  # "some", "few" or "none" are seen
-    prefix: tuple[int, ...] = ()  # of all samples, or of each
-    mask_mod: int | None = None
-    query_at: tuple[int, ...] = ()
-    key_at: tuple[int, ...] = ()
-    scale: float | None = None
-    softclamp: float | None = None
-    sinks: bool = False
-    alibi: bool = False
-    bias: str = ""  # "keys", or "heads" too
-    heavy_bias: bool = False
-    dropout: float = 0.0
-    dropout_seed: int = 0
-    logits: float = 1.0
-    ulysses: int = 1
-    bucket_size: int = 1024
-    kernel: str | None = None
-    transport: str | None = None  # those in shared memory are gathers, too
-    memory: int | None = None
-    at_once: int = 9
-    own_low_priority: bool = False
-    late: bool = False
-    plan: str = ""  # "made" before, or with another key mask which is "replaced"
-    lse: str = ""  # "returned", or "differentiated"
-    learned: tuple[str, ...] = ("q", "k", "v", "sinks", "key_bias", "shared_k", "shared_v")
-    strides: tuple[tuple[str, str], ...] = ()  # of tensors by name
+    # sizes
+    size: int = axis(1, (1, 2, 2, 3, 3, 4, 4))  # of the ring
+    batch: int = axis(1, (*(1, 1, 2, 2, 3) * 5, 1, 1, 1, 1, 0))
+    length: int = axis(
+        4, lambda r, c: r.randint(0, 4) if r.random() < 0.2 else r.randint(1, 40), kw_only=False
+    )
+    key_heads: int = axis(1, (1, 1, 2, 3))
+    heads: int = axis(1, lambda r, c: c.key_heads * r.choice((1, 2, 4)))
+    d: int = axis(2, (1, 2, 3, 5, 8, 16))
+    d_v: int = axis(2, lambda r, c: r.choice((c.d, c.d, 1, 4, 7)))
+    dtype: str | torch.dtype = axis("float64", ("float64", "float32", "bfloat16", "float16"))
+    logits: float = axis(1.0, (1.0, 1.0, 4.0))
+    # of two sequences: what lies on each rank
+    queries: tuple[int, ...] = axis((), shards, 0.3)
+    keys: tuple[int, ...] = axis((), shards, when=lambda c: c.two)
+    layout: Layout = axis(
+        "contiguous",
+        lambda r, c: r.choice(("contiguous", "striped", "zigzag", *["balanced"] * (not c.two))),
+        kw_only=False,
+    )
+    dealt: tuple[int, ...] = axis(  # borders for which the layout "balanced" is made
+        (), lambda r, c: borders(r, c.length), when=lambda c: c.layout == "balanced"
+    )
+    cross: bool | None = axis(None, whether_crossed)
+    # documents: of all samples, or of each
+    borders: tuple[tuple[int, ...], ...] = axis(
+        (), of_samples(lambda r, c: borders(r, c.length)), 0.25, lambda c: not c.two
+    )
+    tensor_borders: bool = axis(False, (True,), 0.5, lambda c: len(c.borders) == 1)
+    ids: tuple[tuple[int, ...], ...] = axis(
+        (),
+        lambda r, c: tuple(ids(r, c.length) for _ in range(c.batch)),
+        0.25,
+        lambda c: not c.two,
+    )
+    ids_dtype: str = axis(
+        "int64", ("int64", "int32", "int16", "int8", "uint8"), when=lambda c: c.ids
+    )
+    # what is seen
+    query_at: tuple[int, ...] = axis(
+        (), lambda r, c: places(r, sum(c.queries)), 0.5, lambda c: c.two
+    )
+    key_at: tuple[int, ...] = axis(
+        (),
+        lambda r, c: places(r, sum(c.keys)),
+        when=lambda c: c.query_at or (c.two and not any(c.queries) and c.seed % 2),
+    )
+    causal: bool = axis(False, (True,), 0.5)
+    window: int | None = axis(None, lambda r, c: r.choice((0, 1, r.randint(0, c.length + 3))), 0.3)
+    masked: str | bool = axis("", ("some", "some", "few", "none"), 0.35)  # are seen
+    prefix: tuple[int, ...] = axis((), of_samples(lambda r, c: r.randint(0, c.length + 2)), 0.2)
+    mask_mod: int | Callable[..., Tensor] | None = axis(None, (*range(len(PREDICATES)),), 0.12)
+    shared: int = axis(0, (1, 2, 5, 9), 0.25)  # keys that all ranks hold
+    shared_masked: bool = axis(False, (True,), 0.4, lambda c: c.shared)
+    # scores
+    scale: float | None = axis(None, (0.7, 2.5, 1e-3, 1e-6, -0.4, 0.0, 1), 0.35)
+    softclamp: float | None = axis(None, (0.5, 3.0, 50.0), 0.12)
+    sinks: bool = axis(False, (True,), 0.25)
+    alibi: bool = axis(False, (True,), 0.12)
+    bias: str = axis("", ("keys", "heads"), 0.25)  # of each key, or of each of its heads too
+    heavy_bias: bool = axis(False, (True,), 0.5, lambda c: c.bias)
+    dropout: float = axis(0.0, (0.1, 0.5, 0.95), 0.12)
+    dropout_seed: int = axis(
+        0, lambda r, c: r.choice((1, r.randrange(2**64))), when=lambda c: c.dropout
+    )
+    # how it is computed, which changes no result
+    ulysses: int = axis(1, degrees, 0.5)
+    bucket_size: int = axis(1024, (1, 3, 1024))
+    kernel: str | None = axis(None, (None, None, "eager", "sdpa", "eager+sdpa", "sdpa+eager"))
+    transport: str | None = axis(None, transports)  # those in shared memory are gathers, too
+    memory: int | None = axis(
+        None, (0, 3000, 100000), 0.4, lambda c: c.transport in (None, "gather")
+    )
+    at_once: int = axis(9, (1, 2, 9), when=lambda c: c.transport == "shared")
+    own_low_priority: bool = axis(
+        False, (True,), 0.4, lambda c: c.transport == "shared" and not c.differs_by_sample
+    )
+    late: bool = axis(False, (True,), 0.4, lambda c: c.transport == "shared")
+    # "made" before, or with another key mask which is "replaced"
+    plan: str = axis(
+        "",
+        lambda r, c: r.choice(("", "", "made", *["replaced"] * bool(c.ulysses == 1 and c.masked))),
+    )
+    lse: str = axis("", ("", "returned", "differentiated"))
+    learned: tuple[str, ...] = axis(
+        LEARNED, lambda r, c: tuple(name for name in LEARNED if r.random() < 0.8)
+    )
     decode: bool = False  # by tree_attn_decode
-    unseen: str = ""  # "nan" or "inf" are keys and values that no query sees
-    lazy: tuple[tuple[str, str], ...] = ()  # of tensors by name, whose memory has other values
-    shared: int = 0  # keys that all ranks hold
-    shared_masked: bool = False
-
-    def __str__(self) -> str:
-        default = asdict(Case())
-        told = {name: value for name, value in vars(self).items() if value != default[name]}
-        return f"Case({', '.join(f'{name}={value!r}' for name, value in told.items())})"
+    # what tensors are, which changes none either: of tensors by name
+    strides: tuple[tuple[str, str], ...] | str = axis((), some_strides)
+    lazy: tuple[tuple[str, str], ...] = axis((), not_there_yet, 0.5)  # memory has other values
+    unseen: str = axis("", ("nan", "inf"), 0.5)  # keys and values that no query sees
 
     @property
     def two(self) -> bool:
@@ -111,6 +240,10 @@ class Case:
         return bool(self.ids or self.borders)
 
     @property
+    def differs_by_sample(self) -> bool:
+        return bool(self.ids) or len(self.borders) > 1 or len(self.prefix) > 1
+
+    @property
     def needs_eager(self) -> bool:
         odd = self.scale is not None and self.scale <= 0
         return odd or self.softclamp is not None or self.alibi or bool(self.dropout) or self.modded
@@ -119,9 +252,64 @@ class Case:
     def modded(self) -> bool:
         return self.mask_mod is not None
 
+    @property
+    def predicate(self) -> Callable[..., Tensor] | None:
+        return PREDICATES[self.mask_mod] if isinstance(self.mask_mod, int) else self.mask_mod
+
+    @property
+    def kind(self) -> torch.dtype:
+        return getattr(torch, self.dtype) if isinstance(self.dtype, str) else self.dtype
+
+    @property
+    def laid_as(self) -> dict[str, str]:
+        """The strides of each tensor that has odd ones."""
+        if isinstance(self.strides, str):
+            return dict.fromkeys(("q", "k", "v", "dout", "dlse"), self.strides)
+        return dict(self.strides)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the options that are what they say, for rings and oracles alike."""
+        return dict(
+            causal=self.causal, window=self.window, softclamp=self.softclamp, scale=self.scale
+        )
+
+    # --- which tokens a rank has ---
+
+    def layout_over(self, size: int) -> Layout:
+        return balanced(self.dealt, size) if self.layout == "balanced" else self.layout
+
+    def places(self, rank: int, size: int) -> tuple[Tensor, Tensor]:
+        """Say which queries and which keys a rank holds."""
+        n, m = self.lengths
+        layout = self.layout_over(size)
+        if self.two and not self.counted:
+            queries = torch.arange(n).split(self.queries)[rank]
+        elif isinstance(layout, str):
+            queries = held(layout, n, rank, size)
+        else:
+            queries = positions(layout, rank=rank, ring_size=size, length=n)
+        return queries, torch.arange(m).split(self.keys)[rank] if self.two else queries
+
+    def tokens(self, name: str, rank: int, size: int) -> Tokens:
+        queries, keys = self.places(rank, size)
+        if name in OF_ALL:
+            return None
+        if name in ("lse", "dlse"):
+            return 2, queries
+        return 1, queries if name in OF_QUERIES else keys
+
+    def anywhere(self) -> "Case":
+        alone = dict(
+            queries=self.queries and (sum(self.queries),), keys=self.keys and (sum(self.keys),)
+        )
+        usual = {f.name: f.default for f in fields(Case) if f.name in HOW}
+        return replace(self, **usual, **alone)
+
+    # --- values ---
+
     def tensors(self) -> dict[str, Tensor]:
         """All that there are, whole, by name."""
-        b, h, (n, m), dtype = self.batch, self.heads, self.lengths, getattr(torch, self.dtype)
+        b, h, (n, m), dtype = self.batch, self.heads, self.lengths, self.kind
         wide = torch.promote_types(dtype, torch.float32)
         found = {
             "q": self.normal("q", b, n, h, self.d).mul(self.logits).to(dtype),
@@ -145,16 +333,12 @@ class Case:
         if self.bias:
             found["key_bias"] = self.key_bias(b, m, h).to(dtype)
         if self.ids:
-            found["documents"] = torch.tensor(self.ids).view(b, n)
-        kind = dict(self.strides)
-        return {name: uniform(t, kind.get(name, "contiguous")) for name, t in found.items()}
-
-    def normal(self, name: str, *shape: int) -> Tensor:
-        draw = torch.Generator().manual_seed(self.seed + 1000003 * (crc32(name.encode()) % 1009))
-        return torch.randn(shape, generator=draw, dtype=torch.float64)
+            found["documents"] = torch.tensor(self.ids, dtype=torch.long).expand(b, n)
+        laid_as = self.laid_as
+        return {name: uniform(t, laid_as.get(name, "contiguous")) for name, t in found.items()}
 
     def mask(self, b: int, m: int) -> Tensor:
-        share = {"some": 0.25, "few": -1.3, "none": -99.0}[self.masked]
+        share = {"some": 0.25, True: 0.25, "few": -1.3, "none": -99.0}[self.masked]
         seen = self.normal("key_mask", b, m) < share
         seen[:1, : m // 2] = False  # under causal the first queries see nothing
         return seen
@@ -164,6 +348,24 @@ class Case:
         found = self.normal("key_bias", b, m, h) if found is None else found
         heavy = self.normal("which are heavy", *found.shape) < 0.0
         return torch.where(heavy, -10000.0, found) if self.heavy_bias else found
+
+
+# fields that change no result
+HOW = (
+    "size", "layout", "dealt", "ids_dtype", "tensor_borders", "ulysses", "bucket_size", "kernel",
+    "transport", "memory", "at_once", "own_low_priority", "late", "plan", "lazy", "unseen",
+)  # fmt: skip
+
+
+def held(layout: str, length: int, rank: int, size: int) -> Tensor:
+    """The positions that a rank holds in a layout that is named."""
+    whole = torch.arange(length)
+    if layout == "contiguous":
+        return whole.tensor_split(size)[rank]
+    if layout == "striped":
+        return whole[rank::size]
+    chunks = whole.tensor_split(2 * size)
+    return torch.cat((chunks[rank], chunks[-1 - rank]))
 
 
 def features(case: Case) -> Iterator[str]:
@@ -243,195 +445,28 @@ def mended(case: Case) -> Case:
 
 
 def draw(seed: int) -> Case:
-    """The case of a number. One of thirty is to be refused, if it happens to be one of those."""
-    r = random.Random(seed)
+    """The case of a number. Some are to be refused, where one happens to be such a case."""
+    r = random.Random(f"{seed} kind")
     if r.random() < 0.04:
-        return odd(random.Random(-1 - seed), decoding(r, seed))
-    case = Case(seed, **sizes(r))
-    case = replace(case, **two_sequences(r, case) if r.random() < 0.3 else one_sequence(r, case))
-    case = replace(case, **seen(r, case), **scores(r), **running(r, case))
+        return decoding(r, seed)
+    case = drawn(Case, seed)
     case = case if r.random() < 0.03 else mended(case)
     if case.counted:
         everyone = (held(case.layout, sum(case.queries), i, case.size) for i in range(case.size))
         queries = tuple(map(len, everyone))
         case = replace(case, queries=queries, cross=True if queries == case.keys else case.cross)
-    case = replace(case, strides=memory(r, case.tensors()))
-    return beside(random.Random(-1000003 * seed - 7), odd(random.Random(-1 - seed), case))
-
-
-def beside(r: random.Random, case: Case) -> Case:
-    """With keys that all ranks hold, of one case in four."""
-    shared, masked = r.choice((1, 2, 5, 9)), r.random() < 0.4
-    if r.random() < 0.75 or (r.random() < 0.97 and (case.alibi or case.dropout)):
-        return case
-    learned = tuple(name for name in ("shared_k", "shared_v") if r.random() < 0.8)
-    return replace(case, shared=shared, shared_masked=masked, learned=(*case.learned, *learned))
-
-
-def odd(r: random.Random, case: Case) -> Case:
-    """With what some tensors hold, or do not hold yet, that must change nothing."""
-    spread = [name for name, kind in case.strides if kind in EXPANDED]
-    names = [
-        name for name, t in case.tensors().items() if t.is_floating_point() and name not in spread
-    ]
-    lazy = tuple((name, r.choice([*LAZY])) for name in names if r.random() < 0.15)
-    unseen = maybe(r, 0.5, r.choice(("nan", "inf")), "")
-    return replace(case, lazy=maybe(r, 0.5, lazy, ()), unseen=unseen)
-
-
-def held(layout: str, length: int, rank: int, size: int) -> Tensor:
-    """The positions that a rank holds in a layout that is named."""
-    whole = torch.arange(length)
-    if layout == "contiguous":
-        return whole.tensor_split(size)[rank]
-    if layout == "striped":
-        return whole[rank::size]
-    chunks = whole.tensor_split(2 * size)
-    return torch.cat((chunks[rank], chunks[-1 - rank]))
-
-
-def maybe(r: random.Random, share: float, value: Any, otherwise: Any = None) -> Any:
-    return value if r.random() < share else otherwise
-
-
-def sizes(r: random.Random) -> dict[str, Any]:
-    key_heads, d = r.choice((1, 1, 2, 3)), r.choice((1, 2, 3, 5, 8, 16))
-    return dict(
-        size=r.choice((1, 2, 2, 3, 3, 4, 4)),
-        batch=r.choice((1, 1, 2, 2, 3, maybe(r, 0.2, 0, 1))),
-        length=maybe(r, 0.2, r.randint(0, 4), r.randint(1, 40)),
-        heads=key_heads * r.choice((1, 2, 4)),
-        key_heads=key_heads,
-        d=d,
-        d_v=r.choice((d, d, 1, 4, 7)),
-        dtype=r.choice(("float64", "float32", "bfloat16", "float16")),
-        logits=r.choice((1.0, 1.0, 4.0)),
-    )
-
-
-def one_sequence(r: random.Random, case: Case) -> dict[str, Any]:
-    """How it is dealt, and its documents."""
-    layout, n = r.choice(("contiguous", "striped", "zigzag", "balanced")), case.length
-    found = dict(layout=layout, cross=maybe(r, 0.3, False))
-    if layout == "balanced":
-        found["dealt"] = borders(r, n)
-    if r.random() < 0.25:
-        each = r.choice((1, case.batch)) or 1
-        found["borders"] = tuple(borders(r, n) for _ in range(each))
-        found["tensor_borders"] = each == 1 and r.random() < 0.5
-    elif r.random() < 0.25:
-        found["ids"] = tuple(ids(r, n) for _ in range(case.batch))
-        found["ids_dtype"] = r.choice(("int64", "int32", "int16", "int8", "uint8"))
-    return found
-
-
-def borders(r: random.Random, n: int) -> tuple[int, ...]:
-    """Ascending ones, some of them alike, so that there are documents of nothing."""
-    inner = sorted(r.randint(0, n) for _ in range(r.randint(0, 4)))
-    return (0, *inner, *maybe(r, 0.3, inner[-1:], ()), n)
-
-
-def ids(r: random.Random, n: int) -> tuple[int, ...]:
-    """In runs, or scattered."""
-    if r.random() < 0.5:
-        return tuple(r.randint(0, 3) for _ in range(n))
-    cuts = borders(r, n)
-    return tuple(17 * sum(cut <= i for cut in cuts) % 5 for i in range(n))
-
-
-def two_sequences(r: random.Random, case: Case) -> dict[str, Any]:
-    """Shards of any lengths, maybe with positions."""
-    queries, keys = (
-        tuple(r.choice((0, 1, r.randint(0, 12))) for _ in range(case.size)) for _ in range(2)
-    )
-    found = dict(queries=queries, keys=keys, cross=True if queries == keys else maybe(r, 0.5, True))
-    found["layout"] = r.choice(("contiguous", "striped", "zigzag"))
-    if r.random() < 0.5 and sum(queries) + sum(keys):
-        apart = r.random() < 0.5
-        found["query_at"], found["key_at"] = (places(r, sum(n), apart) for n in (queries, keys))
-    return found
-
-
-def places(r: random.Random, n: int, apart: bool) -> tuple[int, ...]:
-    """Positions in a few runs, or any; all different if they are apart."""
-    if r.random() < 0.5:
-        start, step = r.randint(-20, 20), r.choice((1, 1, 2))
-        found = [start + step * i for i in range(n)]
-        turn = r.randint(0, n)
-        return tuple(found[turn:] + found[:turn])
-    span = range(-30, 40)
-    return tuple(r.sample(span, n) if apart else r.choices(span, k=n))
-
-
-def seen(r: random.Random, case: Case) -> dict[str, Any]:
-    n = case.length
-    each = r.choice((1, case.batch)) or 1
-    return dict(
-        causal=r.random() < 0.5,
-        window=maybe(r, 0.3, r.choice((0, 1, r.randint(0, n + 3)))),
-        masked=maybe(r, 0.35, r.choice(("some", "some", "few", "none")), ""),
-        prefix=maybe(r, 0.2, tuple(r.randint(0, n + 2) for _ in range(each)), ()),
-        mask_mod=maybe(r, 0.12, r.randrange(len(PREDICATES))),
-    )
-
-
-def scores(r: random.Random) -> dict[str, Any]:
-    dropout = maybe(r, 0.12, r.choice((0.1, 0.5, 0.95)), 0.0)
-    bias = maybe(r, 0.25, r.choice(("keys", "heads")), "")
-    return dict(
-        scale=maybe(r, 0.35, r.choice((0.7, 2.5, 1e-3, 1e-6, -0.4, 0.0, 1))),
-        softclamp=maybe(r, 0.12, r.choice((0.5, 3.0, 50.0))),
-        sinks=r.random() < 0.25,
-        alibi=r.random() < 0.12,
-        bias=bias,
-        heavy_bias=bool(bias) and r.random() < 0.5,
-        dropout=dropout,
-        dropout_seed=r.choice((1, r.randrange(2**64))) if dropout else 0,
-    )
-
-
-def running(r: random.Random, case: Case) -> dict[str, Any]:
-    """How it is computed, which changes no result."""
-    transports = [None, "ring", "gather", "gather"]
-    in_memory = ["shared", "shared", "together", "own_apart"] * (case.size > 1)
-    transport = r.choice(transports + in_memory)
-    degrees = [n for n in (1, 2, 3, 4) if case.size % n == 0 and case.heads % n == 0]
-    several = case.ids or len(case.borders) > 1 or len(case.prefix) > 1  # which see differently
-    ulysses = r.choice(degrees) if r.random() < 0.5 else 1
-    plan = r.choice(("", "", "made", *(("replaced",) if ulysses == 1 and case.masked else ())))
-    return dict(
-        ulysses=ulysses,
-        bucket_size=r.choice((1, 3, 1024)),
-        kernel=r.choice((None, None, "eager", "sdpa", "eager+sdpa", "sdpa+eager")),
-        transport=transport,
-        memory=maybe(r, 0.4, r.choice((0, 3000, 100000)))
-        if transport in (None, "gather")
-        else None,
-        at_once=r.choice((1, 2, 9)) if transport == "shared" else 9,
-        own_low_priority=transport == "shared" and not several and r.random() < 0.4,
-        late=transport == "shared" and r.random() < 0.4,
-        plan=plan,
-        lse=r.choice(("", "returned", "differentiated")),
-        learned=tuple(name for name in Case.learned[:5] if r.random() < 0.8),
-    )
-
-
-def memory(r: random.Random, tensors: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Strides of some tensors."""
-    found = [(name, r.choice(kinds(TENSORS[name]))) for name in tensors if r.random() < 0.4]
-    return tuple((name, kind) for name, kind in found if kind != "contiguous")
+    return case
 
 
 def decoding(r: random.Random, seed: int) -> Case:
     """Few queries of `tree_attn_decode`, alone."""
-    drawn = sizes(r)
-    return Case(
-        seed,
-        **drawn | dict(size=1),
-        queries=(r.choice((0, 1, 1, 2, 5)),),
-        keys=(drawn["length"],),
-        masked=maybe(r, 0.4, r.choice(("some", "few", "none")), ""),
-        strides=memory(r, ("q", "k", "v", "key_mask")),
-        learned=(),
-        decode=True,
-    )
+    usual = {f.name: f.default for f in fields(Case) if f.name not in DECODED}
+    length = r.choice((0, r.randint(1, 40), r.randint(1, 40)))
+    alone = dict(decode=True, learned=(), length=length, keys=(length,))
+    return drawn(Case, seed, **usual | alone | dict(queries=(r.choice((0, 1, 1, 2, 5)),)))
+
+
+DECODED = (
+    "seed", "batch", "heads", "key_heads", "d", "d_v", "dtype", "logits", "masked", "strides",
+    "lazy", "unseen",
+)  # fmt: skip

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +10,19 @@ from torch import Tensor, nn
 from ring_attention_pytorch import routing
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.ranks.ring import Ring
-from tests.support import routing_reference, threads
-from tests.support.ranks import Pool
-from tests.support.reference import relative_error
+from tests.support import case as language
+from tests.support import routing_reference
+from tests.support.case import (
+    Results,
+    Tokens,
+    check_in_processes,
+    check_in_threads,
+    gradients,
+    worst,
+)
 
+__all__ = ["check_in_processes", "check_in_threads", "worst"]  # for whoever imports the rest here
 LAYOUTS = ("contiguous", "striped", "zigzag")
-TOLERANCE = 1e-10
 DIM = 8
 SOFT = dict(router_straight_through=False, router_kwargs=dict(eps=2.0))
 HEADS = dict(heavy_dim_head=4, heavy_heads=4)
@@ -80,32 +86,40 @@ _ORACLES = {
 
 
 @dataclass(frozen=True)
-class Case:
-    """What to compute. Data and weights are drawn from the seed, the same on every rank."""
+class Case(language.Case):
+    """What to compute. Weights are drawn from the seed, too."""
 
-    module: str
+    limit: ClassVar[float] = 1e-10
+    module: str = ""
     length: int = 23
     layout: str = "contiguous"
     masked: bool = True
     batch: int = 2
     context: int = 31
-    seed: int = 0
 
-    def data(self) -> dict[str, Tensor]:
+    def data(self) -> Results:
         """x, context, cotangent, and masks of the two."""
-        draw = torch.Generator().manual_seed(self.seed)
-        n, m = self.length, self.context
+        found = {}
+        for name, n in (("x", self.length), ("context", self.context), ("dout", self.length)):
+            found[name] = self.normal(name, self.batch, n, DIM)
+        for name, n in (("mask", self.length), ("context_mask", self.context)):
+            found[name] = self.marks(name, self.batch, n, share=0.7)
+            found[name][-1] = torch.arange(n) < 3  # fewer real tokens than are asked for
+        return found
 
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=draw, dtype=torch.float64)
+    def tokens(self, name: str, rank: int, size: int) -> Tokens:
+        of_context = name in ("context", "dcontext", "context_mask")
+        if not of_context and name not in ("x", "dx", "out", "dout", "mask"):
+            return None
+        n = self.context if of_context else self.length
+        return 1, positions(self.layout, rank=rank, ring_size=size, length=n)
 
-        data = {"x": normal(self.batch, n, DIM), "context": normal(self.batch, m, DIM)}
-        data["dout"] = normal(self.batch, n, DIM)
-        for name, length in (("mask", n), ("context_mask", m)):
-            mask = torch.rand((self.batch, length), generator=draw) < 0.7
-            mask[-1] = torch.arange(length) < 3  # fewer real tokens than are asked for
-            data[name] = mask
-        return data
+    def whole(self) -> Results:
+        return results(self.make(), self, self.data())
+
+    def shard(self, ring: Ring) -> Results:
+        module = self.make(ring_attn=True, layout=self.layout, group=ring)
+        return results(module, self, self.part(self.data(), ring))
 
     def make(self, **over: Any) -> nn.Module:
         """The module; every parameter random, the null ones and gammas too."""
@@ -123,7 +137,7 @@ def image_size(length: int) -> tuple[int, int]:
     return height, length // height
 
 
-def call(module: nn.Module, case: Case, data: dict[str, Tensor]) -> Tensor:
+def call(module: nn.Module, case: Case, data: Results) -> Tensor:
     masks = {"mask": data["mask"]} if case.masked else {}
     if isinstance(module, routing.ConditionalRoutedCrossAttention):
         if case.masked:
@@ -134,7 +148,7 @@ def call(module: nn.Module, case: Case, data: dict[str, Tensor]) -> Tensor:
     return module(data["x"], **masks)
 
 
-def by_loops(module: nn.Module, case: Case, data: dict[str, Tensor]) -> Tensor:
+def by_loops(module: nn.Module, case: Case, data: Results) -> Tensor:
     """The same by loops over tokens, which know of no ranks."""
     given = {name: data[name] for name in ("mask", "context_mask")}
     if not case.masked:
@@ -151,74 +165,11 @@ def by_loops(module: nn.Module, case: Case, data: dict[str, Tensor]) -> Tensor:
 def results(
     module: nn.Module,
     case: Case,
-    data: dict[str, Tensor],
-    call: Callable[[nn.Module, Case, dict[str, Tensor]], Tensor] = call,
-) -> dict[str, Tensor]:
+    data: Results,
+    call: Callable[[nn.Module, Case, Results], Tensor] = call,
+) -> Results:
     """out, and gradients of x, the context and every parameter."""
-    data = dict(data)
-    for name in ("x", "context"):
-        data[name] = data[name].clone().requires_grad_()
-    out = call(module, case, data)
-    inputs = {n: data[n] for n in ("x", "context")} | dict(module.named_parameters())
-    grads = torch.autograd.grad(out, list(inputs.values()), data["dout"], allow_unused=True)
-    found = {n: torch.zeros_like(t) if g is None else g for (n, t), g in zip(inputs.items(), grads)}
-    return {"out": out.detach(), **found}
-
-
-@lru_cache(maxsize=64)
-def whole(case: Case) -> dict[str, Tensor]:
-    """The same on one process; for any layout."""
-    return results(case.make(), case, case.data())
-
-
-def places(case: Case, rank: int, size: int) -> dict[str, Tensor]:
-    x, context = (
-        positions(case.layout, rank=rank, ring_size=size, length=n)
-        for n in (case.length, case.context)
-    )
-    return {"x": x, "dout": x, "mask": x, "context": context, "context_mask": context}
-
-
-def shard(case: Case, ring: Ring) -> dict[str, Tensor]:
-    """The same from one rank's shards."""
-    module = case.make(ring_attn=True, layout=case.layout, group=ring)
-    at = places(case, ring.rank, ring.size)
-    return results(module, case, {name: t[:, at[name]] for name, t in case.data().items()})
-
-
-def errors(
-    case: Case, by_rank: list[dict[str, Tensor]], want: dict[str, Tensor] | None = None
-) -> dict[str, float]:
-    """The worst relative error of each result; gradients of parameters are summed over ranks."""
-    want = want or whole(Case(**{**vars(case), "layout": "contiguous"}))
-    size, found = len(by_rank), {}
-    for name, wanted in want.items():
-        if name in ("out", "x", "context"):
-            at = [places(case, r, size)["x" if name == "out" else name] for r in range(size)]
-            found[name] = max(
-                relative_error(mine[name], wanted[:, here]) for mine, here in zip(by_rank, at)
-            )
-        else:
-            found[name] = relative_error(sum(mine[name] for mine in by_rank), wanted)
-    return found
-
-
-def check(case: Case, by_rank: list[dict[str, Tensor]]) -> None:
-    bad = {name: e for name, e in errors(case, by_rank).items() if not e < TOLERANCE}
-    assert not bad, f"{len(by_rank)} ranks: {bad} in {case}"
-
-
-def check_in_threads(case: Case, size: int) -> threads.Hub:
-    got, hub = threads.run(size, lambda ring: shard(case, ring))
-    check(case, got)
-    return hub
-
-
-def process_case(cases: list[Case]) -> list[dict[str, Tensor]]:
-    """For a pool."""
-    return [shard(case, Ring()) for case in cases]
-
-
-def check_in_processes(cases: list[Case], pool: Pool) -> None:
-    for case, *by_rank in zip(cases, *pool.run(process_case, cases)):
-        check(case, by_rank)
+    leaves = {name: data[name].clone().requires_grad_() for name in ("x", "context")}
+    out = call(module, case, data | leaves)
+    leaves |= dict(module.named_parameters())
+    return gradients({"out": out}, leaves, {"out": data["dout"]})

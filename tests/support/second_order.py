@@ -20,12 +20,14 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 from torch.func import grad, jvp
 
-from ring_attention_pytorch import balanced, ring_attn
-from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch import ring_attn
 from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
-from tests.support.features import BORDERS, Feature, N, Problem, drawn
-from tests.support.reference import dense_attention, relative_error
+from tests.support.case import errors
+from tests.support.cases import asked_of_a_rank, of_dense
+from tests.support.features import Feature, Problem, drawn
+from tests.support.random_draw import LEARNED
+from tests.support.reference import dense_attention
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
 
@@ -70,51 +72,51 @@ class Second:
     """A feature's second order, whole by the oracle and in parts by the ring."""
 
     def __init__(self, feature: Feature, dtype: torch.dtype = torch.float64):
-        self.problem = Problem(feature, dtype)
-        learned = feature.varied | feature.learned
-        self.names = [*"qkv", *learned]
-        leaves = dict(zip(self.names, (*self.problem.qkv, *learned.values())))
+        self.problem, self.dtype = Problem(feature, dtype), dtype
+        whole = self.problem.case.tensors()
+        leaves = {name: whole[name].double() for name in LEARNED if name in whole}
         self.along = {n: drawn(*t.shape, seed=20 + i) for i, (n, t) in enumerate(leaves.items())}
-        self.dlse = drawn(*self.problem.dlse.shape, seed=8)
-        given = feature.shared | feature.sharded | feature.oracle
+        wide = {n: t.double() if t.is_floating_point() else t for n, t in whole.items()}
+        given = of_dense(self.problem.case, wide)
 
         def attend(*given_leaves: Tensor) -> tuple[Tensor, Tensor]:
             return dense_attention(**dict(zip(leaves, given_leaves)), **given)
 
-        self.want = derivatives(
+        found = derivatives(
             attend,
             [t.clone().requires_grad_() for t in leaves.values()],
             list(self.along.values()),
-            (self.problem.dout, self.dlse),
+            (wide["dout"], wide["dlse"]),
         )
+        self.want = dict(zip(self.kinds, found))
 
     @property
     def kinds(self) -> dict[str, str]:
-        """What each derivative lies along: tokens, lse's tokens, or the same on every rank."""
-        learned = self.problem.feature.learned
-        of_leaves = {n: "learned" if n in learned else "tokens" for n in self.names}
+        """A result or a leaf that lies along tokens as each derivative does."""
         return {
-            "tout": "tokens",
+            "tout": "out",
             "tlse": "lse",
-            **{f"td{n}": kind for n, kind in of_leaves.items()},
-            **{f"dd{n}": kind for n, kind in of_leaves.items()},
-            "ddout": "tokens",
+            **{f"td{n}": n for n in self.along},
+            **{f"dd{n}": n for n in self.along},
+            "ddout": "out",
             "ddlse": "lse",
         }
 
     def shard(self, ring: Ring, layout: str, **more: Any) -> list[Tensor]:
         """One rank's."""
-        at, leaves, options = self.problem.part(ring, layout)
-        dtype, learned = self.problem.dtype, self.problem.feature.learned
-        along = [(t if n in learned else t[:, at]).to(dtype) for n, t in self.along.items()]
+        case = self.problem.by(layout, "eager", **more)
+        leaves, mine, options = asked_of_a_rank(case, ring)
+        along = case.part(self.along, ring)
 
         def attend(*given: Tensor) -> tuple[Tensor, Tensor]:
-            named = dict(zip(leaves, given))
-            return ring_attn(**named, **options, **dict(kernel="eager") | more)
+            return ring_attn(**dict(zip(leaves, given)), **options, return_lse=True)
 
-        wide = torch.promote_types(dtype, torch.float32)
-        cotangents = self.problem.dout[:, at].to(dtype), self.dlse[..., at].to(wide)
-        return derivatives(attend, list(leaves.values()), along, cotangents)
+        return derivatives(
+            attend,
+            list(leaves.values()),
+            [along[name].to(self.dtype) for name in leaves],
+            (mine["dout"], mine["dlse"]),
+        )
 
     def errors(
         self, size: int, layout: str, machines: Sequence[int] = (), **more: Any
@@ -125,15 +127,10 @@ class Second:
         return self.compared(got, layout)
 
     def compared(self, got: list[list[Tensor]], layout: str) -> dict[str, float]:
-        dealt = balanced(BORDERS, len(got)) if layout == "balanced" else layout
-        places = [positions(dealt, rank=r, ring_size=len(got), length=N) for r in range(len(got))]
-        found = {}
-        for (name, kind), want, *mine in zip(self.kinds.items(), self.want, *got):
-            if kind == "learned":
-                found[name] = relative_error(sum(mine), want)
-                continue
-            dim = 2 if kind == "lse" else 1
-            found[name] = max(
-                relative_error(t, want.index_select(dim, at)) for t, at in zip(mine, places)
-            )
+        case, kinds = self.problem.by(layout, None), self.kinds
+        found: dict[str, float] = {}
+        by_rank = [dict(zip(kinds, each)) for each in got]
+        each = errors(by_rank, self.want, lambda n, rank: case.tokens(kinds[n], rank, len(got)))
+        for (name, _), error in each.items():
+            found[name] = max(found.get(name, 0.0), error)
         return found

@@ -1,7 +1,7 @@
 """Cases of summary attention: the same data on any ring, compared with the dense reference."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,18 +17,34 @@ from ring_attention_pytorch.summaries import (
     summarize,
     summary_attn,
 )
+from tests.support import case as language
 from tests.support import threads
-from tests.support.ranks import Pool
+from tests.support.case import Results, Tokens, check_in_processes, check_in_threads, gradients
 from tests.support.reference import relative_error
 from tests.support.summary_reference import summary_attention
 
+__all__ = ["check_in_processes", "check_in_threads"]  # for whoever imports the rest from here
 HEADS, KEY_HEADS, D, D_V = 4, 2, 6, 5
-BY_TOKEN = ("q", "k", "v", "gates", "dout")  # sharded; the rest is the same on all ranks
+# sharded; the rest is the same on all ranks
+BY_TOKEN = {
+    "q",
+    "k",
+    "v",
+    "gates",
+    "out",
+    "dout",
+    "dq",
+    "dk",
+    "dv",
+    "dgates",
+    "documents",
+    "key_mask",
+}
 
 
-@dataclass(frozen=True)
-class Case:
-    """What to compute. Data are drawn from the seed, the same on every rank."""
+@dataclass(frozen=True, kw_only=True)
+class Case(language.Case):
+    """What to compute."""
 
     length: int = 43
     window: int = 5
@@ -44,7 +60,6 @@ class Case:
     gated: bool = False
     pooled: str = "mean"
     transport: str | None = None
-    seed: int = 0
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -53,46 +68,61 @@ class Case:
             for name in ("window", "stride", "block", "distance", "select")
         }
 
-    def data(self) -> dict[str, Tensor]:
+    def data(self) -> Results:
         """All tensors that have gradients, and the cotangent."""
-        draw = torch.Generator().manual_seed(self.seed)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=draw, dtype=torch.float64)
-
         tokens = self.batch, self.length
-        data = {
-            "q": normal(*tokens, HEADS, D),
-            "k": normal(*tokens, KEY_HEADS, D),
-            "v": normal(*tokens, KEY_HEADS, D_V),
-            "key_weights": normal(KEY_HEADS, self.block),
-            "value_weights": normal(KEY_HEADS, self.block),
-            "dout": normal(*tokens, HEADS, D_V),
+        shapes = {
+            "q": (*tokens, HEADS, D),
+            "k": (*tokens, KEY_HEADS, D),
+            "v": (*tokens, KEY_HEADS, D_V),
+            "key_weights": (KEY_HEADS, self.block),
+            "value_weights": (KEY_HEADS, self.block),
+            "dout": (*tokens, HEADS, D_V),
         }
         if self.pooled == "attention":
-            data |= {"key_query": normal(KEY_HEADS, D), "value_query": normal(KEY_HEADS, D_V)}
-        data |= {"gates": normal(*tokens, HEADS, 2)} if self.gated else {"bias": normal(HEADS)}
+            shapes |= {"key_query": (KEY_HEADS, D), "value_query": (KEY_HEADS, D_V)}
+        shapes |= {"gates": (*tokens, HEADS, 2)} if self.gated else {"bias": (HEADS,)}
+        data = {name: self.normal(name, *shape) for name, shape in shapes.items()}
         if self.level:
             data["k"].zero_()
         return data
 
-    def masks(self) -> dict[str, Tensor]:
+    def masks(self) -> Results:
         """Documents, one of them in two runs, and a mask that leaves a whole cell blind."""
-        draw = torch.Generator().manual_seed(self.seed + 1)
-        masks = {}
+        masks, tokens = {}, (self.batch, self.length)
         if self.documents:
-            ids = (torch.rand(self.batch, self.length, generator=draw) < 0.08).cumsum(1)
+            ids = self.marks("documents", *tokens, share=0.08).cumsum(1)
             ids[-1] = torch.arange(self.length) > self.length // 3
             ids[-1, -self.length // 4 :] = 0
             masks["documents"] = ids
         if self.masked:
-            mask = torch.rand(self.batch, self.length, generator=draw) < 0.6
-            mask[:, : 2 * self.stride] = False
-            masks["key_mask"] = mask
+            masks["key_mask"] = self.marks("key_mask", *tokens, share=0.6)
+            masks["key_mask"][:, : 2 * self.stride] = False
         return masks
 
     def at(self, rank: int, size: int) -> Tensor:
         return positions(self.layout, rank=rank, ring_size=size, length=self.length)
+
+    def tokens(self, name: str, rank: int, size: int) -> Tokens:
+        return (1, self.at(rank, size)) if name in BY_TOKEN else None
+
+    def whole(self) -> Results:
+        def attend(data: Results, extra: Results) -> Tensor:
+            qkv = (data[name] for name in "qkv")
+            return summary_attention(*qkv, **self.rule, **_arguments(data), **extra, **self.masks())
+
+        return _differentiated(self.data(), attend)
+
+    def shard(self, ring: Ring) -> Results:
+        def attend(data: Results, extra: Results) -> Tensor:
+            q, k, v = (data[name] for name in "qkv")
+            options = dict(layout=self.layout, group=ring, transport=self.transport)
+            masks = self.part(self.masks(), ring)
+            plan = SummaryPlan.make(q, k, v, **self.rule, **options, **masks)
+            far = summarize(k, v, plan=plan, **_arguments(data))
+            return summary_attn(q, k, v, *far, plan=plan, **extra)
+
+        return _differentiated(self.part(self.data(), ring), attend)
 
 
 PACKED = Case(documents=True, masked=True, block=5)
@@ -111,15 +141,11 @@ CASES = {
 }
 
 
-Results = dict[str, Tensor]
-
-
-def _gradients(out: Tensor, data: Results, dout: Tensor) -> Results:
-    grads = torch.autograd.grad(out, list(data.values()), dout, allow_unused=True)
-    named = zip(data, data.values(), grads)
-    return {"out": out.detach()} | {
-        name: torch.zeros_like(t) if grad is None else grad for name, t, grad in named
-    }
+def _differentiated(data: Results, attend: Callable[[Results, Results], Tensor]) -> Results:
+    along = {"out": data.pop("dout")}
+    leaves = {name: t.requires_grad_() for name, t in data.items()}
+    extra = {name: leaves[name] for name in ("bias", "gates") if name in leaves}
+    return gradients({"out": attend(leaves, extra)}, leaves, along)
 
 
 def _arguments(data: Results) -> dict[str, tuple[Tensor | None, Tensor | None]]:
@@ -127,63 +153,6 @@ def _arguments(data: Results) -> dict[str, tuple[Tensor | None, Tensor | None]]:
         "weights": (data["key_weights"], data["value_weights"]),
         "queries": (data.get("key_query"), data.get("value_query")),
     }
-
-
-@lru_cache(maxsize=256)
-def dense(case: Case) -> Results:
-    """What the reference says, for any layout and ring."""
-    data = case.data()
-    dout = data.pop("dout")
-    data = {name: t.requires_grad_() for name, t in data.items()}
-    extra = {name: data[name] for name in ("bias", "gates") if name in data}
-    qkv = (data[name] for name in "qkv")
-    out = summary_attention(*qkv, **case.rule, **_arguments(data), **extra, **case.masks())
-    return _gradients(out, data, dout)
-
-
-def shard(case: Case, ring: Ring) -> Results:
-    """The same by one rank of a ring: its part of out and of the gradients."""
-    at = case.at(ring.rank, ring.size)
-    data = {name: t[:, at] if name in BY_TOKEN else t for name, t in case.data().items()}
-    dout = data.pop("dout")
-    data = {name: t.requires_grad_() for name, t in data.items()}
-    masks = {name: t[:, at] for name, t in case.masks().items()}
-    q, k, v = (data[name] for name in "qkv")
-    options = dict(layout=case.layout, group=ring, transport=case.transport, **masks)
-    plan = SummaryPlan.make(q, k, v, **case.rule, **options)
-    extra = {name: data[name] for name in ("bias", "gates") if name in data}
-    far = summarize(k, v, plan=plan, **_arguments(data))
-    return _gradients(summary_attn(q, k, v, *far, plan=plan, **extra), data, dout)
-
-
-def check(case: Case, by_rank: list[Results]) -> None:
-    """Compare every result of every rank; gradients of what all ranks share are summed."""
-    size, bad = len(by_rank), {}
-    for name, want in dense(case).items():
-        for rank, mine in enumerate(by_rank):
-            if name in (*BY_TOKEN, "out"):
-                error = relative_error(mine[name], want[:, case.at(rank, size)])
-            else:
-                error = relative_error(sum(each[name] for each in by_rank), want)
-            if not error < 1e-12:
-                bad[name, rank] = error
-    assert not bad, f"{size} ranks: {bad} in {case}"
-
-
-def check_in_threads(case: Case, size: int) -> threads.Hub:
-    got, hub = threads.run(size, lambda ring: shard(case, ring))
-    check(case, got)
-    return hub
-
-
-def process_case(cases: list[Case]) -> list[Results]:
-    """For a pool."""
-    return [shard(case, Ring()) for case in cases]
-
-
-def check_in_processes(cases: list[Case], pool: Pool) -> None:
-    for case, *by_rank in zip(cases, *pool.run(process_case, cases)):
-        check(case, by_rank)
 
 
 # --- modules ---
