@@ -111,7 +111,7 @@ def measured(length: int, given: Any, ranks: int, rank: int) -> None:
                 for back in (False, True)]  # fmt: skip
 
     alone = timed(whole(given.device), tensors)
-    tell(rank, f"{length} tokens, whole:", *(f"{1e3 * t:.2f} ms" for t in alone))
+    report(rank, f"{length} tokens, whole:", *(f"{1e3 * t:.2f} ms" for t in alone))
     for layout in ("contiguous", "zigzag"):
         at = positions(layout, rank=rank, ring_size=ranks, length=length).to(given.device)
         mine = [t[:, at].contiguous() for t in tensors]
@@ -121,7 +121,7 @@ def measured(length: int, given: Any, ranks: int, rank: int) -> None:
         m = torch.randn(runs, given.heads[1], d, d, device=given.device)
         scan = seconds(lambda: ring_scan(m, m, plan=plan), given.device, given.repeats)  # noqa: B023
         shares = (f"{one / ranks / our:.0%}" for one, our in zip(alone, times))
-        tell(
+        report(
             rank, f"  ours, {layout}:", *(f"{1e3 * t:.2f} ms" for t in times), "share", *shares,
             f"scan {1e3 * scan:.2f} ms = {scan / times[0]:.0%} of forward",
         )  # fmt: skip
@@ -129,9 +129,9 @@ def measured(length: int, given: Any, ranks: int, rank: int) -> None:
         if other is not None:
             try:
                 times = timed(other, mine)
-                tell(rank, "  fla's context:", *(f"{1e3 * t:.2f} ms" for t in times))
+                report(rank, "  fla's context:", *(f"{1e3 * t:.2f} ms" for t in times))
             except Exception as error:  # another version of fla
-                tell(rank, f"  fla's context: {type(error).__name__}: {error}")
+                report(rank, f"  fla's context: {type(error).__name__}: {error}")
 
 
 def errors(given: Any) -> None:
@@ -152,11 +152,11 @@ def errors(given: Any) -> None:
         results.append([out.detach(), last.detach(), *grads])
     for name, found in zip(("float32", "bfloat16"), results[1:]):
         parts = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, results[0])]
-        tell(0, f"errors in {name} (out, last, dq, dk, dv, dg, dbeta):",
+        report(0, f"errors in {name} (out, last, dq, dk, dv, dg, dbeta):",
              *(f"{part:.1e}" for part in parts))  # fmt: skip
 
 
-def tell(rank: int, *words: str) -> None:
+def report(rank: int, *words: str) -> None:
     """Print a line on the first rank."""
     if rank == 0:
         print(*words, flush=True)
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rank, ranks = 0, 1
         if dist.is_initialized():
             rank, ranks = dist.get_rank(), dist.get_world_size()
-        tell(rank, f"{given.device}, {ranks} ranks; times of forward, and with backward")
+        report(rank, f"{given.device}, {ranks} ranks; times of forward, and with backward")
         if ranks == 1:
             errors(given)
         for length in given.lengths:

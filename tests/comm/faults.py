@@ -108,8 +108,8 @@ ATTENTION = [
         "kernel = light", "pass",
     ),
     Mutant(
-        "short documents get the kernel of long ones", "plan/prepare.py:settle_transport",
-        "kernel, light = short, None", "light = None",
+        "short documents get the kernel of long ones", "plan/prepare.py:_of_documents",
+        "return (short,", "return (kernel,",
     ),
     Mutant(
         "documents without a causal mask are half as long",

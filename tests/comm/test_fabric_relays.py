@@ -39,10 +39,10 @@ CASES = {
         dict(layout="zigzag", length=30, ids=((0,) * 9 + (1,) * 21, (0,) * 17 + (4,) * 13)), TWO,
     ),
     "borders": (
-        dict(length=31, ids=((0,) * 9 + (1,) * 13 + (2,) * 9,), borders=True), MIDDLE,
+        dict(length=31, borders=((0, 9, 22, 31),)), MIDDLE,
     ),
     "cross": (
-        dict(causal=False, length=10, query_lengths=(3, 0, 5, 2), key_lengths=(4, 7, 0, 1)), UNEVEN,
+        dict(causal=False, cross=True, queries=(3, 0, 5, 2), keys=(4, 7, 0, 1)), UNEVEN,
     ),
 }  # fmt: skip
 

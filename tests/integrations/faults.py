@@ -91,8 +91,8 @@ INTEGRATIONS = [
     ),
     Mutant(
         "a model's modules are those of its first call", "integrations/watched.py:parts_of",
-        "return Parts(models, places_of(named), head, with_router_loss(models))",
+        "return Parts(models, places_of(named), head, with_router_loss(models), recurrent)",
         "return vars(module).setdefault("
-        "'parts', Parts(models, places_of(named), head, with_router_loss(models)))",
+        "'parts', Parts(models, places_of(named), head, with_router_loss(models), recurrent))",
     ),
 ]  # fmt: skip

@@ -14,8 +14,7 @@ from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
 from ring_attention_pytorch.geometry.segments import Segments, count
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.ranks.machines import numbered
-from ring_attention_pytorch.schedule.pieces import Chunks, KVShape, Workload
-from ring_attention_pytorch.schedule.pieces import schedule as rounds_of
+from ring_attention_pytorch.schedule.pieces import Chunks, KVShape, Workload, rounds_of
 from ring_attention_pytorch.schedule.relays import (
     Machines,
     Route,
