@@ -109,7 +109,7 @@ ATTENTION = [
     ),
     Mutant(
         "short documents get the kernel of long ones", "plan/prepare.py:_of_documents",
-        "return (short,", "return (kernel,",
+        "return short", "return kernel",
     ),
     Mutant(
         "documents without a causal mask are half as long",
