@@ -87,8 +87,9 @@ class _Shared(Function):
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[None, Tensor, Tensor]:
-        totals = _total(ctx.ring, dk, dv) if is_first_order() else _Total.apply(ctx.ring, dk, dv)
-        return None, *totals
+        summed = _total if is_first_order() else _Total.apply
+        of_k, of_v = summed(ctx.ring, dk, dv)
+        return None, of_k, of_v
 
     @staticmethod
     def jvp(ctx: Any, _: None, tk: Tensor, tv: Tensor) -> tuple[Tensor, Tensor]:

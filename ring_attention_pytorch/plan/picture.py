@@ -22,7 +22,9 @@ from ring_attention_pytorch.svg import FAINT, box, page, text
 
 LEFT, HIGH, GAP, PANEL = 92, 20, 5, 98
 WIDTH = 900  # of the bars of a panel
-COLOURS = dict(zip((OWN, OTHERS, ALL, KEYS_COME, GRADS_GO), (SERIES[i] for i in (0, 5, 4, 3, 2))))
+COLOURS = {
+    OWN: SERIES[0], OTHERS: SERIES[5], ALL: SERIES[4], KEYS_COME: SERIES[3], GRADS_GO: SERIES[2],
+}  # fmt: skip
 _LEGEND_AT = (0, 175, 295, 420, 510)
 
 
