@@ -34,8 +34,9 @@ def chunk_tokens(*modules: nn.Module, tokens: int, dim: int = 1) -> None:
         dim: the dimension of tokens.
 
     Raises:
-        ValueError: `tokens` is less than 1, a module already computes by chunks; or, in a call, a
-            module got more than one argument, or its result has another number of tokens.
+        ValueError: `tokens` is less than 1, there is no module, or one already computes by chunks;
+            or, in a call, a module got more than one argument, or its result has another number of
+            tokens.
 
     >>> mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
     >>> chunk_tokens(mlp, tokens=256)
@@ -44,6 +45,8 @@ def chunk_tokens(*modules: nn.Module, tokens: int, dim: int = 1) -> None:
     """
     with checks_of("chunk_tokens"):
         check_least(1, tokens=tokens)
+    if not modules:
+        raise ValueError("chunk_tokens: pass the modules that are to compute by chunks, got none")
     for module in modules:
         if isinstance(module.forward, _ByChunks):
             raise ValueError(

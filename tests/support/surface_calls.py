@@ -85,6 +85,14 @@ def model() -> Any:
     return R.RingTransformer(**MODEL)
 
 
+class AsItWas(torch.nn.Linear):
+    """A module that keeps its forward, so that it may be passed again."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "forward":
+            super().__setattr__(name, value)
+
+
 def summed() -> tuple[Any, Any]:
     p = summary_plan()
     return p, R.summarize(Q, Q, plan=p)
@@ -119,6 +127,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "ulysses_attn": to(R.ulysses_attn, R.ring_attn, **QKV),
     "top_keys": to(R.top_keys, scores=torch.rand(2, 4), positions=torch.arange(4), k=2),
     "merge_attention": lambda: Call(partial(R.merge_attention, Q, Q[..., 0].mT), {}),
+    "chunk_tokens": lambda: Call(partial(R.chunk_tokens, AsItWas(2, 2)), dict(tokens=2)),
     "explain_kernel": to(R.explain_kernel, **QKV),
     "default_attention": to(R.default_attention, **QKV),
     "ring_flash_attn": to(R.ring_flash_attn, **QKV),
@@ -358,7 +367,7 @@ RIGHT: dict[str, str] = {
     "receive_from_rank": "0", "positions.length": "0", "RingTransformer.depth": "0",
     "Workers.join.timeout": "0 0.0 inf", "pad_dim_to.dim": "0", "ShardedBatch.unshard.dim": "-1",
     "shard_sequence.dim": "0 -1", "all_gather.dim": "0 -1", "all_gather_variable_dim.dim": "0 -1",
-    "gather_sizes.dim": "0 -1", "AllGather.dim": "0 -1", "pad_at_dim.dim": "0 -1",
+    "chunk_tokens.dim": "0 -1", "gather_sizes.dim": "0 -1", "AllGather.dim": "0 -1", "pad_at_dim.dim": "0 -1",
     "ring_cross_entropy.scale": "", "ring_token_logprobs.scale": "",
     "ring_token_logprobs.ignore_index": "", "ring_forward.dropout_seed": "0",
     "register.name": "text", "ring_forward.memory": "0", "ring_halo.width": "0",
