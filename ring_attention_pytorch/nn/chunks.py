@@ -13,6 +13,7 @@ Jacobs et al. 2025, "Arctic Long Sequence Training", section 3, has the same for
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -69,10 +70,9 @@ class _ByChunks:
                 "chunk_tokens: a module that computes by chunks takes one tensor, "
                 f"got {len(others) + len(options)} more arguments; leave this module out"
             )
-        if not torch.is_grad_enabled():
-            return torch.cat([self._one(part) for part in x.split(self.tokens, self.dim)], self.dim)
-        parts = x.split(self.tokens, self.dim)
-        return torch.cat([checkpoint(self._one, p, use_reentrant=False) for p in parts], self.dim)
+        again = partial(checkpoint, self._one, use_reentrant=False)
+        compute = again if torch.is_grad_enabled() else self._one
+        return torch.cat([compute(part) for part in x.split(self.tokens, self.dim)], self.dim)
 
     def _one(self, part: Tensor) -> Tensor:
         out = self.forward(part)

@@ -81,9 +81,7 @@ class GatedDeltaNet(nn.Module):
         """
         x = _masked(x, mask, plan, self.to_qkv.in_features)
         normed = self.norm(x)
-        qkv = F.silu(ring_short_conv(self.to_qkv(normed), self.conv, plan=plan))
-        if mask is not None:
-            qkv = qkv * mask[..., None]
+        qkv = _convolved(self.to_qkv(normed), self.conv, mask, plan)
         q, k, v = (
             rearrange(t, "b n (h d) -> b n h d", d=self.dim_head)
             for t in qkv.split(self.widths, -1)
@@ -148,9 +146,7 @@ class Mamba2(nn.Module):
         """
         x = _masked(x, mask, plan, self.to_xbc.in_features)
         normed = self.norm(x)
-        xbc = F.silu(ring_short_conv(self.to_xbc(normed), self.conv, plan=plan))
-        if mask is not None:
-            xbc = xbc * mask[..., None]
+        xbc = _convolved(self.to_xbc(normed), self.conv, mask, plan)
         values, b, c = xbc.split(self.widths, -1)
         values = rearrange(values, "b n (h d) -> b n h d", d=self.dim_head)
         b, c = (rearrange(t, "b n (g d) -> b n g d", d=self.dim_state) for t in (b, c))
@@ -162,6 +158,12 @@ class Mamba2(nn.Module):
 def _convolution(channels: int, width: int) -> nn.Parameter:
     bound = width**-0.5
     return nn.Parameter(torch.empty(channels, width).uniform_(-bound, bound))
+
+
+def _convolved(x: Tensor, weights: Tensor, mask: Tensor | None, plan: RunPlan) -> Tensor:
+    """Convolve tokens with the ones before them, SiLU; padding is 0, so that states skip it."""
+    x = F.silu(ring_short_conv(x, weights, plan=plan))
+    return x if mask is None else x * mask[..., None]
 
 
 def _check(name: str, heads: int, shared: str, **numbers: int) -> None:

@@ -89,10 +89,8 @@ def ring_gated_delta_rule(  # noqa: PLR0913 - a public entry point
     >>> out.shape
     torch.Size([1, 6, 2, 4])
     """
-    name = "ring_gated_delta_rule"
-    _check(name, plan, q, k, v, initial, g=(g, 3), beta=(beta, 3))
     call = _Call(q, k, v, g, beta, initial, final, plan, kernel)
-    return _delta(name, call, scale, normalize)
+    return _delta("ring_gated_delta_rule", call, 3, scale, normalize)
 
 
 @typed(report_to_group("ring_kda", agreed=("plan", ...)))
@@ -126,10 +124,8 @@ def ring_kda(  # noqa: PLR0913 - a public entry point
     >>> ring_kda(q, q, q, -q.abs(), beta, plan=RunPlan.make(q), normalize=True)[0].shape
     torch.Size([1, 6, 2, 4])
     """
-    name = "ring_kda"
-    _check(name, plan, q, k, v, initial, g=(g, 4), beta=(beta, 3))
     call = _Call(q, k, v, g, beta, initial, final, plan, kernel)
-    return _delta(name, call, scale, normalize)
+    return _delta("ring_kda", call, 4, scale, normalize)
 
 
 @typed(report_to_group("ring_mamba2", agreed=("plan", ...)))
@@ -191,10 +187,15 @@ def ring_mamba2(  # noqa: PLR0913 - a public entry point
 
 
 def _delta(
-    name: str, call: _Call, scale: float | None, normalize: bool
+    name: str, call: _Call, gate_dims: int, scale: float | None, normalize: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute a call with the delta rule, once its kernel is chosen and q and k are ready."""
-    q, k, v = call.q, call.k, call.v
+    """Check a call with the delta rule, choose its kernel, and compute it.
+
+    Gates have 3 dimensions, or 4 if each channel of a key has one.
+    """
+    q, k, v, beta = call.q, call.k, call.v, call.beta
+    assert beta is not None
+    _check(name, call.plan, q, k, v, call.initial, g=(call.g, gate_dims), beta=(beta, 3))
     if scale is not None and not isfinite(scale):
         raise call.plan.error(f"{name}: scale must be finite, got {scale}")
     why = fla_refusal(q, k, v)
