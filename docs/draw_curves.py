@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.lib.training import differences, groups, name
+from ring_attention_pytorch.svg import COLOURS, FAINT, PALE, box, line, page, text
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results" / "curves.json"
@@ -19,22 +20,11 @@ LEFT, TOP, WIDE, HIGH, GAP = 48, 34, 420, 160, 64
 STEPS = 5  # of which a point is the median
 DECADES = 6  # below 1, of differences
 # wide and light below, thin on it: curves that lie on one another can all be seen
-STROKES = {
-    ("ring", 1): ("one", 7.0), ("ring", 2): ("two", 3.5), ("ring", 4): ("four", 1.3),
-    ("context_parallel", 2): ("peer", 1.3), ("context_parallel", 4): ("peer", 1.3),
+STROKES = {  # colour, width, dashes
+    ("ring", 1): (COLOURS[1], 7.0, ""), ("ring", 2): (COLOURS[3], 3.5, ""),
+    ("ring", 4): (COLOURS[0], 1.3, ""), ("context_parallel", 2): (COLOURS[2], 1.3, "5 4"),
+    ("context_parallel", 4): (COLOURS[2], 1.3, "5 4"),
 }  # fmt: skip
-STYLE = """\
-<style>
-text { fill: #1f2328; } .grid { stroke: #d8dee4; } .panel { fill: #ffffff; stroke: #d8dee4; }
-polyline { fill: none; stroke-linejoin: round; }
-.one { stroke: #e8c891; } .two { stroke: #3ca951; } .four { stroke: #1f4e9c; }
-.peer { stroke: #c03030; stroke-dasharray: 5 4; }
-@media (prefers-color-scheme: dark) {
-text { fill: #e6edf3; } .grid { stroke: #30363d; } .panel { fill: #0d1117; stroke: #30363d; }
-.one { stroke: #7d6334; } .two { stroke: #4fc767; } .four { stroke: #8ab4ff; }
-.peer { stroke: #ff7b72; }
-}
-</style>"""
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
@@ -46,29 +36,26 @@ def smooth(losses: Sequence[float]) -> list[float]:
     return [median(losses[at : at + STEPS]) for at in range(0, len(losses), STEPS)]
 
 
-def polyline(values: Sequence[float], box: tuple[float, float], high: float, row: Any) -> str:
-    """Draw values between 0 and `high` in a box, by the style of a run."""
-    kind, width = STROKES[row["subject"], row["ranks"]]
-    x0, y0 = box
-    points = " ".join(
-        f"{x0 + WIDE * i / max(1, len(values) - 1):.1f},{y0 + HIGH * (1 - value / high):.1f}"
-        for i, value in enumerate(values)
-    )
-    return f'<polyline class="{kind}" stroke-width="{width}" points="{points}"/>'
+def curve(values: Sequence[float], corner: tuple[float, float], high: float, row: Any) -> str:
+    """Draw values between 0 and `high` in a panel, by the stroke of a run."""
+    x0, y0 = corner
+    step = WIDE / max(1, len(values) - 1)
+    points = [(x0 + i * step, y0 + HIGH * (1 - value / high)) for i, value in enumerate(values)]
+    return line(points, *STROKES[row["subject"], row["ranks"]])
 
 
-def panel(box: tuple[float, float], title: str, labels: Sequence[str], steps: int) -> list[str]:
-    """Draw a frame with its title, lines across, and labels of these from below to the top."""
-    x0, y0 = box
+def panel(corner: tuple[float, float], title: str, labels: Sequence[str], steps: int) -> list[str]:
+    """Draw a ground with its title, lines across, and labels of these from below to the top."""
+    x0, y0 = corner
     parts = [
-        f'<rect class="panel" x="{x0}" y="{y0}" width="{WIDE}" height="{HIGH}"/>',
-        f'<text x="{x0}" y="{y0 - 9}">{title}</text>',
-        f'<text x="{x0 + WIDE}" y="{y0 + HIGH + 15}" text-anchor="end">step {steps}</text>',
+        box(x0, y0, WIDE, HIGH, PALE),
+        text(x0, y0 - 9, title),
+        text(x0 + WIDE, y0 + HIGH + 15, f"step {steps}", anchor="end"),
     ]
     for i, label in enumerate(labels):
         y = y0 + HIGH * (1 - i / (len(labels) - 1))
-        parts.append(f'<line class="grid" x1="{x0}" x2="{x0 + WIDE}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{x0 - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+        parts.append(line([(x0, y), (x0 + WIDE, y)], FAINT, width=1))
+        parts.append(text(x0 - 6, y + 4, label, anchor="end"))
     return parts
 
 
@@ -83,29 +70,23 @@ def decades(difference: float) -> float:
 
 def drawing(rows: Sequence[dict[str, Any]]) -> str:
     """Draw all runs: the losses, and beside them the differences from a single rank."""
-    parts, shown, y = [], dict[str, str](), TOP
+    parts, shown, y = [], dict[str, tuple[str, float, str]](), TOP
     for title, runs in groups(rows).items():
         steps, left, right = len(runs[0]["losses"]), (LEFT, y), (LEFT + WIDE + GAP, y)
         lines = [smooth(run["losses"]) for run in runs]
-        high = max(max(line) for line in lines)
+        high = max(map(max, lines))
         parts += panel(left, f"loss: {title}", ("0", f"{high / 2:.1f}", f"{high:.1f}"), steps)
-        parts += [polyline(line, left, high, run) for line, run in zip(lines, runs)]
+        parts += [curve(each, left, high, run) for each, run in zip(lines, runs)]
         parts += panel(right, "difference from one rank", ("1e-6", "1e-4", "1e-2", "1"), steps)
         for run in runs[1:]:
             far = smooth(differences(run["losses"], runs[0]["losses"]))
-            parts.append(polyline([decades(each) for each in far], right, 1.0, run))
-        shown |= {name(run): STROKES[run["subject"], run["ranks"]][0] for run in runs}
+            parts.append(curve([decades(each) for each in far], right, 1.0, run))
+        shown |= {name(run): STROKES[run["subject"], run["ranks"]] for run in runs}
         y += HIGH + GAP
-    widths = dict(STROKES.values())
-    for number, (words, kind) in enumerate(shown.items()):
-        x, ends = LEFT + number * 205, f"{LEFT + number * 205},{y} {LEFT + number * 205 + 24},{y}"
-        parts.append(f'<polyline class="{kind}" stroke-width="{widths[kind]}" points="{ends}"/>')
-        parts.append(f'<text x="{x + 32}" y="{y + 4}">{words}</text>')
-    size = f"0 0 {LEFT + 2 * WIDE + GAP + 16} {y + 20}"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" font-family="system-ui, '
-        f'sans-serif" font-size="13">{STYLE}' + "".join(parts) + "</svg>\n"
-    )
+    for number, (words, stroke) in enumerate(shown.items()):
+        x = LEFT + number * 205
+        parts += [line([(x, y), (x + 24, y)], *stroke), text(x + 32, y + 4, words)]
+    return page(LEFT + 2 * WIDE + GAP + 16, y + 20, *parts)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ def chunk_tokens(*modules: nn.Module, tokens: int, dim: int = 1) -> None:
         dim: the dimension of tokens.
 
     Raises:
-        ValueError: `tokens` is less than 1, there is no module, or one already computes by chunks;
-            or, in a call, a module got more than one argument, or its result has another number of
-            tokens.
+        ValueError: `tokens` is less than 1, there is no module, or one is passed twice or already
+            computes by chunks; or, in a call, a module got more than one argument, or its result
+            has another number of tokens.
 
     >>> mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
     >>> chunk_tokens(mlp, tokens=256)
@@ -48,6 +48,8 @@ def chunk_tokens(*modules: nn.Module, tokens: int, dim: int = 1) -> None:
         check_least(1, tokens=tokens)
     if not modules:
         raise ValueError("chunk_tokens: pass the modules that are to compute by chunks, got none")
+    if len({*map(id, modules)}) < len(modules):
+        raise ValueError("chunk_tokens: a module is among the modules twice; pass each once")
     for module in modules:
         if isinstance(module.forward, _ByChunks):
             raise ValueError(

@@ -105,6 +105,9 @@ def test_modules_that_are_not_of_single_tokens_are_refused() -> None:
         chunk_tokens(nn.Linear(DIM, DIM), tokens=0)
     with pytest.raises(ValueError, match="pass the modules that are to compute by chunks"):
         chunk_tokens(tokens=3)
+    once = nn.Linear(DIM, DIM)
+    with pytest.raises(ValueError, match="among the modules twice"):
+        chunk_tokens(once, once, tokens=3)
     with pytest.raises(ValueError, match="takes one tensor, got 1 more arguments"):
         chunked(torch.zeros(1, 4, DIM), torch.zeros(1))
     pooled = nn.AdaptiveAvgPool1d(1)
