@@ -220,16 +220,16 @@ def test_every_transport_over_nccl(nccl: Callable, kind: str, way: str) -> None:
 def by_collectives(kernel: str | None) -> float:
     """The worst error of attention of what a functional collective returns, not waited for."""
     ring, draw = Ring(), torch.Generator().manual_seed(3)
-    whole = [torch.randn(1, 256 * ring.size, h, 64, generator=draw).cuda() for h in (4, 2, 2)]
+    whole = [torch.randn(1, 256 * ring.size, h, 64, generator=draw) for h in (4, 2, 2)]
     want = dense_attention(*(t.double() for t in whole))[0].chunk(ring.size, dim=1)[ring.rank]
     everyone, error = dist.group.WORLD, 0.0
     for _ in range(CALLS):
-        brought = [torch.stack(t.half().chunk(ring.size, dim=1)) for t in whole]
+        brought = [torch.stack(t.half().cuda().chunk(ring.size, dim=1)) for t in whole]
         given = [collectives.all_reduce(t / ring.size, "sum", everyone)[ring.rank] for t in brought]
         assert all(isinstance(t, collectives.AsyncCollectiveTensor) for t in given)
         out = ring_attn(*given, kernel=kernel)
         assert type(out) is Tensor
-        error = max(error, relative_error(out, want))
+        error = max(error, relative_error(out.cpu(), want))
     return error
 
 
