@@ -143,7 +143,7 @@ def peers() -> Table:
         for kernel in ("sdpa-cudnn", "triton")
     }
     others = {
-        "PyTorch context_parallel, cuDNN": "torch context_parallel, cudnn, allgather",
+        "PyTorch context_parallel, cuDNN": "torch context_parallel, cudnn, allgather, repeated",
         "axolotl-ringmaster, zigzag": "axolotl-ringmaster, zigzag",
         "yunchang, Ulysses 4": "yunchang, Ulysses 4 x ring 1",
     }

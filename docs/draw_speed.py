@@ -43,7 +43,7 @@ LINES = (
          COLOURS[2], "9 5"),
     Line("yunchang (Ulysses), flash-attn 2", "yunchang, Ulysses 4 x ring 1", "one by one",
          COLOURS[1], "9 5"),
-    Line("PyTorch context_parallel, cuDNN", "torch context_parallel, cudnn, allgather",
+    Line("PyTorch context_parallel, cuDNN", "torch context_parallel, cudnn, allgather, repeated",
          "one by one", COLOURS[5], "9 5"),
 )  # fmt: skip
 NOTES = (

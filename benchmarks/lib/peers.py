@@ -48,18 +48,18 @@ def _torch(causal: bool, tokens: int, key_heads: int) -> Peers:
     backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
     @contextmanager
-    def attend(kernel: str, rotate: str) -> Iterator[Attend]:
+    def attend(kernel: str, rotate: str, repeated: bool) -> Iterator[Attend]:
         settings._cp_options.enable_load_balance = causal
         settings.set_rotate_method(rotate)
         unused = torch.zeros(1, 2 * size, device="cuda")
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            group = q.shape[2] // k.shape[2]
-            q, k, v = (
-                t.transpose(1, 2)
-                for t in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2))
-            )
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            if repeated:
+                group = q.shape[2] // k.shape[2]
+                k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            grouped = q.shape[1] != k.shape[1]
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
             return out.transpose(1, 2)
 
         with (
@@ -69,9 +69,10 @@ def _torch(causal: bool, tokens: int, key_heads: int) -> Peers:
             yield run
 
     return {
-        f"torch context_parallel, {kernel}, {rotate}": attend(kernel, rotate)
+        f"torch context_parallel, {kernel}, {rotate}{how}": attend(kernel, rotate, bool(how))
         for kernel in backends
         for rotate in ("allgather", "alltoall")
+        for how in ("", ", repeated")
     }
 
 
