@@ -173,44 +173,82 @@ def fastest(found: dict[str, list[list[Row]]], among: Iterable[str], at: int) ->
     return name.removesuffix(", cuDNN"), speeds[name]
 
 
-def turns() -> Table:
-    """Four H100, ours and TransformerEngine by turns: TF/s, time of the host, memory."""
-    run = dict(SHAPE, gpus=4, mask="causal", device="NVIDIA H100 80GB HBM3", mode=ONE_BY_ONE)
-    subjects = {f"ours, {KERNELS[kernel]}": ("ours", kernel) for kernel in ("sdpa-cudnn", "triton")}
-    subjects |= {name: (name, None) for name in ENGINE}
-    subjects["cuDNN alone on one GPU"] = (ALONE, "sdpa-cudnn")
-    table = [["", "2k, forward / both", "8k, forward / both", "host, ms", "GiB at 8k"]]
-    quoted = []
-    for name, (subject, kernel) in subjects.items():
-        cells = [name]
-        for tokens in (2048, 8192):
-            asked = dict(run, subject=subject, kernel=kernel, tokens=tokens)
-            rows = [*one("peers", **asked | {"pass": "forward"}), *one("peers", **asked)]
-            cells.append(" / ".join(f"{row['tflops']:.0f}" for row in rows))
-            quoted += rows
-        last = quoted[-1]
-        peak = f"{last['peak_gib']:.2f}" if "peak_gib" in last else ""
-        table.append([*cells, f"{last['host_us'] / 1e3:.1f}", peak])
-    return table, quoted
+SUBJECTS = {f"ours, {KERNELS[kernel]}": ("ours", kernel) for kernel in ("sdpa-cudnn", "triton")}
+SUBJECTS |= {name: (name, None) for name in ENGINE}
+BY_TURNS = H200 | dict(date="2026-11-28")  # ours and TransformerEngine, one run
 
 
-def documents() -> Table:
-    """Packed documents on two H200, forward / both."""
-    run = dict(SHAPE, gpus=2, tokens=8192, device="NVIDIA H200")
-    names = dict.fromkeys(row["mask"] for row in found("peers", **run) if ":" in row["mask"])
-    subjects = {"ours, Triton": ("ours", "triton")} | {
-        name: (name, None) for name in (ENGINE[0], ENGINE[2])
-    }
-    table, quoted = [["", *(name.partition(": ")[2] for name in names)]], []
-    for told, (subject, kernel) in subjects.items():
+def columns(asked: dict[str, dict[str, object]]) -> Table:
+    """Ours and TransformerEngine, a row a subject and a column a shape: forward / both, in TF/s."""
+    table, quoted = [["", *asked]], []
+    for name, (subject, kernel) in SUBJECTS.items():
         cells = []
-        for mask in names:
-            asked = dict(run, mask=mask, subject=subject, kernel=kernel)
-            rows = [*one("peers", **asked | {"pass": "forward"}), *one("peers", **asked)]
+        for shape in asked.values():
+            wanted = shape | dict(subject=subject, kernel=kernel)
+            rows = [*one("peers", **wanted | {"pass": "forward"}), *one("peers", **wanted)]
             cells.append(" / ".join(f"{row['tflops']:.0f}" for row in rows))
             quoted += rows
-        table.append([told, *cells])
+        if any(cells):
+            table.append([name, *cells])
     return table, quoted
+
+
+def turns() -> Table:
+    """Ours and TransformerEngine by turns on four GPUs, by tokens."""
+    h100 = BY_TURNS | dict(tokens=8192, device="NVIDIA H100 80GB HBM3")
+    asked = {thousands(tokens): BY_TURNS | dict(tokens=tokens) for tokens in LENGTHS[1:]}
+    return columns(asked | {"8k on H100": h100})
+
+
+def shapes() -> Table:
+    """More heads, a full mask, a window."""
+    base = BY_TURNS | dict(tokens=8192)
+    heads = dict(heads=[64, 8])
+    return columns(
+        {
+            "64/8 heads, causal": base | heads,
+            "64/8 heads, full": base | heads | dict(mask="full"),
+            "window of 4096": base | dict(mask="window 4096"),
+        }
+    )
+
+
+def needs() -> Table:
+    """The host's time and the memory of a call both ways."""
+    table, quoted = [["", "host at 8k, ms", "GiB at 8k", "GiB at 32k", "GiB at 64k"]], []
+    for name, (subject, kernel) in SUBJECTS.items():
+        asked = BY_TURNS | dict(subject=subject, kernel=kernel)
+        rows = [one("peers", **asked, tokens=tokens) for tokens in (8192, 32768, 65536)]
+        if not rows[0]:
+            continue
+        quoted += [row for each in rows for row in each]
+        peaks = [f"{each[0]['peak_gib']:.2f}" if each else "" for each in rows]
+        table.append([name, f"{rows[0][0]['host_us'] / 1e3:.1f}", *peaks])
+    return table, quoted
+
+
+def timeline() -> Table:
+    """Where the time of a call goes, ours and TransformerEngine."""
+    names = ("attention_us", "transfer_us", "other_us", "idle_us", "microseconds", "apart_us")
+    head = ["ms", "attention", "only transfers", "only others", "nothing", "all",
+            "attention twice at once"]  # fmt: skip
+    rows = found("timeline", tokens=8192, gpus=4)
+    cells = [[f"{row[name] / 1e3:.2f}" for name in names] for row in rows]
+    who = ["ours, cuDNN" if row["subject"] == "ours" else row["subject"] for row in rows]
+    return [head, *([name, *each] for name, each in zip(who, cells))], rows
+
+
+def documents(gpus: int) -> Table:
+    """Packed documents, forward / both."""
+    run = dict(SHAPE, gpus=gpus, tokens=8192, device="NVIDIA H200")
+    names = dict.fromkeys(row["mask"] for row in found("peers", **run))
+    packed = [name for name in names if name.startswith("documents")]
+    return columns(
+        {
+            name.removeprefix("documents ").rpartition(": ")[2]: run | dict(mask=name)
+            for name in packed
+        }
+    )
 
 
 def bursts() -> Table:
@@ -336,7 +374,13 @@ PAGES: dict[Path, Tables] = {
     DOCS / "peers.md": {
         "peers": peers,
         "turns": turns,
-        "documents": documents,
+        "shapes": shapes,
+        "documents": partial(documents, 4),
+        "two": partial(documents, 2),
+    },
+    DOCS / "peers-inside.md": {
+        "timeline": timeline,
+        "needs": needs,
         "bursts": bursts,
     },
     DOCS / "predicted.md": {
