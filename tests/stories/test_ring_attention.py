@@ -57,8 +57,8 @@ def matrix(layout: str, **kinds) -> list[Attention]:
     return [replace(case, kernel=name) for case in cases for name in kernels(case)]
 
 
-# --- the matrix: all of it over three threads, and every so many of its cases elsewhere; every value
-# of every option is among these, for they come in twos and threes, and a step is prime to both ---
+# --- the matrix: all of it over three threads, every so many of its cases elsewhere; every value of
+# every option is among these, for they come in twos and threes, and a step is prime to both ---
 
 
 @pytest.mark.parametrize(("size", "step"), [(1, 5), (2, 5), (3, 1), (4, 7), (8, 11)])
