@@ -5,6 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
+# bytecode is kept, whoever has forbidden it: tests start hundreds of processes that import the package
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test quick test-all test-install test-gpu check-gpus speeds-gpus sanitize-gpu lint site clean
 
 $(VENV)/ready: requirements.txt setup.py

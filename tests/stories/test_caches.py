@@ -8,7 +8,7 @@ import torch
 
 from tests.support.cache_stories import OPTIONS, Story, told
 
-SIZES = (1, 2, 3, 4)
+SIZES = {1: 3, 2: 3, 3: 1, 4: 3}  # all stories over three ranks, every third one over others
 EXACT = 1e-12
 DECODING = Story(deeds=("attend",), steps=20, most=3)
 
@@ -52,7 +52,7 @@ def cases() -> list[Story]:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_whatever_is_done_attention_is_dense(pools: Callable, size: int) -> None:
-    stories = cases()
+    stories = cases()[size % SIZES[size] :: SIZES[size]]
     for errors in pools(size).run(told, stories):
         for story, error in zip(stories, errors):
             assert error < EXACT, story

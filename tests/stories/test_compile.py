@@ -11,7 +11,7 @@ QUICK = [
     ("ring_attn", "documents", 2),
     ("ring_attn", "ulysses, sinks", 2),
     ("RingAttention", "dropout by layer", 1),
-    ("RingTransformer", "documents, loss", 2),
+    ("RingTransformer", "documents, loss", 1),
 ]
 
 

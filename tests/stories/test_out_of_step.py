@@ -4,6 +4,10 @@ numbers.
 Messages match by tags over threads as they do over gloo; with NCCL they match by order alone.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,8 +18,10 @@ from tests.support import threads
 from tests.support.out_of_step import EVENTS, OTHER, SIZE, little_patience, plans_of
 from tests.support.ranks import Pool
 
+TRANSPORTS = "ring", "gather"
 
-@pytest.mark.parametrize("transport", ["ring", "gather"])
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("event", EVENTS)
 def test_a_rank_out_of_step_gets_nothing_that_is_not_for_it(event, transport):
     def main(ring: threads.ThreadRing) -> None:
@@ -41,13 +47,27 @@ def over_gloo(event: str, transport: str) -> bool:
     return False
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("transport", ["ring", "gather"])
-@pytest.mark.parametrize("event", EVENTS)
-def test_over_gloo_that_ends_with_the_timeout(event, transport):
+def answers_of(event: str, transport: str) -> list[tuple[str, Any]]:
     pool = Pool(SIZE, timeout=60.0, group_timeout=4.0)
-    answers = pool.answers(over_gloo, event, transport)
-    pool.stop()
+    try:
+        return pool.answers(over_gloo, event, transport)
+    finally:
+        pool.stop()
+
+
+@pytest.fixture(scope="module")
+def waited():
+    """Answers of all ranks by event and transport: several pools wait at a time."""
+    with ThreadPoolExecutor(5) as workers:
+        cases = list(product(EVENTS, TRANSPORTS))
+        yield dict(zip(cases, workers.map(answers_of, *zip(*cases))))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("event", EVENTS)
+def test_over_gloo_that_ends_with_the_timeout(event, transport, waited):
+    answers = waited[event, transport]
     assert all(kind == "ok" for kind, _ in answers), answers
     assert any(heard for _, heard in answers), answers
 

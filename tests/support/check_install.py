@@ -63,7 +63,7 @@ def say(text: str) -> None:
 
 def run(*command: str | Path, folder: Path = ROOT) -> tuple[str, str]:
     """What a command wrote to stdout and stderr; where it fails this is all that is said."""
-    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     env |= {"PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
@@ -103,8 +103,11 @@ class Environment:
         return run(scripts / "python", *args, folder=folder or self.folder)
 
     def install(self, *what: str | Path) -> None:
-        """Install with pip, and remove what came along that the package does not need."""
-        self.python("-m", "pip", "install", "--quiet", *what)
+        """Install with pip, and remove what came along that the package does not need.
+
+        What is imported is compiled then: most of PyTorch never is.
+        """
+        self.python("-m", "pip", "install", "--quiet", "--no-compile", *what)
         self.python("-m", "pip", "uninstall", "--quiet", "--yes", *ABSENT)
 
     def check(self) -> None:

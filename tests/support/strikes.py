@@ -151,7 +151,7 @@ def witness(strike: Strike) -> Seen | None:
     return Seen(kind, str(error), seconds, waited, afterwards)
 
 
-def outcomes(strikes: list[Strike], at_once: int = 3) -> dict[Strike, list[Seen]]:
+def outcomes(strikes: list[Strike], at_once: int = 6) -> dict[Strike, list[Seen]]:
     """What the others saw of each, so many sets of processes at a time."""
     found: dict[Strike, list[Seen]] = {}
 
