@@ -1,8 +1,10 @@
 """Decoding against keys spread over ranks is softmax attention to all of them."""
 
+import os
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -114,6 +116,20 @@ def in_groups(case: Decoding) -> list[float]:
 def test_the_keys_of_a_group_are_its_own(pools: Callable) -> None:
     for found in pools(4).run(in_groups, Decoding((5, 2), masked="some")):
         assert max(found) < 1e-12
+
+
+def on_machines(case: Decoding) -> tuple[float, tuple[int, ...]]:
+    """Ranks 0 and 2 are on one machine, 1 and 3 on another."""
+    with mock.patch.dict(os.environ, RING_ATTENTION_MACHINE=f"m{dist.get_rank() % 2}"):
+        ring = Ring(dist.new_group())
+        return relative_error(case.got(ring.rank, ring), case.want()), ring.machines
+
+
+def test_machines_merge_what_their_ranks_have_found(pools: Callable) -> None:
+    for case in (Decoding((3, 0, 5, 2)), Decoding((1, None, 0, 0), masked="some", tokens=2)):
+        for error, machines in pools(4).run(on_machines, case):
+            assert machines == (0, 1, 0, 1)
+            assert error < 1e-12
 
 
 def test_no_gradients_are_promised_and_none_come() -> None:

@@ -10,6 +10,7 @@ them is the relay of several owners. Only the ranks' machines decide, in whichev
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -101,6 +102,40 @@ def relay(machines: Machines, machine: int, owner: int) -> int:
     """
     there = members(machines, machine)
     return there[members(machines, machines[owner]).index(owner) % len(there)]
+
+
+class Meeting(NamedTuple):
+    """The ranks that one rank meets to hear of all machines: those `near` it, then others.
+
+    After the ranks of its machine have combined what they have, one of each machine sends that:
+    `senders` are in the order of machines, this rank among them. `receivers` get it from this rank.
+    """
+
+    near: tuple[int, ...]
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def meeting(machines: Machines, rank: int) -> Meeting | None:
+    """Return whom a rank meets; None if all ranks share a machine, or none do.
+
+    >>> meeting((0, 0, 1, 1), rank=1)
+    Meeting(near=(0, 1), senders=(1, 3), receivers=(3,))
+    >>> meeting((0, 0, 0, 1), rank=3)
+    Meeting(near=(3,), senders=(0, 3), receivers=(0, 1, 2))
+    """
+    number = len({*machines})
+    if number in (1, len(machines)):
+        return None
+    mine = machines[rank]
+    receivers = (
+        other
+        for other, machine in enumerate(machines)
+        if machine != mine and relay(machines, mine, other) == rank
+    )
+    senders = (relay(machines, machine, rank) for machine in range(number))
+    return Meeting(members(machines, mine), tuple(senders), tuple(receivers))
 
 
 def legs(pieces: Sequence[Chunks], machines: Machines) -> Legs:

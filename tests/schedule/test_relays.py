@@ -21,6 +21,7 @@ from ring_attention_pytorch.schedule.relays import (
     by_relays,
     crossing,
     legs,
+    meeting,
     relay,
     rounds_by_machine,
     swap_crossing,
@@ -164,6 +165,21 @@ def test_each_needed_key_crosses_to_a_machine_once(layout, mask, machines, at_on
 def test_so_it_does_of_other_keys_than_queries(layout, machines, queries, keys, causal, at_once):
     sides = (all_segments(layout, len(machines), length) for length in (queries, keys))
     check(Workload(*sides, Mask(causal)), machines, at_once)
+
+
+@given(placed)
+def test_each_rank_hears_of_all_machines_once_in_two_meetings(machines):
+    met = [meeting(machines, rank) for rank in range(len(machines))]
+    if len({*machines}) in (1, len(machines)):
+        assert {*met} == {None}, "ranks meet directly: there is nothing to combine first"
+        return
+    for rank, each in enumerate(met):
+        assert {machines[other] for other in each.near} == {machines[rank]}
+        assert len(each.near) == machines.count(machines[rank])
+        assert [machines[other] for other in each.senders] == [*range(1 + max(machines))]
+        assert rank in each.senders
+        hears = [other for other, its in enumerate(met) if rank in its.receivers]
+        assert sorted([*hears, rank]) == sorted(each.senders), "one sends what none receives"
 
 
 def test_the_lower_bound_of_two_machines():
