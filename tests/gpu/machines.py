@@ -63,14 +63,15 @@ def start(machines: int, words: list[str]) -> int:
     """Start torchrun for each machine; return the worst exit status."""
     on_cpu = "cpu" in words
     gpus = 2 * machines if on_cpu else torch.cuda.device_count()
-    each, running = gpus // machines, []
+    each, running = max(2, gpus // machines), []
+    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     for number in range(machines):
         env = os.environ | {
             "NCCL_HOSTID": f"machine{number}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
-            "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+            "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path,
         }  # fmt: skip
         if not on_cpu:
-            mine = range(number * each, (number + 1) * each)
+            mine = [(number * each + i) % gpus for i in range(each)]  # shared by machines, if few
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", str(machines),
