@@ -4,6 +4,7 @@ Where namespaces can't be made, they are skipped; `python -m tests.support.netla
 bytes cross.
 """
 
+import re
 from typing import Any
 
 import pytest
@@ -31,19 +32,39 @@ def test_attention_over_three_machines_is_exact():
         check_exact(made.heard(200), 3, 2)
 
 
+READY = {"ready": True, "by": "Relays"}
+SILENT = r"ranks? ([\d, ]+): no word"  # in the text of an error
+
+
 @needs_namespaces
 @pytest.mark.thorough
 def test_if_a_machine_is_lost_every_rank_names_who_is_missing_in_time():
-    """Its link is taken down between forward and backward."""
+    """Its link is taken down in the middle of backward; the first machine has the store."""
     with lab(2) as made:
-        made.start(2, "lost", 8)
+        made.start(2, "lost", 6)
         check_exact(made.heard(200), 2, 2)
-        assert made.heard(100) == [{"ready": True}] * 4
+        assert made.heard(100) == [READY] * 4
         made.cut(1)
         made.say()
         found = made.heard(60)
     for rank, each in enumerate(found):
         assert each["raised"], f"rank {rank} goes on"
-        assert each["ranks"], each
-        assert {*each["ranks"]} <= ({2, 3} if rank < 2 else {0, 1}), each
-        assert 8 <= each["seconds"] + 0.5 < 8 + 5
+        assert 6 <= each["seconds"] + 0.5 < 6 + 5
+        missing = {*map(int, re.search(SILENT, each["raised"])[1].split(", "))}
+        if rank < 2:
+            assert missing <= {2, 3}, each
+        else:
+            assert "store with the ranks' words did not answer" in each["raised"], each
+
+
+@needs_namespaces
+@pytest.mark.thorough
+def test_if_a_rank_is_late_errors_say_who_waits_for_whom_since_when():
+    with lab(2) as made:
+        made.start(2, "late", 3, 1, 5)  # rank 1 for 5 s, the others wait for 3
+        assert made.heard(200) == [READY] * 4
+        told = [each["raised"] for each in made.heard(60)]
+    for text in told[:1] + told[2:]:
+        assert re.search(SILENT, text)[1] == "1", text
+    assert re.search(r"rank 0 waits in [^;]+ for rank 1 since \d\d:\d\d:\d\d UTC", told[1]), told[1]
+    assert "this rank came too late" in told[1]

@@ -245,26 +245,43 @@ def _bytes(call: Callable[[], object]) -> int:
 
 
 def lost() -> None:
-    """Say what a rank hears if a machine is lost between forward and backward, and how soon."""
+    """Say what a rank hears if a machine is lost in the middle of backward, and how soon."""
     exact()
+    _fail(lambda: sys.stdin.readline())
+
+
+def late(rank: int, seconds: float) -> None:
+    """Say what ranks hear if one computes in backward for longer than the others wait."""
+    _fail(lambda: time.sleep(seconds) if dist.get_rank() == rank else None)
+
+
+def _fail(pause: Callable[[], object]) -> None:
+    """Pause in backward, while the first keys are on their way; say what is raised, how soon."""
     q = torch.randn(1, 64, 3, 8, requires_grad=True)
-    out = ring_attn(q, q, q, causal=True, layout="zigzag")
-    say(ready=True)
-    sys.stdin.readline()
-    began = time.monotonic()
+    plan = RingPlan.make(q, q, q, causal=True, layout="zigzag")
+    kernel, began = plan.kernel, list[float]()
+
+    def backward(*given: Any, **named: Any) -> Any:
+        if not began:
+            say(ready=True, by=type(plan.transport.fabric).__name__)
+            pause()
+            began.append(time.monotonic())
+        return kernel.backward(*given, **named)
+
+    object.__setattr__(plan, "kernel", kernel._replace(backward=backward))
     try:
-        out.sum().backward()
+        ring_attn(q, q, q, plan=plan).sum().backward()
         say(raised=None)
     except RingError as error:
-        say(raised=str(error), ranks=error.ranks, seconds=time.monotonic() - began)
-    os._exit(0)  # other groups may wait for the lost ranks
+        say(raised=str(error), ranks=error.ranks, seconds=time.monotonic() - began[0])
+    time.sleep(60)  # the first rank has the store, which others read; all are killed
 
 
 def work(what: str, timeout: float, *numbers: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(int(os.environ["RANK"]))
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-    {"exact": exact, "table": table, "lost": lost}[what](*numbers)
+    {"exact": exact, "table": table, "lost": lost, "late": late}[what](*numbers)
     dist.barrier()
     dist.destroy_process_group()
 
