@@ -73,14 +73,15 @@ def all_gather_stacked(x: Tensor, ring: Ring) -> Tensor:
 def gather_to_merge(x: Tensor, ring: Ring, merge: Callable[[Tensor], Tensor]) -> Tensor:
     """Return `[parts, *x.shape]` whose `merge` is that of all ranks' x, within a call; no gradient.
 
-    On one machine a part is a rank's x. On several it is a machine's: its ranks merge theirs first,
-    so that a rank gets one message from each other machine. All ranks get the same parts.
+    On one machine a part is a rank's x. On several it is a machine's, if x is large: its ranks
+    merge theirs first, so that a rank gets one message from each other machine. All ranks get the
+    same parts.
 
     Args:
         x: of one shape on all ranks.
         merge: `[parts, *x.shape]` to `x.shape`.
     """
-    met = meeting(ring.machines, ring.rank) if ring.size > 1 else None
+    met = meeting(ring.machines, ring.rank, x.nbytes) if ring.size > 1 else None
     if met is None:
         return all_gather_stacked(x, ring)
     merged = merge(_stacked(x, ring, met.near, met.near))

@@ -293,7 +293,7 @@ class DecodePlan:
     @property
     def meeting(self) -> Meeting | None:
         """Whom this rank meets to merge; None if ranks do so directly."""
-        return meeting(self.ring.machines, self.ring.rank)
+        return meeting(self.ring.machines, self.ring.rank, 4 * self._between[0])
 
     @property
     def _between(self) -> tuple[int, int]:

@@ -94,7 +94,7 @@ def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: i
 
 def _results(ring: Ring, nbytes: int) -> tuple[int, str]:
     """Return the bytes that a rank sends to merge results of `nbytes`, and to whom."""
-    met = meeting(ring.machines, ring.rank)
+    met = meeting(ring.machines, ring.rank, nbytes)
     if met is None:
         return (ring.size - 1) * nbytes, "to each other rank"
     others = len(met.receivers)

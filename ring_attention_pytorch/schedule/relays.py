@@ -15,6 +15,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from ring_attention_pytorch.geometry.segments import count
+from ring_attention_pytorch.schedule.hardware import H200
 from ring_attention_pytorch.schedule.pieces import (
     Chunk,
     Chunks,
@@ -37,6 +38,7 @@ from ring_attention_pytorch.schedule.steps import (
 )
 
 Machines = tuple[int, ...]  # the number of each rank's machine, from 0
+_EXCHANGE = int(H200.network * H200.hops[0][1])  # bytes that cross in the time of an exchange
 
 
 class Span(NamedTuple):
@@ -116,26 +118,44 @@ class Meeting(NamedTuple):
     receivers: tuple[int, ...]
 
 
-@lru_cache(maxsize=1024)
-def meeting(machines: Machines, rank: int) -> Meeting | None:
-    """Return whom a rank meets; None if all ranks share a machine, or none do.
+def meeting(machines: Machines, rank: int, nbytes: int) -> Meeting | None:
+    """Return whom a rank meets with a message of so many bytes; None if ranks meet directly.
 
-    >>> meeting((0, 0, 1, 1), rank=1)
+    They do if all share a machine, or none do, or if the messages spared between machines take
+    less time than one more exchange. All ranks decide alike.
+
+    >>> meeting((0, 0, 1, 1), 1, nbytes=1 << 30)
     Meeting(near=(0, 1), senders=(1, 3), receivers=(3,))
-    >>> meeting((0, 0, 0, 1), rank=3)
-    Meeting(near=(3,), senders=(0, 3), receivers=(0, 1, 2))
+    >>> meeting((0, 0, 0, 1, 1), 4, nbytes=1 << 30)
+    Meeting(near=(3, 4), senders=(1, 4), receivers=(1,))
+    >>> eights = (0,) * 8 + (1,) * 8
+    >>> [meeting(eights, 3, 32 * 129 * 4 * sequences) is None for sequences in (1, 64)]
+    [True, False]
     """
+    met = _meetings(machines)
+    if not met:
+        return None
+    direct = len(machines) - min(map(machines.count, machines))
+    spared = direct - max(len(each.receivers) for each in met)
+    return met[rank] if spared * nbytes >= _EXCHANGE else None
+
+
+@lru_cache(maxsize=64)
+def _meetings(machines: Machines) -> tuple[Meeting, ...]:
+    """Return all ranks' meetings; none if all ranks share a machine, or none do."""
     number = len({*machines})
     if number in (1, len(machines)):
-        return None
-    mine = machines[rank]
-    receivers = (
-        other
-        for other, machine in enumerate(machines)
-        if machine != mine and relay(machines, mine, other) == rank
-    )
-    senders = (relay(machines, machine, rank) for machine in range(number))
-    return Meeting(members(machines, mine), tuple(senders), tuple(receivers))
+        return ()
+    found = []
+    for rank, mine in enumerate(machines):
+        receivers = (
+            other
+            for other, machine in enumerate(machines)
+            if machine != mine and relay(machines, mine, other) == rank
+        )
+        senders = (relay(machines, machine, rank) for machine in range(number))
+        found.append(Meeting(members(machines, mine), tuple(senders), tuple(receivers)))
+    return tuple(found)
 
 
 def legs(pieces: Sequence[Chunks], machines: Machines) -> Legs:

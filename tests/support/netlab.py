@@ -92,36 +92,47 @@ class Lab:
         """Take a machine's link down."""
         ip("-n", self.spaces()[machine], "link", "set", "eth0", "down")
 
+    def mend(self, machine: int) -> None:
+        """Take a machine's link up again."""
+        ip("-n", self.spaces()[machine], "link", "set", "eth0", "up")
+
     def start(self, ranks: int, *words: object) -> None:
         """Start workers, so many on each machine; ranks are numbered machine by machine."""
-        for number, space in enumerate(self.spaces()):
+        for number in range(self.machines):
             for local in range(ranks):
-                env = os.environ | {
-                    "MASTER_ADDR": "10.9.0.1", "MASTER_PORT": "29517", "OMP_NUM_THREADS": "1",
+                env = {
+                    "MASTER_ADDR": "10.9.0.1", "MASTER_PORT": "29517", "LOCAL_RANK": str(local),
                     "WORLD_SIZE": str(self.machines * ranks), "RANK": str(number * ranks + local),
-                    "LOCAL_RANK": str(local), "NCCL_HOSTID": f"m{number}",
-                    "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT),
                 }  # fmt: skip
-                command = [
-                    "ip",
-                    "netns",
-                    "exec",
-                    space,
-                    sys.executable,
-                    "-m",
-                    "tests.support.netlab",
-                ]
-                self.running.append(
-                    subprocess.Popen(
-                        [*command, "--work", *map(str, words)],
-                        env=env,
-                        cwd=ROOT,
-                        text=True,
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+                module = "tests.support.netlab", "--work"
+                self._start(number, env, "-m", *module, *map(str, words), stdout=subprocess.PIPE)
+
+    def torchrun(self, ranks: int, folder: Path, *words: str) -> None:
+        """Start torchrun on each machine, as in docs/guide/machines.md; its words are in files."""
+        for number in range(self.machines):
+            how = [
+                f"--nnodes={self.machines}", f"--nproc-per-node={ranks}", "--max-restarts=3",
+                "--rdzv-backend=c10d", "--rdzv-endpoint=10.9.0.1:29500",
+                # hosts here have one name, by which torchrun would know whose the endpoint is
+                f"--rdzv-conf=is_host={int(number == 0)}", f"--local-addr=10.9.0.{number + 1}",
+            ]  # fmt: skip
+            env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            with (folder / f"machine{number}").open("w") as file:
+                torchrun = "-m", "torch.distributed.run", *how
+                self._start(number, env, *torchrun, *words, stdout=file)
+
+    def _start(self, machine: int, env: dict[str, str], *words: str, stdout: Any) -> None:
+        """Start Python on a machine."""
+        env = os.environ | env | {
+            "NCCL_HOSTID": f"m{machine}", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = ["ip", "netns", "exec", self.spaces()[machine], sys.executable, *words]
+        started = subprocess.Popen(
+            command, env=env, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=stdout,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self.running.append(started)
 
     def say(self) -> None:
         """Let all workers go on."""
