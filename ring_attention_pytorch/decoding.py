@@ -15,11 +15,11 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ring_attention_pytorch.comm.exchange import all_gather_stacked
+from ring_attention_pytorch.comm.exchange import gather_to_merge
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.given_keys import GivenKeys, refuse_capture
-from ring_attention_pytorch.inference.partial import merged
+from ring_attention_pytorch.inference.partial import merged, merged_messages
 from ring_attention_pytorch.inference.pushed_rows import pushed_rows
 from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.plan.plan_cache import PlanCache
@@ -118,7 +118,7 @@ def _by_message(ring: Ring, given: Given, d_v: int, whole: int) -> Tensor:
         return out
     message = torch.cat((out, rearrange(lse, "b h t -> b t h 1")), dim=-1)
     with ring.call("tree_attn_decode", plan=crc32(f"{d_v} of {whole}".encode())):
-        every = all_gather_stacked(message, ring)
+        every = gather_to_merge(message, ring, merged_messages)
     return merged(every[..., :-1], every[..., -1])[0]
 
 

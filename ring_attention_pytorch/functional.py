@@ -167,8 +167,9 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             generator when the plan is made, and all ranks use the first rank's: repeatable with
             torch.manual_seed. Steps that share a plan drop the same probabilities, and so do
             layers, unless each uses `plan.for_layer(i)`.
-        group: the ring, a ProcessGroup or a DeviceMesh of one dimension. None is the default
-            group, or this process alone if there is none; inside `with batch:` the batch's ring.
+        group: the ring, a ProcessGroup or a DeviceMesh: of one dimension, or of two that are named
+            as machines and their ranks, such as ("machine", "cp"). None is the default group,
+            or this process alone if there is none; inside `with batch:` the batch's ring.
         layout: which tokens of the sequence a rank holds (`positions` lists them): "contiguous",
             "striped", "zigzag" or a result of `balanced`. Keys of another sequence are in the
             order of ranks.

@@ -1,8 +1,10 @@
 """Decoding against keys spread over ranks is softmax attention to all of them."""
 
+import os
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from ring_attention_pytorch import tree_attn_decode
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.schedule import relays
 from tests.support.decoding import Decoding
 from tests.support.module_cases import Errors, check, check_refused
 from tests.support.reference import relative_error
@@ -114,6 +117,24 @@ def in_groups(case: Decoding) -> list[float]:
 def test_the_keys_of_a_group_are_its_own(pools: Callable) -> None:
     for found in pools(4).run(in_groups, Decoding((5, 2), masked="some")):
         assert max(found) < 1e-12
+
+
+def on_machines(case: Decoding) -> tuple[float, tuple[int, ...]]:
+    """Ranks 0 and 2 are on one machine, 1 and 3 on another."""
+    name = f"m{dist.get_rank() % 2}"
+    with (
+        mock.patch.dict(os.environ, RING_ATTENTION_MACHINE=name),
+        mock.patch.object(relays, "_EXCHANGE", 0),
+    ):
+        ring = Ring(dist.new_group())
+        return relative_error(case.got(ring.rank, ring), case.want()), ring.machines
+
+
+def test_machines_merge_what_their_ranks_have_found(pools: Callable) -> None:
+    for case in (Decoding((3, 0, 5, 2)), Decoding((1, None, 0, 0), masked="some", tokens=2)):
+        for error, machines in pools(4).run(on_machines, case):
+            assert machines == (0, 1, 0, 1)
+            assert error < 1e-12
 
 
 def test_no_gradients_are_promised_and_none_come() -> None:

@@ -4,7 +4,7 @@ Convention of gradients: backward differentiates the sum of every rank's result,
 tensors are separate variables.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.autograd import Function
 
 from ring_attention_pytorch.ranks.ring import Exchange, Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.schedule.relays import meeting
 
 Shape = tuple[int, ...]
 _CALL = "sharding"  # the call's name in errors
@@ -65,13 +66,26 @@ def sum_over_ranks(x: Tensor, ring: Ring, call: str = _CALL) -> Tensor:
 
 def all_gather_stacked(x: Tensor, ring: Ring) -> Tensor:
     """Return every rank's x, of one shape, `[ranks, *x.shape]`, within a call; no gradient."""
-    if ring.size == 1:
-        return x.unsqueeze(0)
-    found = x.new_empty((ring.size, *x.shape))
-    transfer = _start(ring, [x] * ring.size, found.unbind())
-    found[ring.rank] = x
-    transfer.wait()
-    return found
+    ranks = range(ring.size)
+    return x.unsqueeze(0) if ring.size == 1 else _stacked(x, ring, ranks, ranks)
+
+
+def gather_to_merge(x: Tensor, ring: Ring, merge: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `[parts, *x.shape]` whose `merge` is that of all ranks' x, within a call; no gradient.
+
+    On one machine a part is a rank's x. On several it is a machine's, if x is large: its ranks
+    merge theirs first, so that a rank gets one message from each other machine. All ranks get the
+    same parts.
+
+    Args:
+        x: of one shape on all ranks.
+        merge: `[parts, *x.shape]` to `x.shape`.
+    """
+    met = meeting(ring.machines, ring.rank, x.nbytes) if ring.size > 1 else None
+    if met is None:
+        return all_gather_stacked(x, ring)
+    merged = merge(_stacked(x, ring, met.near, met.near))
+    return _stacked(merged, ring, met.senders, met.receivers)
 
 
 class _AllToAll(Function):
@@ -126,6 +140,20 @@ def _swap(
     with ring.call(call):
         _start(ring, tensors, received).wait()
     return received
+
+
+def _stacked(x: Tensor, ring: Ring, senders: Sequence[int], receivers: Sequence[int]) -> Tensor:
+    """Send x to `receivers`, and return the x of `senders`, stacked; this rank is one of these."""
+    x, mine = x.contiguous(), ring.rank
+    found = x.new_empty((len(senders), *x.shape))
+    rooms = zip(senders, found.unbind())
+    transfer = ring.exchange(
+        [(rank, x) for rank in receivers if rank != mine],
+        [(rank, room) for rank, room in rooms if rank != mine],
+    )
+    found[senders.index(mine)] = x
+    transfer.wait()
+    return found
 
 
 def _start(ring: Ring, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Exchange:

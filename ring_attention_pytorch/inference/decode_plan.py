@@ -7,14 +7,20 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.exchange import all_gather_stacked
-from ring_attention_pytorch.inference.partial import Scores, attend_in_blocks, merged
+from ring_attention_pytorch.comm.exchange import gather_to_merge
+from ring_attention_pytorch.inference.partial import (
+    Scores,
+    attend_in_blocks,
+    merged,
+    merged_messages,
+)
 from ring_attention_pytorch.inference.pools import Pools
 from ring_attention_pytorch.inference.programs import Cut, Processors, Tuning, power_of_2
 from ring_attention_pytorch.inference.pushed_rows import PushedRows, pushed_rows
 from ring_attention_pytorch.inference.scaled import SCALED
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.launches import Launch, can_begin_early
+from ring_attention_pytorch.schedule.relays import Meeting, meeting
 
 PUSH = True  # whether ranks that share memory merge in one kernel; tests compare both
 _LOG2_E = 1.4426950408889634
@@ -117,7 +123,7 @@ class DecodePlan:
             parts.append(attend_in_blocks(q[i], keys, values, first, held, *of_scores))
         out, lse = (torch.stack(each) for each in zip(*parts))
         message = torch.cat((out, lse.unsqueeze(-1)), dim=-1)
-        every = all_gather_stacked(message, self.ring)
+        every = gather_to_merge(message, self.ring, merged_messages)
         out, lse = merged(every[..., :-1], every[..., -1], sinks)
         return out.to(q.dtype), lse
 
@@ -151,11 +157,19 @@ class DecodePlan:
             *parts, spare = self.memory
             merge = self.merge
             if not self.capturable:
-                message = q.new_empty(self.rows * (self.width + 1), dtype=torch.float32)
-                mine = self._apart(message.unsqueeze(0))
-                self.merge_splits(*mine, message, lengths, *parts, purpose)
-                parts = [*self._apart(all_gather_stacked(message, self.ring))]
-                merge = self.merge_ranks
+
+                def to_message(merge: Launch, *parts: Tensor) -> Tensor:
+                    message = q.new_empty(self.rows * (self.width + 1), dtype=torch.float32)
+                    mine = self._apart(message.unsqueeze(0))
+                    merge(*mine, message, lengths, *parts, purpose)
+                    return message
+
+                every = gather_to_merge(
+                    to_message(self.merge_splits, *parts),
+                    self.ring,
+                    lambda near: to_message(self.merge_near, *self._apart(near)),
+                )
+                parts, merge = [*self._apart(every)], self.merge_ranks
             out = q.new_empty(self.out_shape)
             lse = q.new_empty(self.out_shape[:3], dtype=torch.float32) if return_lse else spare
             merge(out, lse, lse if sinks is None else _plain(sinks), lengths, *parts, purpose)
@@ -265,10 +279,26 @@ class DecodePlan:
         return self._merger(self.units, self.cut.splits, self._strides, 1, True, sinks=False)
 
     @cached_property
+    def merge_near(self) -> Launch:
+        """Merge the messages of a machine's ranks, where there are several, to one."""
+        near = self.meeting.near if self.meeting else ()
+        return self._merger(self.units, len(near), self._between, 1, False, sinks=False)
+
+    @cached_property
     def merge_ranks(self) -> Launch:
-        """Merge all ranks' messages to the result."""
-        message = self.rows * (self.width + 1)
-        return self._merger(self.units, self.ring.size, (message, message), 1, False)
+        """Merge the messages of all ranks, or of all machines, to the result."""
+        parts = len(self.meeting.senders) if self.meeting else self.ring.size
+        return self._merger(self.units, parts, self._between, 1, False)
+
+    @property
+    def meeting(self) -> Meeting | None:
+        """Whom this rank meets to merge; None if ranks do so directly."""
+        return meeting(self.ring.machines, self.ring.rank, 4 * self._between[0])
+
+    @property
+    def _between(self) -> tuple[int, int]:
+        """Return the numbers between messages, as strides of out and lse."""
+        return (self.rows * (self.width + 1),) * 2
 
     @property
     def _strides(self) -> tuple[int, int]:

@@ -5,7 +5,9 @@ import torch
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.chunk_costs import ChunkSizes
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.schedule.relays import meeting
 
 
 @checked
@@ -76,11 +78,10 @@ def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: i
         return "sends nothing: every rank holds all that it reads"
     elsewhere = _mib(keys * (ranks - 1) // ranks)
     if tokens == 1:
-        sent = (ranks - 1) * cache.sequences * heads * (cache.value_dim + 1) * wide
+        sent, to = _results(cache.ring, cache.sequences * heads * (cache.value_dim + 1) * wide)
         return (
-            f"sends {_mib(sent)} a layer, its results for all queries to each other rank: that "
-            f"depends on the new tokens alone; the cached keys, {elsewhere} from other ranks, stay "
-            "where they are"
+            f"sends {_mib(sent)} a layer, its results for all queries {to}: that depends on the "
+            f"new tokens alone; the cached keys, {elsewhere} from other ranks, stay where they are"
         )
     chunk, held = chunk_sizes(cache, heads, tokens, dtype)
     return (
@@ -89,6 +90,16 @@ def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: i
         f"from other ranks, stay where they are\n"
         f"takes {_mib(chunk.memory(held))} at most beside the cache"
     )
+
+
+def _results(ring: Ring, nbytes: int) -> tuple[int, str]:
+    """Return the bytes that a rank sends to merge results of `nbytes`, and to whom."""
+    met = meeting(ring.machines, ring.rank, nbytes)
+    if met is None:
+        return (ring.size - 1) * nbytes, "to each other rank"
+    others = len(met.receivers)
+    crossing = f"{_mib(others * nbytes)} of it its machine's to {others} of other machines"
+    return (len(met.near) - 1 + others) * nbytes, f"to each rank of its machine, {crossing}"
 
 
 def chunk_sizes(

@@ -113,3 +113,13 @@ def merged(out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> tuple[Tenso
         total = torch.logaddexp(total, sinks.to(total))
     weight = (lse - total.masked_fill(total == -torch.inf, 0.0)).exp()
     return (out * weight.unsqueeze(-1)).sum(dim=0), total
+
+
+def merged_messages(messages: Tensor) -> Tensor:
+    """Merge messages `[parts, ..., d_v + 1]`, out with its lse in the last column, to one.
+
+    >>> merged_messages(torch.tensor([[[1.0, 0.0]], [[3.0, 0.0]]])).round(decimals=2)
+    tensor([[2.0000, 0.6900]])
+    """
+    out, lse = merged(messages[..., :-1], messages[..., -1])
+    return torch.cat((out, lse.unsqueeze(-1)), dim=-1)

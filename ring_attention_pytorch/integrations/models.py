@@ -110,7 +110,7 @@ def ring_forward(  # noqa: PLR0913 - a public entry point
     check_positions: bool = True,
     kernel: KernelOption | None = None,
     transport: TransportName | None = None,
-    ulysses: int = 1,
+    ulysses: int | None = None,
     memory: int | None = None,
     bucket_size: int = DEFAULTS["bucket_size"],
     check: CheckOption | None = None,
@@ -309,9 +309,11 @@ def _check(batch: ShardedBatch, options: Mapping[str, Any]) -> None:
 
 
 @lru_cache(typed=True)
-def _check_options(ulysses: int, bucket_size: int, dropout_seed: int | None, **way: Any) -> None:
+def _check_options(
+    ulysses: int | None, bucket_size: int, dropout_seed: int | None, **way: Any
+) -> None:
     """Raise ValueError if an option is invalid. Valid combinations are cached."""
-    check_least(1, ulysses=ulysses, bucket_size=bucket_size)
+    check_least(1, ulysses=1 if ulysses is None else ulysses, bucket_size=bucket_size)
     check_seed(dropout_seed)
     check_way(**way)
 

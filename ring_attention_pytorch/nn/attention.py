@@ -78,7 +78,7 @@ class RingAttention(HeadProjections):
         use_cuda_kernel: True means `kernel="triton"`, for CUDA tensors; False and None do nothing.
         layout: which tokens a rank holds. None is "contiguous"; with auto_shard_seq it is
             "zigzag" if causal, or the layout that `balanced` makes if there are documents.
-        group: the ring's processes, a ProcessGroup or a DeviceMesh of one dimension; None is the
+        group: the ring's processes, a ProcessGroup or a DeviceMesh, as for `ring_attn`; None is the
             default group.
         softclamp: c replaces scores s by c * tanh(s / c).
         kernel, transport, ulysses, memory: as for `ring_attn`; all but kernel need the ring.
@@ -125,7 +125,7 @@ class RingAttention(HeadProjections):
         softclamp: float | int | None = None,
         kernel: KernelOption | None = None,
         transport: TransportName | None = None,
-        ulysses: int = 1,
+        ulysses: int | None = None,
         memory: int | None = None,
         rotary_restart: bool = False,
         dropout: float | int = 0.0,

@@ -82,10 +82,16 @@ class SummaryOptions(Protocol):
 
 
 def check_summaries(
-    causal: bool, lookback: int | None, dropout: float, graphs: bool, ulysses: int, regular: bool
+    causal: bool,
+    lookback: int | None,
+    dropout: float,
+    graphs: bool,
+    ulysses: int | None,
+    regular: bool,
 ) -> None:
     """Raise ValueError if options don't work with summaries."""
-    if not causal or (lookback, dropout, graphs, ulysses, regular) != (None, 0, False, 1, False):
+    plain = lookback is None and dropout == 0 and ulysses in (None, 1)
+    if not causal or not plain or graphs or regular:
         raise ValueError(
             "attn_summaries needs causal=True and has a window of its own, no dropout, no CUDA "
             f"graphs and no Ulysses; got causal={causal}, max_lookback_seq_len={lookback}, "

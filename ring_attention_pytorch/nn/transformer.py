@@ -123,7 +123,7 @@ class RingTransformer(Generation, nn.Module):
         softclamp: float | int | None = None,
         kernel: KernelOption | None = None,
         transport: TransportName | None = None,
-        ulysses: int = 1,
+        ulysses: int | None = None,
         memory: int | None = None,
         rotary_restart: bool = False,
         attn_dropout: float | int = 0.0,

@@ -230,15 +230,15 @@ def check_shards(layout: Layout, lengths: list[int]) -> None:
 
 
 def check_over_ring(
-    ring: bool, heads: int, *, transport: str | None, ulysses: int, memory: int | None
+    ring: bool, heads: int, *, transport: str | None, ulysses: int | None, memory: int | None
 ) -> None:
     """Raise ValueError if a ring's options are given without a ring, or do not fit it."""
-    if not ring and (transport, ulysses, memory) != (None, 1, None):
+    if not ring and (transport, ulysses or 1, memory) != (None, 1, None):
         raise ValueError(
             "transport, ulysses and memory need ring_attn=True, without force_regular_attn; "
             f"got transport={transport!r}, ulysses={ulysses}, memory={memory}"
         )
-    if ulysses < 1 or heads % ulysses:
+    if ulysses is not None and (ulysses < 1 or heads % ulysses):
         raise ValueError(f"ulysses must divide heads={heads}, got {ulysses}")
     check_transport(transport, memory)
 
@@ -253,11 +253,13 @@ def check_in_graphs(regular: bool, dropout: float, transport: str | None) -> Non
 
 
 def check_same_way(
-    has: Mapping[str, Any], *, transport: str | None, ulysses: int, memory: int | None
+    has: Mapping[str, Any], *, transport: str | None, ulysses: int | None, memory: int | None
 ) -> None:
     """Raise ValueError if a plan does not match the options of a module."""
     wanted = dict(
-        transport=transport or has["transport"], ulysses=ulysses, memory=memory or has["memory"]
+        transport=transport or has["transport"],
+        ulysses=has["ulysses"] if ulysses is None else ulysses,
+        memory=memory or has["memory"],
     )
     if wanted != has:
         raise ValueError(

@@ -1,8 +1,9 @@
 """Reports of failures: each failing rank's line for the others, and a log of overdue exchanges.
 
 A rank that times out knows only its own call. Each rank that fails, or waits in vain, therefore
-writes one line to its group's store, and errors quote those lines. NCCL ends a process without
-naming the exchange that timed out: overdue exchanges of a device are logged before that.
+writes one line to its group's store, and errors quote those lines. A line also says for whom the
+rank waits, so that an error follows these waits to the ranks that are missing. NCCL ends a process
+without naming the exchange that timed out: overdue exchanges of a device are logged before that.
 """
 
 import json
@@ -12,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 from weakref import ref
 
 import torch.distributed as dist
@@ -25,30 +27,58 @@ _PATIENCE = 1.0  # seconds for all of it: the store is gone if its rank is
 _SOONER = 0.8  # fraction of the timeout after which an overdue exchange is logged
 
 
-def write(group: ProcessGroup | None, notes: int, words: str) -> None:
+class Words(NamedTuple):
+    """The lines of ranks that a rank waits for, and of the ranks that these wait for, and so on."""
+
+    lines: dict[int, str]
+    silent: list[int]  # ranks without a line
+    awaited: bool  # a rank with a line waits for this one
+    store: bool  # the group's store has answered
+
+
+def write(
+    group: ProcessGroup | None, notes: int, words: str, waits_for: Sequence[int] = ()
+) -> None:
     """Write this rank's line: it failed after the group's agreement number `notes`."""
     if not isinstance(group, ProcessGroup):
         return
-    told = json.dumps([notes, " ".join(words.split())[:_LONGEST]])
+    told = json.dumps([notes, " ".join(words.split())[:_LONGEST], [*waits_for]])
     _in_time(lambda: _store().set(_key(group, dist.get_rank(group)), told))
 
 
-def read(group: ProcessGroup | None, notes: int, ranks: Sequence[int]) -> dict[int, str]:
-    """Return the lines that ranks of a group have written since agreement `notes`, by rank."""
-    words: dict[int, str] = {}
-    if isinstance(group, ProcessGroup):
-        _in_time(lambda: _look(group, notes, ranks, words))
-    return words
+def read(group: ProcessGroup | None, notes: int, ranks: Sequence[int]) -> Words:
+    """Return the lines that ranks of a group have written since agreement `notes`."""
+    if not isinstance(group, ProcessGroup):
+        return Words({}, [*ranks], awaited=False, store=True)
+    lines: dict[int, str] = {}
+    mine = dist.get_rank(group)
+    waits = {mine: ranks}  # of each rank
+    answered = _in_time(lambda: _look(group, notes, waits, lines))
+    waits, lines = dict(waits), dict(lines)  # the thread may still look
+    awaited = any(mine in each for rank, each in waits.items() if rank != mine)
+    return Words(lines, sorted(_asked(waits) - {mine, *lines}), awaited, answered)
 
 
-def _look(group: ProcessGroup, notes: int, ranks: Sequence[int], words: dict[int, str]) -> None:
-    store, end = _store(), time.monotonic() + _MEANWHILE
-    while len(words) < len(ranks) and time.monotonic() < end:
-        for rank in ranks:
-            if rank not in words and store.check([_key(group, rank)]):
-                since, text = json.loads(store.get(_key(group, rank)))
+def _asked(waits: dict[int, Sequence[int]]) -> set[int]:
+    """Return the ranks that others wait for.
+
+    >>> _asked({0: [1], 1: [2, 0]})
+    {0, 1, 2}
+    """
+    return {rank for each in waits.values() for rank in each}
+
+
+def _look(
+    group: ProcessGroup, notes: int, waits: dict[int, Sequence[int]], lines: dict[int, str]
+) -> None:
+    """Add the lines of all ranks that anybody waits for, and whom those wait for."""
+    store, end, mine = _store(), time.monotonic() + _MEANWHILE, {*waits}
+    while (missing := _asked(waits) - {*lines} - mine) and time.monotonic() < end:
+        for rank in sorted(missing):
+            if store.check([_key(group, rank)]):
+                since, text, waits_for = json.loads(store.get(_key(group, rank)))
                 if since >= notes:  # earlier ones are of a failure that was cleared
-                    words[rank] = text
+                    lines[rank], waits[rank] = text, waits_for
         time.sleep(0.02)
 
 
@@ -60,16 +90,19 @@ def _key(group: ProcessGroup, rank: int) -> str:
     return f"ring_attention_pytorch/last words/{group.group_name}/{rank}"
 
 
-def _in_time(work: Callable[[], object]) -> None:
-    """Run `work` in a thread, and stop waiting for it after a second."""
+def _in_time(work: Callable[[], object]) -> bool:
+    """Run `work` in a thread for at most a second; return whether it was done without an error."""
+    done = threading.Event()
 
     def quietly() -> None:
         with suppress(Exception):
             work()
+            done.set()
 
     thread = threading.Thread(target=quietly, daemon=True)
     thread.start()
     thread.join(_PATIENCE)
+    return done.is_set()
 
 
 class Overdue:

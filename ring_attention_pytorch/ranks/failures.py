@@ -135,19 +135,28 @@ class RingError(RuntimeError):
         ranks: Sequence[int],
         cause: BaseException,
         count: AgreementCount = (None, 0),
+        seconds: float = 0.0,
     ) -> "RingError":
-        """Make the error of a wait that ended with `cause`; in `fail_together` notify the peers."""
+        """Make the error of a wait that ended with `cause`; in `fail_together` notify the peers.
+
+        `seconds` is how long it has lasted.
+        """
         ranks = sorted({*ranks})
         if (group := count[0]) is not None:
             closed.add(group)
-        failure_reports.write(*count, f"waits in {step} {call_site()}")
+        waits = f"waits in {step} {call_site()} for {ranks_of(ranks)} since {_clock(seconds)}"
+        failure_reports.write(*count, waits, ranks)
         notify_peers()
         words = failure_reports.read(*count, ranks)
-        told = [f"rank {rank} {text.rstrip('.')}" for rank, text in words.items()]
-        if silent := [rank for rank in ranks if rank not in words]:
-            told.append(f"{ranks_of(silent)}: no word: failed, late, or in no such call")
+        told = [f"rank {rank} {text.rstrip('.')}" for rank, text in words.lines.items()]
+        if words.silent:
+            told.append(f"{ranks_of(words.silent)}: no word: failed, late, or in no such call")
+        if words.awaited:
+            told.append("so this rank came too late for them, or to another call")
+        if not words.store:
+            told.append("the store with the ranks' words did not answer: who has it may be lost")
         text = f"{step}: waited for {ranks_of(ranks)}, {_why(cause)}. {'; '.join(told)}. "
-        return cls(f"{text}{_advice(step, words)}; {NEW_GROUP}", step, ranks)
+        return cls(f"{text}{_advice(step, words.lines)}; {NEW_GROUP}", step, ranks)
 
 
 class Missing(RuntimeError):
@@ -156,6 +165,11 @@ class Missing(RuntimeError):
     def __init__(self, text: str, ranks: Iterable[int]) -> None:
         super().__init__(text)
         self.ranks: tuple[int, ...] = tuple(ranks)
+
+
+def _clock(seconds: float) -> str:
+    """Return the time of day, so many seconds ago."""
+    return time.strftime("%H:%M:%S UTC", time.gmtime(time.time() - seconds))
 
 
 def _why(cause: BaseException) -> str:
@@ -202,12 +216,13 @@ class Awaiting:
             waits.start()
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        waits.since.pop(self, None)
+        start, _ = waits.since.pop(self, (time.monotonic(), 0))
         if not isinstance(error, RuntimeError) or isinstance(error, RingError):
             return
         step, ranks, count = self.of()
         missing = error.ranks if isinstance(error, Missing) else ()
-        raise RingError.waiting(step, missing or ranks, error, count) from error
+        seconds = time.monotonic() - start
+        raise RingError.waiting(step, missing or ranks, error, count, seconds) from error
 
 
 class Waits:

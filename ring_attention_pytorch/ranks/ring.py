@@ -29,6 +29,7 @@ from ring_attention_pytorch.ranks.failures import (
 )
 from ring_attention_pytorch.ranks.guard import Stamps
 from ring_attention_pytorch.ranks.machines import numbered
+from ring_attention_pytorch.ranks.meshes import group_of
 from ring_attention_pytorch.ranks.notes import (
     FIRST,
     close_links,
@@ -110,12 +111,7 @@ class Ring:
 
     def __init__(self, group: ProcessGroup | DeviceMesh | None = None, size: int | None = None):
         if isinstance(group, DeviceMesh):
-            if group.ndim != 1:
-                raise ValueError(
-                    f"group must be a DeviceMesh of one dimension, got {group.ndim}; "
-                    'pick one, as in mesh["cp"]'
-                )
-            group = group.get_group()
+            group = group_of(group)
         if in_one_process:
             group = None
         elif group is None and dist.is_available() and dist.is_initialized():

@@ -10,10 +10,12 @@ them is the relay of several owners. Only the ranks' machines decide, in whichev
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
 from ring_attention_pytorch.geometry.segments import count
+from ring_attention_pytorch.schedule.hardware import H200
 from ring_attention_pytorch.schedule.pieces import (
     Chunk,
     Chunks,
@@ -36,6 +38,7 @@ from ring_attention_pytorch.schedule.steps import (
 )
 
 Machines = tuple[int, ...]  # the number of each rank's machine, from 0
+_EXCHANGE = int(H200.network * H200.hops[0][1])  # bytes that cross in the time of an exchange
 
 
 class Span(NamedTuple):
@@ -101,6 +104,58 @@ def relay(machines: Machines, machine: int, owner: int) -> int:
     """
     there = members(machines, machine)
     return there[members(machines, machines[owner]).index(owner) % len(there)]
+
+
+class Meeting(NamedTuple):
+    """The ranks that one rank meets to hear of all machines: those `near` it, then others.
+
+    After the ranks of its machine have combined what they have, one of each machine sends that:
+    `senders` are in the order of machines, this rank among them. `receivers` get it from this rank.
+    """
+
+    near: tuple[int, ...]
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+
+
+def meeting(machines: Machines, rank: int, nbytes: int) -> Meeting | None:
+    """Return whom a rank meets with a message of so many bytes; None if ranks meet directly.
+
+    They do if all share a machine, or none do, or if the messages spared between machines take
+    less time than one more exchange. All ranks decide alike.
+
+    >>> meeting((0, 0, 1, 1), 1, nbytes=1 << 30)
+    Meeting(near=(0, 1), senders=(1, 3), receivers=(3,))
+    >>> meeting((0, 0, 0, 1, 1), 4, nbytes=1 << 30)
+    Meeting(near=(3, 4), senders=(1, 4), receivers=(1,))
+    >>> eights = (0,) * 8 + (1,) * 8
+    >>> [meeting(eights, 3, 32 * 129 * 4 * sequences) is None for sequences in (1, 64)]
+    [True, False]
+    """
+    met = _meetings(machines)
+    if not met:
+        return None
+    direct = len(machines) - min(map(machines.count, machines))
+    spared = direct - max(len(each.receivers) for each in met)
+    return met[rank] if spared * nbytes >= _EXCHANGE else None
+
+
+@lru_cache(maxsize=64)
+def _meetings(machines: Machines) -> tuple[Meeting, ...]:
+    """Return all ranks' meetings; none if all ranks share a machine, or none do."""
+    number = len({*machines})
+    if number in (1, len(machines)):
+        return ()
+    found = []
+    for rank, mine in enumerate(machines):
+        receivers = (
+            other
+            for other, machine in enumerate(machines)
+            if machine != mine and relay(machines, mine, other) == rank
+        )
+        senders = (relay(machines, machine, rank) for machine in range(number))
+        found.append(Meeting(members(machines, mine), tuple(senders), tuple(receivers)))
+    return tuple(found)
 
 
 def legs(pieces: Sequence[Chunks], machines: Machines) -> Legs:

@@ -8,10 +8,12 @@ from ring_attention_pytorch.comm.exchange import (
     all_gather,
     all_gather_stacked,
     all_to_all,
+    gather_to_merge,
     scatter_rows,
     sum_over_ranks,
 )
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.schedule import relays
 from tests.support import threads
 
 WIDTH = 2
@@ -112,3 +114,18 @@ def test_sums_and_stacks_are_the_same_on_all_ranks(size):
     for total, stacked in threads.run(size, rank_main)[0]:
         assert torch.equal(total, in_order)
         assert torch.equal(stacked, xs)
+
+
+@pytest.mark.parametrize("machines", [(0, 0, 1, 1), (0, 1, 0, 0, 2), (0, 0), (0, 1)])
+def test_parts_to_merge_are_of_ranks_or_where_several_share_one_of_machines(machines, monkeypatch):
+    xs = torch.stack([drawn(rank, 3) for rank in range(len(machines))])
+
+    def rank_main(ring: Ring) -> Tensor:
+        return gather_to_merge(xs[ring.rank], ring, lambda parts: parts.sum(dim=0))
+
+    monkeypatch.setattr(relays, "_EXCHANGE", 0)
+    apart = len({*machines}) in (1, len(machines))
+    of = torch.tensor([*range(len(machines))] if apart else machines)
+    want = torch.zeros(1 + int(of.max()), 3, dtype=xs.dtype).index_add_(0, of, xs)
+    for found in threads.run(len(machines), rank_main, machines)[0]:
+        torch.testing.assert_close(found, want, rtol=1e-14, atol=0)

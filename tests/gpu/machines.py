@@ -2,11 +2,14 @@
 
     python -m tests.gpu.machines                             2k and 8k tokens, 8, 2 and 1 key heads
     python -m tests.gpu.machines --only right                each kernel against dense attention
+    python -m tests.gpu.machines --only decode               a step with a cache
+    python -m tests.gpu.machines --only graphs               can NCCL's messages be captured?
     python -m tests.gpu.machines --device cpu --tokens 64    a trial of this script, without GPUs
 
 Each half of the GPUs is a machine: torchrun is started twice, with names of machines for NCCL and
 for us, and with sockets between. Inside one NCCL uses NVLink. Bytes and results are evidence, times
 are of sockets over loopback (some 1.7 GB/s a rank). An option that fails is told, and others go on.
+After `--within` seconds nothing more is begun.
 """
 
 import argparse
@@ -16,19 +19,30 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ring_attention_pytorch import RingPlan, explain_plan, ring_attn, shard_sequence
+from ring_attention_pytorch import (
+    RingCache,
+    RingPlan,
+    explain_plan,
+    ring_attn,
+    ring_attn_with_cache,
+    shard_sequence,
+)
 from ring_attention_pytorch.comm.gather import Gather
 from ring_attention_pytorch.comm.symmetric_memory import shared_by
 from ring_attention_pytorch.plan.over_machines import plan_crossing
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.schedule import relays
 
 ROOT = Path(__file__).parents[2]
 HEADS, D = 32, 128
@@ -47,14 +61,15 @@ def start(machines: int, words: list[str]) -> int:
     """Start torchrun for each machine; return the worst exit status."""
     on_cpu = "cpu" in words
     gpus = 2 * machines if on_cpu else torch.cuda.device_count()
-    each, running = gpus // machines, []
+    each, running = max(2, gpus // machines), []
+    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     for number in range(machines):
         env = os.environ | {
             "NCCL_HOSTID": f"machine{number}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
-            "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+            "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path,
         }  # fmt: skip
         if not on_cpu:
-            mine = range(number * each, (number + 1) * each)
+            mine = [(number * each + i) % gpus for i in range(each)]  # shared by machines, if few
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", str(machines),
@@ -113,22 +128,30 @@ class Bench:
 
     def times(self, plan: RingPlan, steps: int = 3) -> tuple[float, float]:
         """Milliseconds of a step, and MiB that all ranks receive over loopback in it."""
-        for _ in range(3):
-            self.step(plan)
-        self.wait()
-        before, began = received(), time.perf_counter()
-        for _ in range(steps):
-            self.step(plan)
-        self.wait()
-        seconds = time.perf_counter() - began
-        return 1e3 * seconds / steps, (received() - before) / steps / 2**20
+        return timed(partial(self.step, plan), self.device, steps)
 
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+
+def timed(call: Callable[[], object], device: torch.device, steps: int) -> tuple[float, float]:
+    """Milliseconds of a call, the best of three rounds of `steps`; and MiB over loopback in it."""
+    for _ in range(3):
+        call()
+    found, before = [], received()
+    for _ in range(3):
+        wait_for_all(device)
+        began = time.perf_counter()
+        for _ in range(steps):
+            call()
+        wait_for_all(device)
+        found.append(1e3 * (time.perf_counter() - began) / steps)
+    return min(found), (received() - before) / (3 * steps) / 2**20
+
+
+def wait_for_all(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def received() -> int:
@@ -142,12 +165,23 @@ def say(*words: object) -> None:
         print(*words, flush=True)
 
 
-def attempt(name: str, do: Callable[[], str]) -> None:
-    try:
-        told = do()
-    except (ValueError, ImportError, torch.cuda.OutOfMemoryError) as error:  # all ranks alike
-        told = f"{type(error).__name__}: {str(error)[:300]}"
-    say(f"{name:28s} {told}")
+class Attempts:
+    """Attempts in their order: each is begun by all ranks, or by none once the time is up."""
+
+    def __init__(self, device: torch.device, within: float) -> None:
+        self.device, self.within, self.began = device, within, time.monotonic()
+
+    def __call__(self, name: str, do: Callable[[], str]) -> None:
+        gone = torch.tensor([time.monotonic() - self.began], device=self.device)
+        dist.broadcast(gone, 0)
+        if gone.item() > self.within:
+            say(f"{name:28s} left out: {gone.item():.0f} s are gone")
+            return
+        try:
+            told = do()
+        except (ValueError, ImportError, torch.cuda.OutOfMemoryError) as error:  # all ranks alike
+            told = f"{type(error).__name__}: {str(error)[:300]}"
+        say(f"{name:28s} {told}   ({gone.item():.0f} s)")
 
 
 def rank(asked: argparse.Namespace) -> None:
@@ -158,50 +192,173 @@ def rank(asked: argparse.Namespace) -> None:
         torch.cuda.set_device(device)
         backend, more = "nccl", dict(device_id=device)
     dist.init_process_group(backend, timeout=timedelta(seconds=60), **more)
-    ring = Ring()
+    attempt, ring = Attempts(device, asked.within), Ring()
     say("machines of ranks:", ring.machines, torch.__version__)
     assert len({*ring.machines}) == 2, "not two machines"
     assert shared_by(ring, device) is None, "machines share memory"
-    if "right" in asked.only:
-        right(Bench(device, asked.tokens[0], 8))
-    for key_heads in asked.key_heads if "times" in asked.only else ():
-        for tokens in asked.tokens:
-            say(f"{tokens} tokens a GPU, {HEADS} query and {key_heads} key heads of {D}")
-            table(Bench(device, tokens, key_heads))
+    for part in asked.only:
+        PARTS[part](asked, device, attempt)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def right(bench: Bench) -> None:
+def right(asked: argparse.Namespace, device: torch.device, attempt: Attempts) -> None:
     """Say the errors of each kernel, by relays and by default."""
-    for kernel in KERNELS if bench.device.type == "cuda" else ("sdpa", "eager"):
+    bench = Bench(device, asked.tokens[0], 8)
+    for kernel in KERNELS if device.type == "cuda" else ("sdpa", "eager"):
         for name in ("gather by relays", "default"):
 
             def error(name: str = name, kernel: str = kernel) -> str:
-                worst = torch.tensor(bench.error(bench.plan(name, **OPTIONS[name], kernel=kernel)))
-                everyone = [torch.zeros(()) for _ in range(dist.get_world_size())]
-                if bench.device.type == "cuda":
-                    worst, everyone = worst.cuda(), [t.cuda() for t in everyone]
-                dist.all_gather(everyone, worst)
-                return f"worst relative error {max(t.item() for t in everyone):.1e}"
+                worst = bench.error(bench.plan(name, **OPTIONS[name], kernel=kernel))
+                return f"worst relative error of any rank {most(worst, device):.1e}"
 
             attempt(f"{kernel}, {name}", error)
 
 
-def table(bench: Bench) -> None:
-    """Say milliseconds and bytes of each option; that of the planner is beside it."""
-    for name, how in OPTIONS.items():
+def most(number: float, device: torch.device) -> float:
+    """The largest of all ranks' numbers."""
+    found = torch.tensor([number], device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
 
-        def measured(name: str = name, how: dict[str, Any] = how) -> str:
-            plan = bench.plan(name, **how)
-            worst, (took, came) = bench.error(plan), bench.times(plan)
-            planned = plan_crossing(plan).total / 2**20
-            told = f"{took:8.2f} ms {came:8.1f} MiB, planned {planned:8.1f}, error {worst:.1e}"
-            if name == "default":
-                told += "\n" + explain_plan(plan)
-            return told
 
-        attempt(name, measured)
+def times(asked: argparse.Namespace, device: torch.device, attempt: Attempts) -> None:
+    """Say milliseconds and bytes of each option; those of the planner are beside them."""
+    for key_heads, tokens in product(asked.key_heads, asked.tokens):
+        say(f"{tokens} tokens a GPU, {HEADS} query and {key_heads} key heads of {D}")
+        bench = Bench(device, tokens, key_heads)
+        for name, how in OPTIONS.items():
+
+            def measured(name: str = name, how: dict[str, Any] = how, bench: Bench = bench) -> str:
+                plan = bench.plan(name, **how)
+                worst, (took, came) = most(bench.error(plan), device), bench.times(plan)
+                planned = plan_crossing(plan).total / 2**20
+                told = f"{took:8.2f} ms {came:8.1f} MiB, planned {planned:8.1f}, error {worst:.1e}"
+                if name == "default":
+                    lines = explain_plan(plan).splitlines()
+                    told += "".join(f"\n    {line}" for line in lines if "machines" in line)
+                    told += "".join(f"\n    {line}" for line in lines if line.startswith("by "))
+                return told
+
+            attempt(name, measured)
+
+
+def decode(asked: argparse.Namespace, device: torch.device, attempt: Attempts) -> None:
+    """Say milliseconds and bytes of a step with a cache, merged by machine and directly."""
+    say("a token each, with a cache of 4096 tokens a sequence, heads as above")
+    for sequences in (1, 64):
+        for name in ("by machine", "directly"):
+            measured = partial(decoded, device, sequences, name == "directly")
+            attempt(f"{sequences} sequences, {name}", measured)
+
+
+def decoded(device: torch.device, sequences: int, directly: bool, held: int = 4096) -> str:
+    draw = torch.Generator(device=device).manual_seed(1)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    held = held if device.type == "cuda" else 64
+
+    def normal(tokens: int, heads: int) -> Tensor:
+        shape = sequences, tokens, heads, D
+        return torch.randn(shape, device=device, dtype=dtype, generator=draw)
+
+    cache = RingCache(sequences, 8, D, dtype=dtype, device=device)
+    k, v, q = normal(held, 8), normal(held, 8), normal(1, HEADS)
+    cache.append(k, v)
+    with mock.patch.object(relays, "_EXCHANGE", 1 << 60 if directly else 0):
+        out = ring_attn_with_cache(q, None, None, cache)
+        step = partial(ring_attn_with_cache, q, None, None, cache)
+        took, came = timed(step, device, 10)
+    repeat = (t.float().repeat_interleave(HEADS // 8, dim=2).transpose(1, 2) for t in (k, v))
+    want = scaled_dot_product_attention(q.float().transpose(1, 2), *repeat).transpose(1, 2)
+    worst = most(((out.float() - want).norm() / want.norm()).item(), device)
+    return f"{took:8.3f} ms {1024 * came:8.1f} KiB, error {worst:.1e}"
+
+
+def graphs(asked: argparse.Namespace, device: torch.device, attempt: Attempts) -> None:
+    """Say whether a CUDA graph holds messages between machines, and a whole forward and backward.
+
+    The first is NCCL's own, the second this library's: `in_graphs()` refuses it until both work.
+    """
+    if device.type != "cuda":
+        say("graphs need CUDA")
+        return
+    attempt("NCCL's messages in a graph", partial(messages_in_graph, device))
+    bench = Bench(device, asked.tokens[0], 8)
+    for name in ("gather by relays", "default"):
+        attempt(f"{name}, in a graph", partial(step_in_graph, bench, name))
+
+
+def messages_in_graph(device: torch.device) -> str:
+    """Capture an exchange with the rank half a ring away, on the other machine; replay it twice."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    peer = (me + size // 2) % size
+    sent, came = torch.empty(2, 1 << 20, device=device).unbind()
+
+    def exchange() -> None:
+        ops = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, came, peer)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    run, wrong = captured(exchange), 0.0
+    for turn in range(2):
+        sent.fill_(10 * turn + me)
+        came.zero_()
+        run()
+        torch.cuda.synchronize()
+        wrong = max(wrong, (came - (10 * turn + peer)).abs().max().item())
+    took, _ = timed(run, device, 3)
+    plain, _ = timed(exchange, device, 3)
+    return f"error {most(wrong, device):.0f}, {took:.2f} ms, without a graph {plain:.2f} ms"
+
+
+def step_in_graph(bench: Bench, name: str) -> str:
+    """Capture forward and backward of a plan; replay it with other values."""
+    plan = bench.plan(name, **OPTIONS[name])
+    want = [t.detach().clone() for t in (bench.step(plan), *(t.grad for t in bench.mine))]
+    found: list[Tensor] = []
+
+    def step() -> None:
+        found[:] = [bench.step(plan), *(t.grad for t in bench.mine)]
+
+    run = captured(step)
+    with torch.no_grad():
+        bench.mine[2].mul_(2)  # v: out is twice as large, and so are the gradients of q and k
+    run()
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        bench.mine[2].mul_(0.5)
+    factors = (2, 2, 2, 1)
+    errors = [((a - f * b).norm() / b.norm()).item() for a, b, f in zip(found, want, factors)]
+    took, _ = timed(run, bench.device, 3)
+    plain, _ = timed(partial(bench.step, plan), bench.device, 3)
+    worst = most(max(errors), bench.device)
+    return f"error {worst:.1e}, {took:.2f} ms, without a graph {plain:.2f} ms"
+
+
+def captured(call: Callable[[], object]) -> Callable[[], object]:
+    """Run a call three times, and capture it; an error of the capture is a ValueError."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+    except RuntimeError as error:
+        raise ValueError(f"not captured: {error}") from error
+    return graph.replay
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, torch.device, Attempts], None]] = {
+    "right": right,
+    "times": times,
+    "decode": decode,
+    "graphs": graphs,
+}
 
 
 def main() -> int:
@@ -211,7 +368,8 @@ def main() -> int:
     ask.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     ask.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
     ask.add_argument("--key-heads", type=int, nargs="+", default=[8, 2, 1])
-    ask.add_argument("--only", nargs="+", default=["right", "times"], choices=("right", "times"))
+    ask.add_argument("--only", nargs="+", default=[*PARTS], choices=[*PARTS])
+    ask.add_argument("--within", type=float, default=600.0, help="seconds")
     ask.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     asked = ask.parse_args()
     if asked.rank:

@@ -38,9 +38,9 @@ INFERENCE = [
         "weight = (lse - total.", "weight = (0 * lse - total.",
     ),
     Mutant(
-        "a rank's own result is another's", "comm/exchange.py:all_gather_stacked",
-        "found[ring.rank] = x",
-        "found[ring.rank] = x * 0",
+        "a rank's own result is another's", "comm/exchange.py:_stacked",
+        "found[senders.index(mine)] = x",
+        "found[senders.index(mine)] = x * 0",
     ),
     Mutant(
         "a chunk in the order of ranks", "inference/prefill.py:_order", "torch.cat(each).argsort()",

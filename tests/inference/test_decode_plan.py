@@ -5,10 +5,12 @@ from math import isclose, log, prod, tanh
 import pytest
 import torch
 
-from ring_attention_pytorch import RingCache
+from ring_attention_pytorch import RingCache, ring_attn_with_cache
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.schedule import relays
+from tests.support import threads
 from tests.support.reference import dense_attention, relative_error
 
 RIGHT = Asked((2, 3, 4, 8), True, False, Scores(8**-0.5), False, False, "eager")
@@ -69,3 +71,34 @@ def test_a_plan_attends_to_what_was_kept_and_to_new_tokens() -> None:
     assert plan.capturable
     assert relative_error(out, want[:, 6:]) < 1e-12
     assert relative_error(lse, of_all[..., 6:]) < 1e-12
+
+
+@pytest.mark.parametrize("machines", [(0, 0, 1, 1), (0, 1, 1, 2, 0), (0, 0, 0)])
+def test_each_machine_sends_its_results_to_ranks_of_others_once_and_no_key(
+    machines, monkeypatch
+) -> None:
+    """With cached keys on all ranks, and with few: the bytes of a step are the same."""
+    monkeypatch.setattr(relays, "_EXCHANGE", 0)
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 14, h, 8, generator=draw).double() for h in (4, 2))
+    v, sinks = torch.randn(2, 14, 2, 6, generator=draw).double(), torch.randn(4).double()
+
+    def decode(ring: threads.ThreadRing) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = RingCache(2, 2, 8, value_dim=6, dtype=torch.float64, page=2, group=ring)
+        found = []
+        for first, last in ((0, 1), (1, 11), *((i, i + 1) for i in range(11, 14))):
+            tokens = (t[:, first:last] for t in (q, k, v))
+            found.append(ring_attn_with_cache(*tokens, cache, sinks=sinks, return_lse=True))
+        outs, lses = zip(*found)
+        return torch.cat(outs, dim=1), torch.cat(lses, dim=2)
+
+    found, hub = threads.run(len(machines), decode, machines)
+    want, _ = dense_attention(q, k, v, causal=True, sinks=sinks)
+    for out, lse in found:
+        assert relative_error(out, want) < 1e-13
+        assert torch.equal(out, found[0][0]), "a rank has other bits"
+        assert torch.equal(lse, found[0][1])
+    token = 2 * 4 * (6 + 1) * 8  # of all sequences and heads: out and lse
+    for rank, machine in enumerate(machines):
+        came = sum(hub.ways[a, rank] for a, of in enumerate(machines) if of != machine)
+        assert came == 14 * token * max(machines), "more than one result of each other machine"

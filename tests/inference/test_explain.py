@@ -8,12 +8,13 @@ import torch
 from ring_attention_pytorch import RingCache, explain_cache
 from ring_attention_pytorch.inference.explain import chunk_sizes
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.schedule import relays
 from tests.support import threads
 
 SIZES = dict(sequences=2, key_heads=8, head_dim=64, page=4)
 
 
-def of_ranks(size: int, tokens: int = 1) -> list[str]:
+def of_ranks(size: int, tokens: int = 1, machines: tuple[int, ...] = ()) -> list[str]:
     k = torch.zeros(2, 512, 8, 64)
 
     def told(ring: Ring) -> str:
@@ -21,7 +22,7 @@ def of_ranks(size: int, tokens: int = 1) -> list[str]:
         cache.append(k, k)
         return explain_cache(cache, 16, tokens)
 
-    return threads.run(size, told)[0]
+    return threads.run(size, told, machines)[0]
 
 
 def mib(text: str, words: str) -> float:
@@ -41,6 +42,20 @@ def test_ranks_hold_and_read_their_share_and_send_results_of_new_tokens(size: in
             (size - 1) * 2 * 16 * (64 + 1) * 4 / 2**20, abs=0.01
         )
         assert mib(text, "the cached keys,") == pytest.approx(whole * (size - 1) / size, abs=0.01)
+
+
+def test_on_several_machines_results_go_to_one_s_own_and_the_machine_s_to_others(
+    monkeypatch,
+) -> None:
+    for text in of_ranks(4, machines=(0, 0, 0, 1)):
+        assert "to each other rank" in text, "one exchange is faster for so few bytes"
+    monkeypatch.setattr(relays, "_EXCHANGE", 0)
+    each = 2 * 16 * (64 + 1) * 4 / 2**20
+    for rank, text in enumerate(of_ranks(4, machines=(0, 0, 0, 1))):
+        near, others = ((2, 0), (2, 0), (2, 0), (0, 3))[rank]
+        others = 1 if rank == 0 else others
+        assert mib(text, "sends") == pytest.approx((near + others) * each, abs=0.01)
+        assert f"{others * each:.2f} MiB of it its machine's to {others} of other" in text
 
 
 def test_a_chunk_is_also_told_what_it_takes() -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch import RingAttention, RingPlan, shard_sequence
 from ring_attention_pytorch.ranks.ring import Ring
+from tests.support import threads
 from tests.support.module_cases import (
     EXACT,
     Case,
@@ -251,6 +252,29 @@ def test_one_plan_serves_many_layers() -> None:
     assert isinstance(plan, RingPlan)
     for layer in layers:
         assert torch.equal(layer(x3, plan=plan), layer(x3, mask))
+
+
+def test_over_machines_a_module_swaps_heads_unless_that_is_forbidden() -> None:
+    x = torch.randn(1, 24, 16, dtype=torch.float64)
+    alone = RingAttention(16, dim_head=4, heads=4, causal=True).double()
+
+    def main(ring: Ring) -> tuple[list[int], float]:
+        mine, degrees, worst = shard_sequence(x, group=ring, layout="zigzag"), [], 0.0
+        for ulysses in (None, 1):
+            attn = RingAttention(
+                16, dim_head=4, heads=4, causal=True, ring_attn=True, layout="zigzag",
+                group=ring, ulysses=ulysses,
+            ).double()  # fmt: skip
+            attn.load_state_dict(alone.state_dict())
+            plan = attn.plan(mine)
+            degrees.append(plan.degree)
+            want = shard_sequence(alone(x), group=ring, layout="zigzag")
+            worst = max(worst, relative_error(attn(mine, plan=plan), want))
+        return degrees, worst
+
+    for degrees, worst in threads.run(4, main, machines=(0, 0, 1, 1))[0]:
+        assert degrees == [2, 1]
+        assert worst < 1e-12
 
 
 def test_a_module_can_be_copied_and_pickled() -> None:

@@ -122,6 +122,7 @@ def test_options_of_a_ring_need_one():
         (True, dict(ulysses=0), "ulysses must divide heads=4, got 0"),
     ):
         checks.check_over_ring(True, 4, transport="gather", ulysses=2, memory=None)
+        checks.check_over_ring(False, 4, transport=None, ulysses=None, memory=None)
         with pytest.raises(ValueError, match=said):
             checks.check_over_ring(ring, 4, **dict(transport=None, ulysses=1, memory=None) | more)
 
@@ -129,7 +130,8 @@ def test_options_of_a_ring_need_one():
 def test_a_plan_does_what_its_module_asks():
     has = dict(transport="ring", ulysses=2, memory=7)
     for transport, memory in ((None, None), ("ring", None), ("ring", 7)):
-        checks.check_same_way(has, transport=transport, ulysses=2, memory=memory)
+        for ulysses in (2, None):
+            checks.check_same_way(has, transport=transport, ulysses=ulysses, memory=memory)
     for wrong in (dict(transport="gather"), dict(ulysses=1), dict(memory=8)):
         with pytest.raises(ValueError, match="the plan has transport='ring', ulysses=2 and"):
             checks.check_same_way(has, **dict(transport=None, ulysses=2, memory=None) | wrong)

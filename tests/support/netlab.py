@@ -92,36 +92,47 @@ class Lab:
         """Take a machine's link down."""
         ip("-n", self.spaces()[machine], "link", "set", "eth0", "down")
 
+    def mend(self, machine: int) -> None:
+        """Take a machine's link up again."""
+        ip("-n", self.spaces()[machine], "link", "set", "eth0", "up")
+
     def start(self, ranks: int, *words: object) -> None:
         """Start workers, so many on each machine; ranks are numbered machine by machine."""
-        for number, space in enumerate(self.spaces()):
+        for number in range(self.machines):
             for local in range(ranks):
-                env = os.environ | {
-                    "MASTER_ADDR": "10.9.0.1", "MASTER_PORT": "29517", "OMP_NUM_THREADS": "1",
+                env = {
+                    "MASTER_ADDR": "10.9.0.1", "MASTER_PORT": "29517", "LOCAL_RANK": str(local),
                     "WORLD_SIZE": str(self.machines * ranks), "RANK": str(number * ranks + local),
-                    "LOCAL_RANK": str(local), "NCCL_HOSTID": f"m{number}",
-                    "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT),
                 }  # fmt: skip
-                command = [
-                    "ip",
-                    "netns",
-                    "exec",
-                    space,
-                    sys.executable,
-                    "-m",
-                    "tests.support.netlab",
-                ]
-                self.running.append(
-                    subprocess.Popen(
-                        [*command, "--work", *map(str, words)],
-                        env=env,
-                        cwd=ROOT,
-                        text=True,
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+                module = "tests.support.netlab", "--work"
+                self._start(number, env, "-m", *module, *map(str, words), stdout=subprocess.PIPE)
+
+    def torchrun(self, ranks: int, folder: Path, *words: str) -> None:
+        """Start torchrun on each machine, as in docs/guide/machines.md; its words are in files."""
+        for number in range(self.machines):
+            how = [
+                f"--nnodes={self.machines}", f"--nproc-per-node={ranks}", "--max-restarts=3",
+                "--rdzv-backend=c10d", "--rdzv-endpoint=10.9.0.1:29500",
+                # hosts here have one name, by which torchrun would know whose the endpoint is
+                f"--rdzv-conf=is_host={int(number == 0)}", f"--local-addr=10.9.0.{number + 1}",
+            ]  # fmt: skip
+            env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            with (folder / f"machine{number}").open("w") as file:
+                torchrun = "-m", "torch.distributed.run", *how
+                self._start(number, env, *torchrun, *words, stdout=file)
+
+    def _start(self, machine: int, env: dict[str, str], *words: str, stdout: Any) -> None:
+        """Start Python on a machine."""
+        env = os.environ | env | {
+            "NCCL_HOSTID": f"m{machine}", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = ["ip", "netns", "exec", self.spaces()[machine], sys.executable, *words]
+        started = subprocess.Popen(
+            command, env=env, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=stdout,
+            stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self.running.append(started)
 
     def say(self) -> None:
         """Let all workers go on."""
@@ -245,26 +256,43 @@ def _bytes(call: Callable[[], object]) -> int:
 
 
 def lost() -> None:
-    """Say what a rank hears if a machine is lost between forward and backward, and how soon."""
+    """Say what a rank hears if a machine is lost in the middle of backward, and how soon."""
     exact()
+    _fail(lambda: sys.stdin.readline())
+
+
+def late(rank: int, seconds: float) -> None:
+    """Say what ranks hear if one computes in backward for longer than the others wait."""
+    _fail(lambda: time.sleep(seconds) if dist.get_rank() == rank else None)
+
+
+def _fail(pause: Callable[[], object]) -> None:
+    """Pause in backward, while the first keys are on their way; say what is raised, how soon."""
     q = torch.randn(1, 64, 3, 8, requires_grad=True)
-    out = ring_attn(q, q, q, causal=True, layout="zigzag")
-    say(ready=True)
-    sys.stdin.readline()
-    began = time.monotonic()
+    plan = RingPlan.make(q, q, q, causal=True, layout="zigzag")
+    kernel, began = plan.kernel, list[float]()
+
+    def backward(*given: Any, **named: Any) -> Any:
+        if not began:
+            say(ready=True, by=type(plan.transport.fabric).__name__)
+            pause()
+            began.append(time.monotonic())
+        return kernel.backward(*given, **named)
+
+    object.__setattr__(plan, "kernel", kernel._replace(backward=backward))
     try:
-        out.sum().backward()
+        ring_attn(q, q, q, plan=plan).sum().backward()
         say(raised=None)
     except RingError as error:
-        say(raised=str(error), ranks=error.ranks, seconds=time.monotonic() - began)
-    os._exit(0)  # other groups may wait for the lost ranks
+        say(raised=str(error), ranks=error.ranks, seconds=time.monotonic() - began[0])
+    time.sleep(60)  # the first rank has the store, which others read; all are killed
 
 
 def work(what: str, timeout: float, *numbers: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(int(os.environ["RANK"]))
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-    {"exact": exact, "table": table, "lost": lost}[what](*numbers)
+    {"exact": exact, "table": table, "lost": lost, "late": late}[what](*numbers)
     dist.barrier()
     dist.destroy_process_group()
 
