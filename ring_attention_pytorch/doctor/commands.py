@@ -10,10 +10,15 @@ import torch
 
 from ring_attention_pytorch.doctor.facts import gather_facts
 from ring_attention_pytorch.doctor.findings import Finding, findings_of, keeps_from_trying
-from ring_attention_pytorch.doctor.speed import SIZES
+from ring_attention_pytorch.doctor.speed import SIZES, Speed
 from ring_attention_pytorch.doctor.trials import Parity, Trial, explained, try_out
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
 
+_SLOW = {  # advice, by device
+    "cpu": "ranks wait for cores: end other programs, or take fewer processes by --nproc",
+    "cuda": "see nvidia-smi for other programs on these GPUs and for their clocks; if GPUs idle, "
+    "with plan.in_graphs(): spares the host's time; docs/guide/profiling.md shows each wait",
+}
 _SIGNS = {"ok": ("ok  ", 32), "note": ("note", 33), "bad": ("BAD ", 31)}  # with ANSI colours
 
 
@@ -45,12 +50,17 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--quick", action="store_true", help="look only; start no processes")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     explain = commands.add_parser("explain", help="say who receives which keys when; needs no GPU")
-    explain.add_argument("--tokens", type=_positive, default=8192, help="of the whole sequence")
-    explain.add_argument("--heads", type=_positive, nargs=2, default=(32, 8), metavar=("H", "KV"))
+    explain.add_argument("--tokens", type=_positive, default=8192, help="of all ranks (8192)")
+    explain.add_argument(
+        "--heads", type=_positive, nargs=2, default=(32, 8), metavar=("H", "KV"),
+        help="query heads and key heads (32 8)",
+    )  # fmt: skip
     explain.add_argument("--width", type=_positive, default=128, help="of a head (128)")
-    explain.add_argument("--ranks", type=_positive, default=4)
+    explain.add_argument("--ranks", type=_positive, default=4, help="that share them (4)")
     explain.add_argument("--machines", type=_positive, default=1, help="that ranks are on (1)")
-    explain.add_argument("--layout", choices=tuple(LAYOUTS), default="zigzag")
+    explain.add_argument(
+        "--layout", choices=tuple(LAYOUTS), default="zigzag", help="of tokens (zigzag)"
+    )
     explain.add_argument("--no-mask", action="store_true", help="not causal")
     return whole
 
@@ -87,6 +97,8 @@ def _doctor(args: argparse.Namespace) -> int:
             "parity": [p._asdict() | {"right": p.right} for p in parity],
             "bytes_per_second": trial.bandwidth,
             "flops_per_second": trial.speed and trial.speed._asdict(),
+            "machines": len({*trial.machines}),
+            "ulysses": trial.ulysses,
         }
         print(json.dumps(told, indent=2))
     else:
@@ -107,17 +119,33 @@ def _of_trial(trial: Trial, nproc: int, device: str) -> list[Finding]:
     if trial.bandwidth is not None:
         text = f"{trial.bandwidth / 1e9:.2f} GB/s to a neighbour while as much comes"
         found.append(Finding("links", "ok", f"{text}, {nproc} at once"))
+    if trial.machines:
+        found.append(_of_machines(trial, device))
     if trial.speed is not None:
-        alone, expected, measured = (rate / 1e9 for rate in trial.speed)
-        tokens = SIZES[device].tokens
-        found.append(
-            Finding(
-                "speed", "ok",
-                f"{measured:.4g} GFLOP/s a rank with {tokens} tokens each, forward and backward; "
-                f"expected {expected:.4g}, the kernel alone {alone:.4g}",
-            )
-        )  # fmt: skip
+        found.append(_of_speed(trial.speed, device))
     return found
+
+
+def _of_machines(trial: Trial, device: str) -> Finding:
+    """Say on how many machines the ranks are, and how many of them would swap heads."""
+    ranks, machines, size = len(trial.machines), len({*trial.machines}), SIZES[device]
+    text = (
+        f"{ranks} rank{'s' * (ranks > 1)} on {machines}; {size.heads} heads and {size.key_heads} "
+        f"key heads would take ulysses={trial.ulysses}"
+    )
+    return Finding("machines", "ok", text)
+
+
+def _of_speed(speed: Speed, device: str) -> Finding:
+    """Compare the measured speed with the expected one; a third of it needs an explanation."""
+    alone, expected, measured = (rate / 1e9 for rate in speed)
+    text = (
+        f"{measured:.4g} GFLOP/s a rank with {SIZES[device].tokens} tokens each, forward and "
+        f"backward; expected {expected:.4g}, the kernel alone {alone:.4g}"
+    )
+    if 3 * measured > expected:
+        return Finding("speed", "ok", text)
+    return Finding("speed", "note", text, _SLOW[device])
 
 
 def _of_parity(parity: Parity, nproc: int) -> Finding:
