@@ -10,6 +10,7 @@ import torch
 
 from ring_attention_pytorch.doctor.facts import gather_facts
 from ring_attention_pytorch.doctor.findings import Finding, findings_of, keeps_from_trying
+from ring_attention_pytorch.doctor.memory import Sizes, Training, described, table
 from ring_attention_pytorch.doctor.speed import SIZES, Speed
 from ring_attention_pytorch.doctor.trials import Parity, Trial, explained, try_out
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
@@ -29,7 +30,7 @@ def main(given: Sequence[str]) -> int:
         parser().print_help()
         return 0
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
-        "demo": _demo, "doctor": _doctor, "explain": _explain,
+        "demo": _demo, "doctor": _doctor, "explain": _explain, "memory": _memory,
     }  # fmt: skip
     return commands[args.command](args)
 
@@ -62,7 +63,44 @@ def parser() -> argparse.ArgumentParser:
         "--layout", choices=tuple(LAYOUTS), default="zigzag", help="of tokens (zigzag)"
     )
     explain.add_argument("--no-mask", action="store_true", help="not causal")
+    _add_memory(commands)
     return whole
+
+
+def _add_memory(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command that counts a GPU's memory: sizes of a Llama, and how it is trained."""
+    memory = commands.add_parser("memory", help="count bytes of training by cause; needs no GPU")
+    memory.add_argument(
+        "--tokens", type=_positive, nargs="+", default=[131072], help="of all GPUs (131072)"
+    )
+    memory.add_argument("--ranks", type=_positive, nargs="+", default=[4], help="GPUs (4)")
+    for name, default in Sizes()._asdict().items():
+        memory.add_argument(
+            f"--{name.replace('_', '-')}", type=_positive, default=default,
+            help=f"of a Llama ({default})",
+        )  # fmt: skip
+    memory.add_argument("--no-checkpoint", action="store_true", help="layers keep all for backward")
+    memory.add_argument("--offload", action="store_true", help="inputs of layers are on the host")
+    memory.add_argument("--chunk", type=_positive, help="tokens=, of chunk_tokens (none)")
+    memory.add_argument("--logits", type=_positive, default=2048, help="tokens of a loss (2048)")
+    memory.add_argument("--all-logits", action="store_true", help="of all tokens at once")
+    memory.add_argument("--float32", action="store_true", help="weights, gradients and moments")
+
+
+def _memory(args: argparse.Namespace) -> int:
+    sizes = Sizes(*(getattr(args, name) for name in Sizes._fields))
+    if sizes.heads % sizes.key_heads:
+        print(f"--key-heads: {sizes.key_heads} must divide {sizes.heads}", file=sys.stderr)
+        return 2
+    every = [
+        Training(
+            tokens, ranks, not args.no_checkpoint, args.offload, args.chunk,
+            None if args.all_logits else args.logits, args.float32,
+        )
+        for tokens in args.tokens for ranks in args.ranks
+    ]  # fmt: skip
+    print(described(sizes, every[0]) if len(every) == 1 else table(sizes, every))
+    return 0
 
 
 def _positive(text: str) -> int:

@@ -80,7 +80,7 @@ def test_looking_starts_no_processes(capsys: pytest.CaptureFixture[str]) -> None
 def test_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = command(capsys=capsys)
     assert code == 0
-    assert all(f"\n    {name} " in text for name in ("demo", "doctor", "explain"))
+    assert all(f"\n    {name} " in text for name in ("demo", "doctor", "explain", "memory"))
 
 
 def test_the_demo_draws_who_has_which_token(capsys: pytest.CaptureFixture[str]) -> None:
