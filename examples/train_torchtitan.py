@@ -198,6 +198,18 @@ def peak_gib() -> float:
     return torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
 
 
+def allocated_gib() -> float:
+    """Return the most memory that tensors on this GPU have taken."""
+    return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+
+
+def largest(*figures: float) -> list[float]:
+    """Return the figures of the rank whose last two have the largest sum."""
+    every: list[tuple[float, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(every, figures)
+    return [round(figure, 2) for figure in max(every, key=lambda each: sum(each[-2:]))]
+
+
 def free() -> None:
     """Give back all memory that is not needed, and forget the peak."""
     gc.collect()
@@ -316,8 +328,7 @@ def measured(
     free()
     losses, seconds = steps(trainer, count)
     step = statistics.median(seconds[1:] or seconds)
-    memory = [0.0] * ranks
-    dist.all_gather_object(memory, peak_gib() + outside_gib() - trainer.outside)
+    memory = largest(allocated_gib(), peak_gib(), outside_gib() - trainer.outside)
     attention = attention_seconds(trainer, tokens) * trainer.model_args.n_layers
     a_gpu = tokens / step / ranks
     peak = tools.get_peak_flops(trainer.metrics_processor.device_name)
@@ -329,7 +340,8 @@ def measured(
         "mask": f"documents of {documents}" if documents else "causal",
         "tokens_per_second": round(a_gpu), "seconds": round(step, 3), "steps": count,
         "mfu": round(a_gpu * flops_per_token(trainer, seen) / peak, 4),
-        "attention": round(attention / step, 3), "peak_gib": round(max(memory), 1),
+        "attention": round(attention / step, 3),
+        "peak_gib": memory[1] + memory[2], "allocated_gib": memory[0], "outside_gib": memory[2],
         "losses": [round(loss, 6) for loss in losses],
     }  # fmt: skip
 

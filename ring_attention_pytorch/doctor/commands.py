@@ -10,10 +10,16 @@ import torch
 
 from ring_attention_pytorch.doctor.facts import gather_facts
 from ring_attention_pytorch.doctor.findings import Finding, findings_of, keeps_from_trying
-from ring_attention_pytorch.doctor.speed import SIZES
+from ring_attention_pytorch.doctor.memory import Sizes, Training, described, table
+from ring_attention_pytorch.doctor.speed import SIZES, Speed
 from ring_attention_pytorch.doctor.trials import Parity, Trial, explained, try_out
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
 
+_SLOW = {  # advice, by device
+    "cpu": "ranks wait for cores: end other programs, or take fewer processes by --nproc",
+    "cuda": "see nvidia-smi for other programs on these GPUs and for their clocks; if GPUs idle, "
+    "with plan.in_graphs(): spares the host's time; docs/guide/profiling.md shows each wait",
+}
 _SIGNS = {"ok": ("ok  ", 32), "note": ("note", 33), "bad": ("BAD ", 31)}  # with ANSI colours
 
 
@@ -24,7 +30,7 @@ def main(given: Sequence[str]) -> int:
         parser().print_help()
         return 0
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
-        "demo": _demo, "doctor": _doctor, "explain": _explain,
+        "demo": _demo, "doctor": _doctor, "explain": _explain, "memory": _memory,
     }  # fmt: skip
     return commands[args.command](args)
 
@@ -45,14 +51,56 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--quick", action="store_true", help="look only; start no processes")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     explain = commands.add_parser("explain", help="say who receives which keys when; needs no GPU")
-    explain.add_argument("--tokens", type=_positive, default=8192, help="of the whole sequence")
-    explain.add_argument("--heads", type=_positive, nargs=2, default=(32, 8), metavar=("H", "KV"))
+    explain.add_argument("--tokens", type=_positive, default=8192, help="of all ranks (8192)")
+    explain.add_argument(
+        "--heads", type=_positive, nargs=2, default=(32, 8), metavar=("H", "KV"),
+        help="query heads and key heads (32 8)",
+    )  # fmt: skip
     explain.add_argument("--width", type=_positive, default=128, help="of a head (128)")
-    explain.add_argument("--ranks", type=_positive, default=4)
+    explain.add_argument("--ranks", type=_positive, default=4, help="that share them (4)")
     explain.add_argument("--machines", type=_positive, default=1, help="that ranks are on (1)")
-    explain.add_argument("--layout", choices=tuple(LAYOUTS), default="zigzag")
+    explain.add_argument(
+        "--layout", choices=tuple(LAYOUTS), default="zigzag", help="of tokens (zigzag)"
+    )
     explain.add_argument("--no-mask", action="store_true", help="not causal")
+    _add_memory(commands)
     return whole
+
+
+def _add_memory(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command that counts a GPU's memory: sizes of a Llama, and how it is trained."""
+    memory = commands.add_parser("memory", help="count bytes of training by cause; needs no GPU")
+    memory.add_argument(
+        "--tokens", type=_positive, nargs="+", default=[131072], help="of all GPUs (131072)"
+    )
+    memory.add_argument("--ranks", type=_positive, nargs="+", default=[4], help="GPUs (4)")
+    for name, default in Sizes()._asdict().items():
+        memory.add_argument(
+            f"--{name.replace('_', '-')}", type=_positive, default=default,
+            help=f"of a Llama ({default})",
+        )  # fmt: skip
+    memory.add_argument("--no-checkpoint", action="store_true", help="layers keep all for backward")
+    memory.add_argument("--offload", action="store_true", help="inputs of layers are on the host")
+    memory.add_argument("--chunk", type=_positive, help="tokens=, of chunk_tokens (none)")
+    memory.add_argument("--logits", type=_positive, default=2048, help="tokens of a loss (2048)")
+    memory.add_argument("--all-logits", action="store_true", help="of all tokens at once")
+    memory.add_argument("--float32", action="store_true", help="weights, gradients and moments")
+
+
+def _memory(args: argparse.Namespace) -> int:
+    sizes = Sizes(*(getattr(args, name) for name in Sizes._fields))
+    if sizes.heads % sizes.key_heads:
+        print(f"--key-heads: {sizes.key_heads} must divide {sizes.heads}", file=sys.stderr)
+        return 2
+    every = [
+        Training(
+            tokens, ranks, not args.no_checkpoint, args.offload, args.chunk,
+            None if args.all_logits else args.logits, args.float32,
+        )
+        for tokens in args.tokens for ranks in args.ranks
+    ]  # fmt: skip
+    print(described(sizes, every[0]) if len(every) == 1 else table(sizes, every))
+    return 0
 
 
 def _positive(text: str) -> int:
@@ -87,6 +135,8 @@ def _doctor(args: argparse.Namespace) -> int:
             "parity": [p._asdict() | {"right": p.right} for p in parity],
             "bytes_per_second": trial.bandwidth,
             "flops_per_second": trial.speed and trial.speed._asdict(),
+            "machines": len({*trial.machines}),
+            "ulysses": trial.ulysses,
         }
         print(json.dumps(told, indent=2))
     else:
@@ -107,17 +157,33 @@ def _of_trial(trial: Trial, nproc: int, device: str) -> list[Finding]:
     if trial.bandwidth is not None:
         text = f"{trial.bandwidth / 1e9:.2f} GB/s to a neighbour while as much comes"
         found.append(Finding("links", "ok", f"{text}, {nproc} at once"))
+    if trial.machines:
+        found.append(_of_machines(trial, device))
     if trial.speed is not None:
-        alone, expected, measured = (rate / 1e9 for rate in trial.speed)
-        tokens = SIZES[device].tokens
-        found.append(
-            Finding(
-                "speed", "ok",
-                f"{measured:.4g} GFLOP/s a rank with {tokens} tokens each, forward and backward; "
-                f"expected {expected:.4g}, the kernel alone {alone:.4g}",
-            )
-        )  # fmt: skip
+        found.append(_of_speed(trial.speed, device))
     return found
+
+
+def _of_machines(trial: Trial, device: str) -> Finding:
+    """Say on how many machines the ranks are, and how many of them would swap heads."""
+    ranks, machines, size = len(trial.machines), len({*trial.machines}), SIZES[device]
+    text = (
+        f"{ranks} rank{'s' * (ranks > 1)} on {machines}; {size.heads} heads and {size.key_heads} "
+        f"key heads would take ulysses={trial.ulysses}"
+    )
+    return Finding("machines", "ok", text)
+
+
+def _of_speed(speed: Speed, device: str) -> Finding:
+    """Compare the measured speed with the expected one; a third of it needs an explanation."""
+    alone, expected, measured = (rate / 1e9 for rate in speed)
+    text = (
+        f"{measured:.4g} GFLOP/s a rank with {SIZES[device].tokens} tokens each, forward and "
+        f"backward; expected {expected:.4g}, the kernel alone {alone:.4g}"
+    )
+    if 3 * measured > expected:
+        return Finding("speed", "ok", text)
+    return Finding("speed", "note", text, _SLOW[device])
 
 
 def _of_parity(parity: Parity, nproc: int) -> Finding:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.transports import TRANSPORTS
 from ring_attention_pytorch.doctor.facts import request, why_not
-from ring_attention_pytorch.doctor.speed import Speed, speed
+from ring_attention_pytorch.doctor.speed import SIZES, Speed, speed
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.launch import spawn
@@ -43,11 +43,16 @@ class Parity(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """Results of one rank or of all: errors, bytes/s to a neighbour, speeds."""
+    """Results of one rank or of all: errors, bytes/s to a neighbour, speeds, and the plan's facts.
+
+    `machines` are those of the ranks, by number; `ulysses` is the degree that a plan takes there.
+    """
 
     parities: list[Parity]
     bandwidth: float | None
     speed: Speed | None = None
+    machines: tuple[int, ...] = ()
+    ulysses: int = 1
 
 
 def try_out(device: str, backend: str, nproc: int) -> Trial:
@@ -64,7 +69,11 @@ def worst(trials: Sequence[Trial]) -> Trial:
     same = zip(*(trial.parities for trial in trials))
     speeds = [trial.bandwidth for trial in trials if trial.bandwidth is not None]
     slowest = min((t.speed for t in trials if t.speed), key=lambda s: s.measured, default=None)
-    return Trial([max(each, key=_error_of) for each in same], min(speeds, default=None), slowest)
+    last = trials[-1]
+    return Trial(
+        [max(each, key=_error_of) for each in same], min(speeds, default=None), slowest,
+        last.machines, last.ulysses,
+    )  # fmt: skip
 
 
 def explained(
@@ -102,8 +111,10 @@ def trial(device: str) -> Trial:
             except Exception as problem:
                 raise RuntimeError(f"{name}, {transport}: {problem}") from problem
             found.append(Parity(name, transport, str(dtype), error, ALLOWED[dtype]))
-    bandwidth = _bandwidth(Ring(), device)
-    return Trial(found, bandwidth, speed(device, bandwidth))
+    ring = Ring()
+    bandwidth = _bandwidth(ring, device)
+    plan = RingPlan.make(*SIZES[device].tensors(device), causal=True, layout="zigzag")
+    return Trial(found, bandwidth, speed(device, bandwidth), ring.machines, plan.degree)
 
 
 def _error(kernel: Any, transport: Any, dtype: torch.dtype, device: str) -> float:

@@ -19,7 +19,7 @@ from ring_attention_pytorch.schedule.cost import (
     swap_launch_seconds,
     swap_seconds,
 )
-from ring_attention_pytorch.schedule.pieces import joined, tokens
+from ring_attention_pytorch.schedule.pieces import KVShape, joined, tokens
 
 
 @checked
@@ -235,8 +235,13 @@ def _held(plan: RingPlan) -> int:
     if program.parts[0].block != 0:  # all keys and their gradients, twice, then sums
         here = tokens(program.chunks(1, plan.place))
         return 2 * here * (shape.token_bytes + shape.grad_bytes) + longest * shape.wide_bytes
+    return held_by_gather(longest, plan.chosen.at_once, shape)
+
+
+def held_by_gather(longest: int, at_once: int, shape: KVShape) -> int:
+    """Return the peak bytes of peers' keys and gradients, of so many owners at once."""
     of_owner = 3 * shape.token_bytes + 2 * shape.grad_bytes + 2 * shape.wide_bytes
-    return longest * (4 * shape.token_bytes + plan.chosen.at_once * of_owner)
+    return longest * (4 * shape.token_bytes + at_once * of_owner)
 
 
 def _plural(number: int, noun: str) -> str:

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from ring_attention_pytorch.doctor import commands
+from ring_attention_pytorch.doctor.speed import Speed
 from ring_attention_pytorch.doctor.trials import Parity, Trial
 from ring_attention_pytorch.kernels import KERNELS
 
@@ -44,6 +45,28 @@ def test_a_trial_that_fails_is_a_finding(capsys: pytest.CaptureFixture[str]) -> 
     assert "BAD   trial: RuntimeError: triton, ring: no memory" in text
 
 
+@pytest.mark.parametrize(("measured", "slow"), [(4.1e9, False), (3.9e9, True)])
+def test_a_third_of_the_expected_speed_comes_with_advice(
+    measured: float, slow: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trial = Trial([], 2e9, Speed(13e9, 12e9, measured), (0, 0, 1, 1), 2)
+    with mock.patch.object(commands, "try_out", return_value=trial):
+        _, text = command("doctor", "--device", "cpu", capsys=capsys)
+        _, told = command("doctor", "--device", "cpu", "--json", capsys=capsys)
+    assert f"{'note' if slow else 'ok  '}  speed: " in text
+    assert ("-> ranks wait for cores" in text) is slow
+    assert "4 ranks on 2; 4 heads and 2 key heads would take ulysses=2" in text
+    assert [json.loads(told)[name] for name in ("machines", "ulysses")] == [2, 2]
+
+
+def test_help_says_the_defaults_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        commands.main(["explain", "--help"])
+    said, plain = capsys.readouterr().out, commands.parser().parse_args(["explain"])
+    defaults = (plain.tokens, plain.ranks, "{} {}".format(*plain.heads), plain.width, plain.layout)
+    assert all(f"({default})" in said for default in defaults)
+
+
 def test_looking_starts_no_processes(capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.object(commands, "try_out", side_effect=AssertionError):
         _, text = command("doctor", "--device", "cpu", "--quick", "--json", capsys=capsys)
@@ -57,7 +80,7 @@ def test_looking_starts_no_processes(capsys: pytest.CaptureFixture[str]) -> None
 def test_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = command(capsys=capsys)
     assert code == 0
-    assert all(f"\n    {name} " in text for name in ("demo", "doctor", "explain"))
+    assert all(f"\n    {name} " in text for name in ("demo", "doctor", "explain", "memory"))
 
 
 def test_the_demo_draws_who_has_which_token(capsys: pytest.CaptureFixture[str]) -> None:

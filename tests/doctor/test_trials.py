@@ -11,7 +11,8 @@ from ring_attention_pytorch.ranks.ring import Ring
 
 
 def test_every_kernel_that_runs_here_is_tried_and_right(pools: Any) -> None:
-    parities, speed, rates = worst(pools(2).run(trials.trial, "cpu"))
+    parities, speed, rates, machines, ulysses = worst(pools(2).run(trials.trial, "cpu"))
+    assert (machines, ulysses) == ((0, 0), 1)
     assert {(p.kernel, p.transport) for p in parities} == {
         (kernel, transport) for kernel in ("sdpa", "eager") for transport in ("ring", "gather")
     }
@@ -49,6 +50,6 @@ def test_nan_is_not_right() -> None:
 
 
 def test_alone_there_are_no_links() -> None:
-    parities, speed, _ = trials.trial("cpu")
+    parities, speed, *_ = trials.trial("cpu")
     assert speed is None
     assert all(p.right for p in parities)
