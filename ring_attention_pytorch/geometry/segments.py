@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-
 _T = TypeVar("_T")
 
 
