@@ -5,12 +5,15 @@ document. Queries of a piece see keys of the same document only.
 """
 
 from bisect import bisect_right
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+_T = TypeVar("_T")
 
 
 class Segment(NamedTuple):
@@ -112,9 +115,21 @@ class Documents:
     """
 
     runs: tuple[Run, ...]
-    _pieces: dict[Segments, Pieces] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
+    # results of functions of these documents, dropped with them: a plan asks for tiles many times
+    _known: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.runs)  # there can be thousands, and layers look plans up by them
+
+    def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """Return what `make` made for this key the first time."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     @cached_property
     def starts(self) -> list[int]:
@@ -143,17 +158,13 @@ class Documents:
 
     def pieces(self, segments: Segments) -> Pieces:
         """Return the pieces of a rank's segments by document; cached."""
-        if segments not in self._pieces:
-            self._pieces[segments] = self._cut(segments)
-        return self._pieces[segments]
+        return self.once(segments, lambda: self._cut(segments))
 
     def positions(self, segments: Segments) -> Tensor:
         """Return each held token's position in its document, int64 `[n]`."""
-        positions = torch.empty(count(segments), dtype=torch.long)
-        for pieces in self.pieces(segments).values():
-            for start, segment in pieces:
-                positions[start : start + segment.length] = segment_positions((segment,))
-        return positions
+        at = segment_positions(segments)
+        runs = torch.searchsorted(torch.tensor(self.starts), at, right=True) - 1
+        return at - torch.tensor(self.offsets)[runs]
 
     def head(self, length: int) -> "Documents":
         """Return the documents of the first `length` tokens."""

@@ -67,7 +67,10 @@ def tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
     """
     if mask.cacheable:
         return _cached_tiles(queries, keys, mask)
-    return _tiles(queries, keys, mask)  # callers that need them again cache them
+    if mask.documents is None:
+        return _tiles(queries, keys, mask)  # callers that need them again cache them
+    key = queries, keys, mask._replace(documents=None)
+    return mask.documents.once(key, lambda: _tiles(queries, keys, mask))
 
 
 def _tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
@@ -297,11 +300,20 @@ def needed_distances(
     >>> needed_distances(four, four, Mask(causal=True, window=3))
     (0, 1, 3)
     """
+    if mask.documents is None:
+        return _needed_distances(queries, keys, mask)
+    key = "distances", queries, keys, mask._replace(documents=None)
+    return mask.documents.once(key, lambda: _needed_distances(queries, keys, mask))
+
+
+def _needed_distances(
+    queries: tuple[Segments, ...], keys: tuple[Segments, ...], mask: Mask
+) -> tuple[int, ...]:
     ranks = range(len(queries))
     if mask.window is None and mask.documents is None:
         return tuple(ranks)
     needed = [0]
     for t in ranks[1:]:
-        if any(any(_visible_tiles(queries[r], keys[r - t], mask)) for r in ranks):
+        if any(tiles(queries[r], keys[r - t], mask) for r in ranks):
             needed.append(t)
     return tuple(needed)

@@ -75,13 +75,16 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, ring: 
 def mean_over_ranks(total: Tensor, held: Tensor, ring: Ranks) -> Tensor:
     """Divide the ranks' sum of `total` by their sum of `held`; 0 if that is 0.
 
-    Backward sums all ranks' gradients, also of `held` if it requires one.
+    Both travel together, in float64, which counts tokens exactly. Backward sums all ranks'
+    gradients, also of `held` if it requires one.
     """
-    if isinstance(ring, TracedRing):
-        total, held = ring.total(total), ring.total(held)
-    elif ring.size > 1:
-        total, held = (_SumOverRanks.apply(t, ring) for t in (total, held))
-    return total / torch.where(held == 0, torch.ones_like(held), held)
+    if isinstance(ring, TracedRing) or ring.size > 1:
+        both = torch.cat([t.flatten().double() for t in (total, held)])
+        traced = isinstance(ring, TracedRing)
+        both = ring.total(both) if traced else _SumOverRanks.apply(both, ring)
+        sums, counts = both.split((total.numel(), held.numel()))
+        total, held = sums.view_as(total).to(total.dtype), counts.view_as(held)
+    return total / torch.where(held == 0, torch.ones_like(held), held).to(total.dtype)
 
 
 class _SumOverRanks(Function):

@@ -5,19 +5,22 @@ Each owner of plans has a `PlanCache`:
     whose                                        plans of                     how many
     this process (`find`)                        calls without a plan         8 kinds
     a plan                                       its layers                   256
+    a batch's block (`OfBlock`)                  calls in it without a plan   all, until it ends
     a module with `in_graphs=True`               batches, with graphs         4 kinds
     a cache, a batch's block, a routing plan,    all that use it              all, while it exists
     a chunk of a prompt, a group that decodes
 
 Layers without a plan share one of this process, and so do batches with equal cache keys. Ranks
 exchange notes for each of these nonetheless: another rank may want something different. They use a
-cached plan only if all of them have found the one that they made together.
+cached plan only if all of them have found the one that they made together. In a batch's block they
+do so for the first layer of a kind; the others use its plan as one that was given.
 """
 
 import atexit
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 
@@ -26,7 +29,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ring_attention_pytorch.plan.options import Call
-from ring_attention_pytorch.plan.placement import placed
+from ring_attention_pytorch.plan.placement import current, placed
 from ring_attention_pytorch.plan.proposal import Proposal, memory_left
 from ring_attention_pytorch.ranks.agreement import with_type_name
 from ring_attention_pytorch.ranks.ring import Ring
@@ -115,6 +118,15 @@ def cache_key(
     >>> cache_key(Ring(), (q, q, q), dict(dropout=0.5), {}) is None
     True
     """
+    key = _key_of_calls(ring, given, options, also)
+    chooses = options.get("transport") is None and options.get("memory") is None
+    return key and (key, memory_left(given[0], ring.size) if chooses else 0)
+
+
+def _key_of_calls(
+    ring: Ring, given: tuple[Tensor, ...], options: Mapping[str, Any], also: Mapping[str, Any]
+) -> Hashable:
+    """Return all of a cache key but the free memory, which differs between ranks and layers."""
     values, sinks = tuple(options.values()), options.get("sinks")
     shared = options.get("shared_keys")
     if isinstance(sinks, Tensor):
@@ -123,7 +135,6 @@ def cache_key(
         of_shared = tuple(map(_seen, shared))
         values = tuple([of_shared if value is shared else value for value in values])
     types = tuple(map(type, values))
-    chooses = options.get("transport") is None and options.get("memory") is None
     if any(map(is_functorch_wrapped_tensor, given)) or _has_tensors(types):
         return None
     drawn = options.get("dropout") or options.get("mask_mod") is not None
@@ -132,14 +143,51 @@ def cache_key(
     key = (
         (ring.group, ring.first, ring.size, ring.rank),
         tuple([(t.shape, t.dtype, t.device, t.layout, t.requires_grad) for t in given]),
-        tuple(options), values, types, tuple(also.items()),
-        memory_left(given[0], ring.size) if chooses else 0, *settings(given[0].device.type),
+        tuple(options), values, types, tuple(also.items()), *settings(given[0].device.type),
     )  # fmt: skip
     try:
         hash(key)
     except TypeError:  # a list of borders, say
         return None
     return key
+
+
+class OfBlock:
+    """The plan of a call in a batch's block, once its ranks have agreed on one for such calls.
+
+    The batch's own mask is no part of the key: all calls in the block have that one. Outside of a
+    block, and for calls that depend on more, there is none.
+    """
+
+    def __init__(
+        self,
+        ring: Ring,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        options: Mapping[str, Any],
+        also: Mapping[str, Any],
+    ) -> None:
+        self.ring: Ring = ring
+        self.block: Any = current()
+        self.key: Hashable = None
+        if self.block is not None:
+            with suppress(Exception):  # `find` reports it
+                options = placed(ring, qkv[0], options)
+                own = options.get("key_mask")
+                if own is not None and own is self.block.key_mask:
+                    options = {**options, "key_mask": None}
+                key = _key_of_calls(ring, qkv, options, also)
+                self.key = key and (key, own is None)
+
+    @property
+    def plan(self) -> Any:
+        return None if self.key is None else self.block.plans.get(self.key)
+
+    def keep(self, plan: _Plan, caller: str) -> _Plan:
+        """Keep the plan, if later layers may take it: they don't agree as `caller` any more."""
+        if self.key is not None:
+            self.block.plans[self.key] = plan
+            self.ring.steps.passed_by.add(caller)
+        return plan
 
 
 # a rank's part in the agreement on a plan: the cache key, a proposal, and its cached plan, if there

@@ -29,7 +29,7 @@ from ring_attention_pytorch.plan.placement import (
     attention_ring,
     block_of,
 )
-from ring_attention_pytorch.plan.plan_cache import PlanCache, find, keep
+from ring_attention_pytorch.plan.plan_cache import OfBlock, PlanCache, find, keep
 from ring_attention_pytorch.plan.prepare import (
     TransportChoice,
     place_tokens,
@@ -50,6 +50,7 @@ from ring_attention_pytorch.runtime.tape import Tape
 from ring_attention_pytorch.schedule.pieces import Workload
 from ring_attention_pytorch.schedule.steps import Schedule
 
+_CALLER = "ring attention"
 _LAYERS = 256  # layers whose plans a plan caches
 _Results = TypeVar("_Results", bound=tuple[Any, ...])
 
@@ -123,7 +124,7 @@ class RingPlan:
         object.__setattr__(self, "recordings", recordings)
 
     @classmethod
-    @typed(report_to_group("ring attention", ring_of=attention_ring), apart=True)
+    @typed(report_to_group(_CALLER, ring_of=attention_ring), apart=True)
     def make(
         cls,
         q: Tensor,
@@ -156,20 +157,23 @@ class RingPlan:
         """
         # within a transform of torch.func new tensors are wrapped, and have no memory to send
         with torch._C._DisableFuncTorch(), spanned("ring attention, plan", q.device):
-            ring = attention_ring(group)
-            key, mine, kept, wrong = find(ring, (q, k, v), options, also or {})
+            ring, qkv = attention_ring(group), (q, k, v)
+            here = OfBlock(ring, qkv, options, also or {})
+            if here.plan is not None:
+                return here.plan
+            key, mine, kept, wrong = find(ring, qkv, options, also or {})
             number = 0 if kept is None else kept.agreed.number
             own = {**mine.own, "plan": number}
-            lengths = agree(ring, "ring attention", mine.must_match, own, wrong)
+            lengths = agree(ring, _CALLER, mine.must_match, own, wrong)
             if kept is not None and all(rank["plan"] == number for rank in lengths):
-                return kept
+                return here.keep(kept, _CALLER)
             if kept is not None:  # by another rank it was not found
                 mine = mine._replace(shaped=tuple(map(like_autocast, (q, k, v))))
             with ring.call("making a plan"):
                 plan = cls._agreed(ring, mine, lengths)
             if key is not None:
                 keep(key, mine, plan)
-            return plan
+            return here.keep(plan, _CALLER)
 
     @classmethod
     def _agreed(cls, ring: Ring, mine: Proposal, lengths: list[dict[str, int]]) -> "RingPlan":

@@ -304,7 +304,10 @@ class PreparedLaunch:
     """
 
     def __init__(self, call: KernelCall, given: Sequence[Tensor | Any]) -> None:
-        slots = [_slot(arg, given) for arg in call.args]
+        numbers = {
+            id(t): number for number, t in reversed([*enumerate(given)]) if isinstance(t, Tensor)
+        }
+        slots = [_slot(arg, numbers) for arg in call.args]
         moving = [isinstance(slot, _Given | _Group | _Described) for slot in slots]
         self._moving = [(at, slots[at]) for at, moves in enumerate(moving) if moves]
         names = call.kernel.arg_names[len(slots) :]
@@ -339,11 +342,11 @@ class PreparedLaunch:
             self._compiled = _launcher(made, self._call.programs)
 
 
-def _slot(arg: Any, given: Sequence[Tensor | Any]) -> Any:
-    """Return an argument's placeholder; a tensor that is not the call's becomes its address."""
-    numbers = {
-        id(t): number for number, t in reversed([*enumerate(given)]) if isinstance(t, Tensor)
-    }
+def _slot(arg: Any, numbers: dict[int, int]) -> Any:
+    """Return an argument's placeholder; a tensor that is not the call's becomes its address.
+
+    `numbers` are those of the call's tensors, by identity.
+    """
     if isinstance(arg, Tensor):
         return _Given(numbers[id(arg)]) if id(arg) in numbers else arg.data_ptr()
     if isinstance(arg, tuple):

@@ -2,7 +2,8 @@
 
 With few tokens, deciding takes the host longer than the operations do. The second and the third
 call with a cache key are therefore recorded while they run. If both ran the same operations, they
-become the lines of a function, which from then on replaces such calls:
+become the lines of a function, which from then on replaces such calls (one recording will do if
+another plan's two had the same lines but for numbers: documents differ in each step of training):
 
     def replay(a0, a1, a2):
         t3 = permute(a0, [0, 2, 1, 3])
@@ -15,6 +16,7 @@ object in both calls; a tensor from an operation that was not recorded refuses t
 that show a tensor's values to Python refuse it, too, unless within an `opaque` function.
 """
 
+import re
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from functools import wraps
@@ -27,6 +29,8 @@ from torch.overrides import TorchFunctionMode, has_torch_function
 from ring_attention_pytorch.runtime.replay import Function, Tensors
 from ring_attention_pytorch.runtime.streams import capturing
 
+_NUMBER = re.compile(r"\b\d+\b")  # in a line; names have a letter before theirs
+_MOST_KINDS = 1024
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 # operations that show tensors' values to Python, or whose results' lengths depend on values
@@ -63,7 +67,7 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Make a function one operation of a tape, whatever it runs or reads inside.
 
     It takes tensors and constants, by position, and returns a tensor, several, or None. If it is
-    `prepared`, a tape calls the prepared function instead.
+    `prepared`, a tape calls the prepared function instead, and so does the call that is recorded.
     """
 
     @wraps(function)
@@ -71,14 +75,14 @@ def opaque(function: Callable[_P, _R]) -> Callable[_P, _R]:
         recorder = _thread.recorder
         if recorder is None:
             return function(*args, **kwargs)
+        prepare = _preparations.get(operation)
         with torch._C.DisableTorchFunction():
             _thread.recorder = None
             try:
-                out = function(*args, **kwargs)
+                replayed: Any = function if prepare is None else prepare(*args, **kwargs)
+                out = (function if replayed is None else replayed)(*args, **kwargs)
             finally:
                 _thread.recorder = recorder
-        prepare = _preparations.get(operation)
-        replayed = function if prepare is None else prepare(*args, **kwargs)
         if replayed is not None:
             recorder.record(replayed, args, kwargs, out)
         return out
@@ -100,8 +104,15 @@ def prepared(operation: Callable[..., Any]) -> Callable[[Callable[..., Any]], No
     return register
 
 
+# what tapes were made of two recordings that agree
+_agreed_kinds: set[Hashable] = set()
+
+
 class Tape:
-    """A tape of calls with one cache key: made from the second and the third, if they agree."""
+    """A tape of calls with one cache key: made from the second and the third, if they agree.
+
+    From the second alone, if it is of a kind of which two have agreed before.
+    """
 
     memory = False
 
@@ -151,14 +162,20 @@ class Tape:
             self._is_new = False
             return function(owner, *given)
         recorder = _Recorder(given)
-        results = recorder.run(function, owner)
+        with torch.cuda.device_of(given[0]):
+            results = recorder.run(function, owner)
         first, self._before = self._before, None
         if recorder.refused or not (first is None or recorder.agrees(first)):
             self._refused = True
-        elif first is None:
+            return results
+        kind = function, recorder.kind()
+        if first is None and kind not in _agreed_kinds:
             self._before = recorder
-        else:
-            self.replay = recorder.replay()
+            return results
+        if len(_agreed_kinds) >= _MOST_KINDS:
+            _agreed_kinds.clear()
+        _agreed_kinds.add(kind)
+        self.replay = recorder.replay()
         return results
 
 
@@ -243,6 +260,12 @@ class _Recorder(TorchFunctionMode):
             return False
         pairs = enumerate(zip(self.constants, other.constants, strict=True))
         return all(number in self.views or _same(a, b) for number, (a, b) in pairs)
+
+    def kind(self) -> Hashable:
+        """Return what plans with other documents have in common: all but numbers and tensors."""
+        lines = [_NUMBER.sub("", f"{line.targets} = {line.expression}") for line in self.lines]
+        views = [(at, _NUMBER.sub("", text)) for at, text in self.views.items()]
+        return (*lines, *views, self.results, *map(_role, self.constants))
 
     def replay(self) -> Function:
         """Compile the recorded operations to a function, which keeps no recorded tensor alive."""
@@ -353,6 +376,13 @@ def _has_bools(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return any(map(_has_bools, value))
     return isinstance(value, Tensor) and value.dtype == torch.bool
+
+
+def _role(constant: Any) -> Hashable:
+    """Return what a constant is: an operation itself, of anything else its type."""
+    if isinstance(constant, Tensor):
+        return constant.dtype, constant.device
+    return constant if callable(constant) and hasattr(constant, "__name__") else type(constant)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -39,14 +39,19 @@ class Workload(NamedTuple):
 
 
 def cached(make: Callable[..., _T]) -> Callable[..., _T]:
-    """Cache a function's results for workloads that are `cacheable`."""
+    """Cache a function's results for workloads of one mask; those of documents, with these."""
     cached_make = lru_cache(maxsize=1024)(make)
 
     @wraps(make)
     def again(workload: Workload, *args: Any, **kwargs: Any) -> _T:
-        if workload.visible.cacheable and not workload.apart:
+        visible = workload.visible
+        if workload.apart or (visible.documents is None and not visible.cacheable):
+            return make(workload, *args, **kwargs)
+        if visible.documents is None:
             return cached_make(workload, *args, **kwargs)
-        return make(workload, *args, **kwargs)
+        alike = workload._replace(visible=visible._replace(documents=None))
+        key = make, alike, args, *kwargs.items()
+        return visible.documents.once(key, lambda: make(workload, *args, **kwargs))
 
     return again
 

@@ -32,6 +32,7 @@ def battery() -> Iterator[Callable[[], object]]:
     for how in ("together", "own_apart"):
         yield partial(test_tape.few_tokens_have_tapes, how)
     yield partial(test_tape.swaps_have_tapes, 2)
+    yield test_tape.test_a_plan_like_another_but_for_numbers_is_recorded_once
     yield test_tape.test_views_of_constants_are_made_once
     yield test_tape.test_a_view_laid_out_otherwise_is_another_tensor
     yield test_tape.test_tensors_laid_out_otherwise_have_a_tape_of_their_own

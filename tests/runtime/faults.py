@@ -179,9 +179,14 @@ KEPT = [
         "a tensor given twice is two", "runtime/tape.py:Tape.key", "*map(ids.index, ids),", "",
     ),
     Mutant(
-        "prepared launches take tensors by address", "runtime/launches.py:_slot",
-        "numbers[id(arg.base)]",
-        "{t.data_ptr(): i for i, t in reversed([*enumerate(given)])}[arg.base.data_ptr()]",
+        "other operations make a tape of the same kind", "runtime/tape.py:_Recorder.kind",
+        "*map(_role, self.constants)", "len(self.constants)",
+    ),
+    Mutant(
+        "prepared launches take tensors by address",
+        "runtime/launches.py:PreparedLaunch.__init__",
+        "id(t): number for",
+        "id(t): [getattr(u, 'data_ptr', int)() for u in given].index(t.data_ptr()) for",
     ),
     Mutant(
         "constants are in the order of the call", "runtime/launches.py:PreparedLaunch.__init__",

@@ -293,6 +293,42 @@ def test_what_may_be_another_thing_next_time_has_no_tape(function: Callable) -> 
     assert [out.shape for (out,) in found] == expected
 
 
+class Steps:
+    """A stand-in for a plan: its calls add an operation's result for each of its numbers."""
+
+    def __init__(self, by: Callable, *numbers: int, more: int = 0) -> None:
+        self.by, self.numbers, self.more, self.calls = by, numbers, more, 0
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        self.calls += 1
+        for number in self.numbers:
+            x = x + self.by(x, number + self.more * self.calls)
+        return (x,)
+
+    def entered(self, called: Callable) -> int:
+        """Call it six times by tapes of its own, check each result; return how often it ran."""
+        tapes, again = Recordings(Tape), Steps(self.by, *self.numbers, more=self.more)
+        for _ in range(6):
+            x = torch.randn(3, dtype=torch.float64)
+            (wanted,) = again(x)
+            assert torch.equal(tapes.run(called, self, x)[0], wanted)
+        return self.calls
+
+
+def test_a_plan_like_another_but_for_numbers_is_recorded_once() -> None:
+    """One whose operations differ is not like it, nor one that had no tape itself."""
+
+    def called(steps: Steps, x: Tensor) -> tuple[Tensor]:
+        return steps(x)
+
+    assert Steps(torch.mul, 2, 3).entered(called) == 3  # two recordings that agree
+    assert Steps(torch.mul, 5, 7).entered(called) == 2
+    assert Steps(torch.mul, 5, 7, 2).entered(called) == 3
+    assert Steps(torch.mul, 1, 2).entered(called) == 2
+    assert Steps(torch.sub, 1, 2, more=1).entered(called) == 6  # other numbers in each call
+    assert Steps(torch.sub, 5, 7).entered(called) == 3
+
+
 def test_what_looks_at_values_may_be_one_operation() -> None:
     @opaque
     def doubled_if_positive(x: Tensor) -> Tensor:

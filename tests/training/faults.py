@@ -37,9 +37,7 @@ TRAINING = [
     ),
     Mutant(
         "the denominator's gradient is a rank's own", "nn/loss.py:mean_over_ranks",
-        "(_SumOverRanks.apply(t, ring) for t in (total, held))",
-        "(_SumOverRanks.apply(total, ring), held + _SumOverRanks.apply(held, ring).detach() "
-        "- held.detach())",
+        "counts.view_as(held)", "counts.detach().view_as(held) + held - held.detach()",
     ),
     Mutant(
         "weights of ignored labels count", "training/loss_inputs.py:targets",
