@@ -4,27 +4,56 @@
     torchrun --nproc-per-node 2 -m benchmarks recurrent                  # the sequence over two
     torchrun --nproc-per-node 2 -m benchmarks recurrent --device cpu --lengths 256 --heads 2 4
 
-Shapes are of Qwen3-Next: 16 key heads and 32 value heads of 128. "share" is the time of fla alone
-on the whole sequence (fla-core, if it is installed; else the eager kernel on the whole), divided
-by the ranks, over ours. "scan" is the exchange of states by itself, forward. "context" is fla's own
-context parallelism, which is for contiguous shards. Errors, of one process, are against float64.
+Shapes are of Qwen3-Next: 16 key heads and 32 value heads of 128. Times are of forward, and with
+backward. "share" is the time of fla alone on the whole sequence (fla-core, if it is installed; else
+the eager kernel on the whole), divided by the ranks, over the time in the row. "scan" is the
+exchange of states by itself. "fla's context" is fla's own context parallelism. "hybrid" is three of
+these layers and one causal attention of 16 heads of 256, with 2 of keys, by `ring_attn`. Memory is
+the most beyond the tensors, of rank 0. Errors, of one process, are against float64.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.lib.attempts import attempt
 from benchmarks.lib.options import parser
 from benchmarks.lib.rings import joined
-from ring_attention_pytorch import RunPlan, positions, ring_gated_delta_rule, ring_scan
+from ring_attention_pytorch import (
+    RingPlan,
+    RunPlan,
+    positions,
+    ring_attn,
+    ring_gated_delta_rule,
+    ring_scan,
+)
 
-LENGTHS = [2**13, 2**15, 2**17]
+LENGTHS = [2**15, 2**13, 2**17]
+CALLS = 3  # back to back, between two waits for all ranks
+ATTENTION = 16, 2, 256  # heads, of keys, their size, in a hybrid
+Layer = Callable[..., Tensor]
+
+
+class Times(NamedTuple):
+    """Hold seconds forward and with backward, and the GiB of both."""
+
+    forward: float
+    both: float
+    memory: float
+
+    def said(self, alone: "Times | None", ranks: int) -> str:
+        """Return a row's text; `alone` is of the whole sequence on one rank."""
+        text = f"{1e3 * self.forward:8.2f} ms {1e3 * self.both:8.2f} ms {self.memory:6.2f} GiB"
+        if alone is None:
+            return text
+        pairs = (alone.forward, self.forward), (alone.both, self.both)
+        return f"{text}  share {' '.join(f'{one / ranks / our:4.0%}' for one, our in pairs)}"
 
 
 def inputs(n: int, heads: Sequence[int], d: int, device: str, dtype: torch.dtype) -> list[Tensor]:
@@ -52,23 +81,42 @@ def seconds(run: Callable[[], Any], device: str, repeats: int) -> float:
     times = []
     for _ in range(repeats):
         begun = finished()
-        run()
-        times.append(finished() - begun)
+        for _ in range(CALLS):
+            run()
+        times.append((finished() - begun) / CALLS)
     return sorted(times)[repeats // 2]
 
 
-def step(function: Callable[..., Any], tensors: Sequence[Tensor], back: bool) -> Callable[[], Any]:
+def step(function: Layer, tensors: Sequence[Tensor], back: bool) -> Callable[[], Any]:
     """Return a call of forward, or of forward and backward."""
     leaves = [t.detach().requires_grad_(back) for t in tensors]
+    cotangent: list[Tensor] = []
 
-    def run() -> Any:
+    def run() -> None:
         out = function(*leaves)
-        return torch.autograd.grad(out, leaves, torch.ones_like(out)) if back else out
+        if back:
+            cotangent[:] = cotangent or [torch.ones_like(out)]
+            torch.autograd.grad(out, leaves, cotangent)
 
     return run
 
 
-def whole(device: str) -> Callable[..., Tensor]:
+def timed(function: Layer, tensors: Sequence[Tensor], given: Any) -> Times:
+    """Measure a layer, forward and with backward."""
+    forward, both = (
+        seconds(step(function, tensors, back), given.device, given.repeats)
+        for back in (False, True)
+    )
+    if given.device != "cuda":
+        return Times(forward, both, 0.0)
+    run = step(function, tensors, True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return Times(forward, both, (torch.cuda.max_memory_allocated() - before) / 2**30)
+
+
+def whole(device: str) -> Layer:
     """Return the layer of a whole sequence in one process, by fla where it is installed."""
     if device == "cuda" and find_spec("fla"):
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -84,7 +132,7 @@ def whole(device: str) -> Callable[..., Tensor]:
     return eager
 
 
-def context(length: int, device: str) -> Callable[..., Tensor] | None:
+def context(length: int, layout: str, device: str) -> Layer | None:
     """Return the layer by fla's own context parallelism; None where it can't be run."""
     if device != "cuda" or not find_spec("fla") or not dist.is_initialized():
         return None
@@ -92,46 +140,63 @@ def context(length: int, device: str) -> Callable[..., Tensor] | None:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     borders = torch.tensor([0, length], device=device)
-    made = build_cp_context(borders, group=dist.group.WORLD)
-    options = dict(use_qk_l2norm_in_kernel=True, cp_context=made, cu_seqlens=made.cu_seqlens)
+    try:
+        made = build_cp_context(borders, group=dist.group.WORLD, layout=layout)
+    except TypeError:  # before 0.6 it has no zigzag
+        return None
+    options: Any = dict(use_qk_l2norm_in_kernel=True, cp_context=made)
     return lambda *t: chunk_gated_delta_rule(*t, **options)[0]
 
 
-def ours(plan: RunPlan) -> Callable[..., Tensor]:
+def ours(plan: RunPlan) -> Layer:
     """Return the layer over the ring."""
     return lambda *t: ring_gated_delta_rule(*t, plan=plan, normalize=True)[0]
+
+
+def hybrid(layer: Layer, attention: RingPlan) -> Layer:
+    """Return three such layers and one attention; the last three tensors are of attention."""
+
+    def run(*tensors: Tensor) -> Tensor:
+        *of_layer, q, k, v = tensors
+        outs = [layer(*of_layer).sum() for _ in range(3)]
+        return torch.stack([*outs, ring_attn(q, k, v, plan=attention).sum()])
+
+    return run
 
 
 def measured(length: int, given: Any, ranks: int, rank: int) -> None:
     """Print the times of one length."""
     tensors = inputs(length, given.heads, given.dim, given.device, torch.bfloat16)
+    alone = timed(whole(given.device), tensors, given)
+    report(rank, f"{length:7} tokens, whole         {alone.said(None, 1)}")
 
-    def timed(function: Callable[..., Any], of: Sequence[Tensor]) -> list[float]:
-        return [seconds(step(function, of, back), given.device, given.repeats)
-                for back in (False, True)]  # fmt: skip
+    def row(layout: str, name: str, layer: Layer, of: Sequence[Tensor], to: Times | None) -> None:
+        found = attempt(lambda: timed(layer, of, given))
+        text = found if isinstance(found, str) else found.said(to, ranks)
+        report(rank, f"  {layout:10} {name:15} {text}")
 
-    alone = timed(whole(given.device), tensors)
-    report(rank, f"{length} tokens, whole:", *(f"{1e3 * t:.2f} ms" for t in alone))
-    for layout in ("contiguous", "zigzag"):
+    for layout in ("zigzag", "contiguous") if ranks > 1 else ("contiguous",):
         at = positions(layout, rank=rank, ring_size=ranks, length=length).to(given.device)
         mine = [t[:, at].contiguous() for t in tensors]
         plan = RunPlan.make(mine[0], layout=layout)
-        times = timed(ours(plan), mine)
-        d, runs = given.dim, len(plan.mine)
-        m = torch.randn(runs, given.heads[1], d, d, device=given.device)
-        scan = seconds(lambda: ring_scan(m, m, plan=plan), given.device, given.repeats)  # noqa: B023
-        shares = (f"{one / ranks / our:.0%}" for one, our in zip(alone, times))
-        report(
-            rank, f"  ours, {layout}:", *(f"{1e3 * t:.2f} ms" for t in times), "share", *shares,
-            f"scan {1e3 * scan:.2f} ms = {scan / times[0]:.0%} of forward",
-        )  # fmt: skip
-        other = context(length, given.device) if layout == "contiguous" else None
-        if other is not None:
-            try:
-                times = timed(other, mine)
-                report(rank, "  fla's context:", *(f"{1e3 * t:.2f} ms" for t in times))
-            except Exception as error:  # another version of fla
-                report(rank, f"  fla's context: {type(error).__name__}: {error}")
+        layers = {"ours": ours(plan), "fla's context": context(length, layout, given.device)}
+        for name, layer in layers.items():
+            if layer is not None:
+                row(layout, name, layer, mine, alone)
+            if layer is not None and length in given.hybrid:
+                attention, qkv = for_attention(mine[0], layout)
+                row(layout, "hybrid of it", hybrid(layer, attention), [*mine, *qkv], None)
+        if ranks > 1:
+            d = given.dim
+            m = torch.randn(len(plan.mine), given.heads[1], d, d, device=given.device) / d
+            row(layout, "scan", lambda *t: ring_scan(*t, plan=plan)[0], [m, m], None)  # noqa: B023
+
+
+def for_attention(like: Tensor, layout: Any) -> tuple[RingPlan, list[Tensor]]:
+    """Return the plan and the tensors of a hybrid's attention."""
+    heads, key_heads, d = ATTENTION
+    q, k, v = (like.new_ones(*like.shape[:2], h, d) for h in (heads, key_heads, key_heads))
+    return RingPlan.make(q, k, v, causal=True, layout=layout), [q, k, v]
 
 
 def errors(given: Any) -> None:
@@ -167,6 +232,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser("recurrent", __doc__ or "")
     options.add_argument("--device", default="cuda")
     options.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    options.add_argument("--hybrid", type=int, nargs="*", default=LENGTHS[::2], help="lengths")
     options.add_argument("--heads", type=int, nargs=2, default=[16, 32], help="of keys, of values")
     options.add_argument("--dim", type=int, default=128)
     options.add_argument("--repeats", type=int, default=5)

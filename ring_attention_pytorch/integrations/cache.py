@@ -10,13 +10,14 @@ All ranks compute all tokens, except in attention, where each rank attends to th
 
 import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ring_attention_pytorch.arguments import check_least, checked
 from ring_attention_pytorch.geometry.layouts import all_segments, count, segment_positions
@@ -26,10 +27,18 @@ from ring_attention_pytorch.inference.model_cache import SPARE, model_cache
 from ring_attention_pytorch.integrations.calls import check_call, names
 from ring_attention_pytorch.integrations.layers import check_layers, windows_of
 from ring_attention_pytorch.integrations.masks import Visible, visible_by
+from ring_attention_pytorch.integrations.recurrent import (
+    PromptChunk,
+    recurrent_layers,
+    spread_chunk,
+)
+from ring_attention_pytorch.integrations.states import States, cache_layers, states_of
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
 from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.ranks.agreement import Check, agree, error_of
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
+from ring_attention_pytorch.recurrent.plan import RunPlan
+from ring_attention_pytorch.recurrent.runs import Runs
 from ring_attention_pytorch.runtime.digests import digest
 
 _LAYOUT: Final = "zigzag"  # of tokens that are spread: a prompt's chunk, or many new tokens
@@ -99,23 +108,35 @@ class RingHFCache(Cache):
         self.config: Any = config.get_text_config(decoder=True)
         self.sizes: dict[str, Any] = {"capacity": capacity, "page": page, "spare": spare}
         same = self.sizes | {"dtype": str(dtype), "kernel": kernel, "check": check_tokens}
+        layers = cache_layers(self.config, _Layer, lambda kind, number: kind.of(self, number))
+        self._states: list[States] = states_of(layers)
+        with_keys = [number for number, layer in enumerate(layers) if isinstance(layer, _Layer)]
+        # the place in the `RingCache` of each layer with keys
+        self._places: dict[int, int] = {number: i for i, number in enumerate(with_keys)}
         agree(self.ring, _CALLER, same, check=self._check_model)
         self.dtype: torch.dtype | None = dtype
         windows = windows_of(self.config)
-        self.windows: list[int | None] = [None] * len(windows) if spare is None else windows
+        self.windows: list[int | None] = [
+            None if spare is None else windows[number] for number in with_keys
+        ]
         self.kernel = kernel
         self.check_tokens = check_tokens
         self.keys: RingCache | None = None
         self._starts: list[int] | None = None
         self._new: dict[int, Tensor] = {}  # by layer: new keys, until its attention runs
         self._chunk: int | None = None  # tokens of a prompt's chunk that is spread over ranks
-        super().__init__(layers=[_Layer(self, i) for i in range(self.config.num_hidden_layers)])
+        super().__init__(layers=layers)
 
     # ---- called by transformers
 
     def length(self, layer: int) -> int:
         """Return the number of a layer's tokens, over all ranks."""
-        return 0 if self.keys is None else self.keys.lengths_in(layer)[0]
+        return 0 if self.keys is None else self.keys.lengths_in(self._places[layer])[0]
+
+    @property
+    def read(self) -> int:
+        """The number of tokens, over all ranks."""
+        return 0 if self.keys is None else self.keys.lengths_in(0)[0]
 
     def expect(self, layer: int, k: Tensor) -> None:
         """Note a layer's new keys; its next attention must get this very tensor."""
@@ -157,11 +178,17 @@ class RingHFCache(Cache):
         n = -int(tokens_to_remove)  # it can be a tensor
         if n < 0:
             raise ValueError(f"{_CALLER}: crop takes minus the tokens to forget, got {-n}")
+        if n and self._states:
+            raise ValueError(
+                f"{_CALLER}: states of recurrent layers have no token less, so none can be removed"
+            )
         if self.keys is not None and n:
             self.keys.rollback(n)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace sequence i by sequence `beam_idx[i]`; full pages are shared, not copied."""
+        for layer in self._states:
+            LinearAttentionLayer.reorder_cache(layer, beam_idx)
         if self.keys is not None:
             beams = beam_idx.tolist()
             self.keys.reorder(beams)
@@ -172,6 +199,15 @@ class RingHFCache(Cache):
         """Remove all tokens, and free their memory."""
         self.keys, self._starts = None, None
         self._new.clear()
+        for layer in self._states:
+            layer.forget()
+
+    def activate_past_recording(self) -> None:
+        """Raise ValueError if there are states: recorded ones would grow with each token."""
+        if self._states:
+            raise ValueError(
+                f"{_CALLER}: states of recurrent layers have no token less: no assisted decoding"
+            )
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
         """Raise ValueError: the number of sequences is fixed."""
@@ -197,9 +233,10 @@ class RingHFCache(Cache):
         if (given := self._new.pop(layer, None)) is not qkv[1]:
             self._fail(_other_keys(layer, given))
         _, k, v = qkv
+        number, layer = layer, self._places[layer]
         keys = self._ready(k, v, at[0])
         check = partial(keys.memory(layer).check_window, options["window"], 0, new=True)
-        self._ensure(check, f"layer {layer}: {{}}; with spare=None all tokens of it are kept")
+        self._ensure(check, f"layer {number}: {{}}; with spare=None all tokens of it are kept")
         q, k, v = (t.transpose(1, 2).to(keys.taken_as(t.dtype)) for t in qkv)
         options |= {"layer": layer}
         if self._chunk is not None:
@@ -240,11 +277,11 @@ class RingHFCache(Cache):
         if positions is None or positions.ndim != 2:
             return
         b, n = k.shape[:2]
-        last = [self.length(0) + n - 1 - start for start in starts or [0] * b]
+        last = [self.read + n - 1 - start for start in starts or [0] * b]
         if all(i in (end, 0) for i, end in zip(positions[:, -1].expand(b).tolist(), last)):
             return  # padding has position 0
         raise ValueError(
-            f"it has {self.length(0)} tokens, and new ones end at positions "
+            f"it has {self.read} tokens, and new ones end at positions "
             f"{positions[:, -1].tolist()}, not {last}; assisted decoding begins with an empty cache"
         )
 
@@ -273,8 +310,8 @@ class RingHFCache(Cache):
         Raises:
             ValueError: an argument is invalid or differs between ranks; on all ranks.
         """
-        begin, length = self.length(0), input_ids.shape[-1] - 1
-        check = partial(self._check_prompt, input_ids, attention_mask, chunk_size)
+        begin, length = self.read, input_ids.shape[-1] - 1
+        check = partial(self._check_prompt, model, input_ids, attention_mask, chunk_size)
         same = {"values of input_ids": digest(input_ids), "chunk_size": chunk_size}
         same["values of attention_mask"] = (
             None if attention_mask is None else digest(attention_mask)
@@ -289,28 +326,44 @@ class RingHFCache(Cache):
             mine = self._mine(end - at, input_ids.device)
             if attention_mask is not None:
                 given["attention_mask"] = attention_mask[:, :end]
+            part = dict(input_ids=input_ids[:, at + mine], position_ids=places[:, at + mine])
+            chunk = self._states_over_ring(part["input_ids"], mask[:, at + mine])
             try:
-                base = getattr(model, "base_model", model)  # without logits
-                base(input_ids=input_ids[:, at + mine], position_ids=places[:, at + mine], **given)
+                with nullcontext() if chunk is None else spread_chunk(chunk):
+                    getattr(model, "base_model", model)(**part, **given)  # without logits
             finally:
                 self._chunk = None
+            if chunk is not None:
+                chunk.check_layers(len(self._states))
+
+    def _states_over_ring(self, ids: Tensor, mask: Tensor) -> PromptChunk | None:
+        """Return the chunk for layers with states, if a prompt's part is spread."""
+        if self._chunk is None or not self._states:
+            return None
+        segments = all_segments(_LAYOUT, self.ring.size, self._chunk)
+        return PromptChunk(RunPlan(self.ring, Runs.of(segments, None, len(ids)), ids.device), mask)
 
     def _mine(self, n: int, device: torch.device) -> Tensor:
-        """Return this rank's places in a chunk of n tokens; all, if some rank would get none."""
+        """Return this rank's places in a chunk of n tokens; all, if some rank would get none.
+
+        transformers' layers with states take one token for a step of decoding.
+        """
         segments = all_segments(_LAYOUT, self.ring.size, n)
-        if min(map(count, segments)) == 0:
+        if min(map(count, segments)) < (2 if self._states else 1):
             return torch.arange(n, device=device)
         self._chunk = n
         return segment_positions(segments[self.ring.rank], device)
 
-    def _check_prompt(self, ids: Tensor, mask: Tensor | None, chunk_size: int | None) -> None:
+    def _check_prompt(
+        self, model: nn.Module, ids: Tensor, mask: Tensor | None, chunk_size: int | None
+    ) -> None:
         if ids.ndim != 2 or ids.is_floating_point():
             raise ValueError(
                 f"input_ids must be integers [batch, tokens], got {ids.dtype} {[*ids.shape]}"
             )
-        if ids.shape[1] <= self.length(0):
+        if ids.shape[1] <= self.read:
             raise ValueError(
-                f"the cache has {self.length(0)} tokens already; input_ids must be the whole "
+                f"the cache has {self.read} tokens already; input_ids must be the whole "
                 f"prompt, got {ids.shape[1]} tokens"
             )
         if mask is not None and mask.shape != ids.shape:
@@ -318,7 +371,12 @@ class RingHFCache(Cache):
                 f"attention_mask must be {[*ids.shape]} as input_ids are, got {[*mask.shape]}"
             )
         check_least(1, chunk_size=chunk_size)
-        check_layers(self.config, ids.shape[1])
+        check_layers(self.config, ids.shape[1], len(self._states))
+        if self._states and len(recurrent_layers(dict(model.named_modules()))) != len(self._states):
+            raise ValueError(
+                "the model has layers with states that can't be spread; generate without prefill, "
+                "so that each rank computes them whole"
+            )
 
     def new_length(self, layer: int, q_length: int) -> int:
         """Return the number of a layer's keys after `q_length` more tokens of this rank."""
@@ -326,8 +384,10 @@ class RingHFCache(Cache):
 
     def _check_model(self) -> None:
         check_least(1, **self.sizes)
-        check_layers(self.config, 0)
+        check_layers(self.config, 0, len(self._states))
         self._check_name()
+        if not self._places:
+            raise ValueError("the model has no attention, and nothing but keys is spread")
 
     def _check_name(self) -> None:
         name = self.config._attn_implementation
@@ -397,10 +457,15 @@ class _Layer(CacheLayerMixin):
     """One layer, by transformers' interface; one `RingCache` has the keys of all layers."""
 
     is_croppable, is_compileable, supports_early_init = True, False, False
+    whole: RingHFCache
+    index: int
 
-    def __init__(self, whole: RingHFCache, index: int) -> None:
-        super().__init__()
-        self.whole, self.index = whole, index
+    @classmethod
+    def of(cls, whole: RingHFCache, index: int) -> Self:
+        """Make the layer of this number."""
+        layer = cls()
+        layer.whole, layer.index = whole, index
+        return layer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first call of attention allocates the cache."""

@@ -6,6 +6,7 @@ from typing import Any
 _SLIDING = "sliding_attention"
 _SPREAD = {_SLIDING, "full_attention", "attention", "mlp", "moe", "dense", "sparse"}
 _RECURRENT = {"linear_attention", "hybrid", "hybrid_sliding", "mamba"}
+_KINDS = ("layer_types", "layers_block_type")  # where a config lists its layers' kinds
 _SEARCHING = ("SplinterForQuestionAnswering", "SplinterForPreTraining")
 _OF_LENGTH = ("dynamic", "longrope")  # rotary frequencies depend on a sequence's length
 
@@ -19,7 +20,7 @@ def check_layers(config: Any, length: int, recurrent: int = 0) -> None:
         recurrent: the model's layers whose states are carried from rank to rank.
     """
     others: set[str] = set()
-    for name in ("layer_types", "layers_block_type"):
+    for name in _KINDS:
         kinds = [kind for kind in getattr(config, name, None) or () if kind not in _SPREAD]
         if recurrent and len(kinds) == recurrent:
             kinds = [kind for kind in kinds if kind not in _RECURRENT]
@@ -33,6 +34,12 @@ def check_layers(config: Any, length: int, recurrent: int = 0) -> None:
     if length:
         _check_counting(config)
     _check_rotary(config, length)
+
+
+def is_recurrent(config: Any) -> bool:
+    """Return whether a text model's config has layers that carry a state along the sequence."""
+    kinds = {kind for name in _KINDS for kind in getattr(config, name, None) or ()}
+    return not kinds.isdisjoint(_RECURRENT)
 
 
 def _check_sequences(config: Any) -> None:

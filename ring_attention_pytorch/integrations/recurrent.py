@@ -2,10 +2,13 @@
 
 transformers' layers call functions of their own Python module: a short convolution and a scan of
 states. These functions are replaced once, and for good, so that recomputed checkpoints get them,
-too. In a block of `ring_forward` they compute over the ring, elsewhere as before.
+too. They compute over the ring in a block of `ring_forward`, and for a prompt that `RingHFCache`
+spreads; elsewhere as before.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import wraps
 from inspect import unwrap
 from typing import Any, Final
@@ -67,7 +70,11 @@ def _spread(name: str, function: Callable[..., Any], theirs: Callable[..., Any])
 
     @wraps(theirs)
     def call(*args: Any, **given: Any) -> Any:
+        if _reading:
+            return _reading[-1].call(name, function, theirs, *args, **given)
         block = _block_now[0]()
+        if name == _PADDING:
+            return theirs(*args, **given)
         if block is None:
             check_recomputed()
             return theirs(*args, **given)
@@ -82,7 +89,7 @@ def _spread(name: str, function: Callable[..., Any], theirs: Callable[..., Any])
 
 def _held(function: Callable[..., Any], block: Any, *args: Any, **given: Any) -> Any:
     """Call a function, and let autograd hold the block's placement as long as it may recompute."""
-    found = function(block, *args, **given)
+    found = function(_InBlock(block), *args, **given)
     out = found[0] if isinstance(found, tuple) else found
     if out is None or not out.requires_grad:
         return found
@@ -102,6 +109,80 @@ class _Held(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         check_began_here(ctx.placement)
         return None, grads[0]
+
+
+class _InBlock:
+    """A call in a block of `ring_forward`: of whole sequences, without states of before."""
+
+    tail: Tensor | None = None
+
+    def __init__(self, block: Any) -> None:
+        self.block = block
+
+    def plan(self, x: Tensor) -> RunPlan:
+        return _plan(self.block, x)
+
+    def check(self, given: Mapping[str, Any], **states: Any) -> None:
+        _check(self.block, given, **states)
+
+
+@dataclass
+class PromptChunk:
+    """A part of a prompt whose tokens are spread over the ranks, after states of before."""
+
+    runs: RunPlan
+    mask: Tensor | None  # [b, n], of this rank's tokens; 0 for padding
+    tail: Tensor | None = None  # [b, width - 1, c], the tokens before, of the next convolution
+    calls: list[str] = field(default_factory=list)
+
+    def call(
+        self, name: str, function: Callable[..., Any], theirs: Callable[..., Any],
+        *args: Any, **given: Any,
+    ) -> Any:  # fmt: skip
+        """Compute one function of a layer over the ring."""
+        if name == _PADDING:
+            return theirs(args[0], self.mask)
+        self.calls.append(name)
+        return function(self, *args, **given)
+
+    def plan(self, x: Tensor) -> RunPlan:
+        """Return the runs of the chunk."""
+        self.runs.check_tokens(_CALLER, x=x)
+        return self.runs
+
+    def check(self, given: Mapping[str, Any], **_: Any) -> None:
+        """Raise ValueError if a call has documents."""
+        if other := [n for n in ("cu_seqlens", "seq_idx") if given.get(n) is not None]:
+            raise self.runs.error(f"{_CALLER}: {', '.join(other)} can't be given with a cache")
+
+    def check_layers(self, layers: int) -> None:
+        """Raise ValueError if the layers did not call a convolution and a scan of ours, each."""
+        made = [name for name in self.calls if name != _FUSED]
+        right = all(name == _CONVOLUTION for name in made[::2])
+        if len(made) != 2 * layers or not right or _CONVOLUTION in made[1::2]:
+            raise ValueError(
+                f"{_CALLER}: {layers} layers did not compute their states by the functions that "
+                f"are spread (they called {', '.join(made) or 'none'}); leave use_kernels out, or "
+                "generate without prefill"
+            )
+
+
+_reading: list[PromptChunk] = []
+
+
+def chunk_now() -> PromptChunk | None:
+    """Return the part of a prompt that is read now, if it is spread."""
+    return _reading[-1] if _reading else None
+
+
+@contextmanager
+def spread_chunk(chunk: PromptChunk) -> Iterator[None]:
+    """Compute recurrent layers over the ring, for this part of a prompt."""
+    _reading.append(chunk)
+    try:
+        yield
+    finally:
+        _reading.pop()
 
 
 def check_calls(layer: nn.Module, calls: Sequence[str]) -> None:
@@ -148,16 +229,18 @@ def _check(block: Any, given: Mapping[str, Any], **states: Any) -> None:
 
 
 def _convolution(
-    block: Any,
+    within: Any,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
     **given: Any,
 ) -> Tensor:
-    _check(block, given)
+    within.check(given)
     x = hidden_states.mT
-    out = ring_short_conv(x, weight, bias, plan=_plan(block, x), dtype=weight.dtype)
+    out = ring_short_conv(
+        x, weight, bias, plan=within.plan(x), dtype=weight.dtype, initial=within.tail
+    )
     if activation is not None:
         out = ACT2FN[activation](out)
     return out.to(x.dtype).mT
@@ -165,7 +248,7 @@ def _convolution(
 
 def _delta(rule: Callable[..., Any]) -> Callable[..., Any]:
     def scan(  # noqa: PLR0913 - the parameters of transformers
-        block: Any,
+        within: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -176,18 +259,20 @@ def _delta(rule: Callable[..., Any]) -> Callable[..., Any]:
         output_final_state: bool = False,
         use_qk_l2norm_in_kernel: bool = False,
         **given: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, Tensor | None]:
         states = dict(initial_state=initial_state, output_final_state=output_final_state)
-        _check(block, given, **states)
-        plan, norm = _plan(block, value), use_qk_l2norm_in_kernel
-        out, _ = rule(query, key, value, g, beta, plan=plan, normalize=norm)
-        return out.contiguous(), None
+        within.check(given, **states)
+        out, last = rule(
+            query, key, value, g, beta, plan=within.plan(value), initial=initial_state,
+            final=output_final_state, normalize=use_qk_l2norm_in_kernel,
+        )  # fmt: skip
+        return out.contiguous(), last
 
     return scan
 
 
 def _mamba2(  # noqa: PLR0913 - the parameters of transformers
-    block: Any,
+    within: Any,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -202,29 +287,35 @@ def _mamba2(  # noqa: PLR0913 - the parameters of transformers
     return_final_states: bool = False,
     z: Tensor | None = None,
     **given: Any,
-) -> Tensor:
-    states = dict(initial_states=initial_states, return_final_states=return_final_states, z=z)
-    _check(block, given, **states)
+) -> Tensor | tuple[Tensor, Tensor | None]:
+    states = dict(initial_states=initial_states, return_final_states=return_final_states)
+    within.check(given, z=z, **states)
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     if dt_softplus:
         dt = F.softplus(dt)
     dt = dt.clamp(*dt_limit)
     x = hidden_states.to(accumulation_dtype(hidden_states.dtype))
-    out, _ = ring_mamba2(x, dt, A, B, C, plan=_plan(block, x), skip=D)
-    return out.contiguous()
+    out, last = ring_mamba2(
+        x, dt, A, B, C, plan=within.plan(x), skip=D,
+        initial=initial_states, final=return_final_states,
+    )  # fmt: skip
+    return (out.contiguous(), last) if return_final_states else out.contiguous()
 
 
-def _not_fused(block: Any, *_: Any, **given: Any) -> None:
+def _not_fused(within: Any, *_: Any, **given: Any) -> None:
     """Let a layer compute step by step, as where the package of this function is missing."""
-    _check(block, given)
+    within.check(given)
 
 
+_CALLER: Final = "RingHFCache.prefill"
+_PADDING: Final = "apply_mask_to_padding_states"
 _CONVOLUTION: Final = "causal_conv1d_fn"
 _FUSED: Final = "mamba2_split_conv1d_scan_combined"
 _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     _CONVOLUTION: _convolution,
     _FUSED: _not_fused,
+    _PADDING: _not_fused,  # never called: transformers' own is, with the mask of a chunk
     "torch_chunk_gated_delta_rule": _delta(ring_gated_delta_rule),
     "chunk_kimi_delta_attention": _delta(ring_kda),
     "mamba2_chunk_scan": _mamba2,

@@ -113,18 +113,22 @@ class CachedTransformer:
         ring, length = self.ring, ids.shape[1]
         mine = positions(_LAYOUT, rank=ring.rank, ring_size=ring.size, length=length)
         mine = mine.to(ids.device)
-        self._blocks(ids[:, mine], mine, _LAYOUT)
+        self._blocks(ids[:, mine], mine, _LAYOUT, length)
 
     def hidden(self, ids: Tensor) -> Tensor:
         at = torch.arange(ids.shape[1], device=ids.device)
-        return self._blocks(ids, at, None)[:, -1]
+        return self._blocks(ids, at, None, len(at))[:, -1]
 
-    def _blocks(self, ids: Tensor, at: Tensor, layout: LayoutName | None) -> Tensor:
-        """Run all blocks on ids; `at` are their positions after the tokens read before."""
+    def _blocks(self, ids: Tensor, at: Tensor, layout: LayoutName | None, length: int) -> Tensor:
+        """Run all blocks on ids; `at` are their positions after the tokens read before.
+
+        `length` is of the ids of all ranks.
+        """
         model, at = self.model, at + self.caches[0].length
         tokens, angles = model.token_emb(ids), model.rotary_emb(at)
+        chunk = TokenChunk(at, angles, layout, length)
         for (_, ff), cache in zip(model.layers, self.caches):
-            tokens = tokens + cache.attend(tokens, TokenChunk(at, angles, layout))
+            tokens = tokens + cache.attend(tokens, chunk)
             tokens = tokens + ff(tokens)
         return tokens
 
@@ -207,8 +211,6 @@ class Generation:
         numbers = {"max_new_tokens": max_new_tokens, "prefill_chunk_size": prefill_chunk_size}
 
         def check() -> None:
-            if {*getattr(self, "pattern", "a")} - {"a"}:
-                raise ValueError("models with recurrent layers can't generate yet")
             self._check_prompt(ids, mask, ends)
             _check_summaries(self, kernel, prefill_chunk_size, cache_dtype)
             check_least(1, **numbers)

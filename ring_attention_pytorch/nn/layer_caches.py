@@ -1,21 +1,26 @@
 """The caches of a model's layers during generation."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
+from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.model_cache import model_cache
 from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.nn.recurrent import LayerState, RecurrentLayer
 from ring_attention_pytorch.nn.rotary import apply_rotary_pos_emb
 from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.plan.plan_cache import PlanCache
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.recurrent.plan import RunPlan
+from ring_attention_pytorch.recurrent.runs import Runs
 
 
 class Reading(NamedTuple):
@@ -47,6 +52,7 @@ class TokenChunk:
     at: Tensor  # [n], positions
     angles: Tensor | None  # [n, d]
     layout: LayoutName | None  # layout of the shards; None: the same tokens on all ranks
+    length: int  # tokens of all ranks
     plans: PlanCache[Any] = field(default_factory=PlanCache)  # of attention, shared by layers
 
 
@@ -63,13 +69,48 @@ class LayerCache(Protocol):
         ...
 
 
-def caches_of(layers: Sequence[RingAttention], reading: Reading) -> list[LayerCache]:
-    """Make the cache of each layer; layers without summaries share a `RingCache`."""
-    of_tokens = iter(token_caches([a for a in layers if a.summaries is None], reading))
-    return [
-        next(of_tokens) if attn.summaries is None else attn.summaries.cache(attn, reading)
-        for attn in layers
-    ]
+def caches_of(layers: Sequence[Any], reading: Reading) -> list[LayerCache]:
+    """Make the cache of each layer; layers of attention without summaries share a `RingCache`."""
+    makers = [_maker(layer) for layer in layers]
+    sharing = [layer for layer, maker in zip(layers, makers) if maker is None]
+    of_tokens = iter(token_caches(sharing, reading))
+    return [next(of_tokens) if maker is None else maker(reading) for maker in makers]
+
+
+def _maker(layer: Any) -> Callable[[Reading], LayerCache] | None:
+    """Return what makes a layer's own cache; None for attention that shares one."""
+    if isinstance(layer, RecurrentLayer):
+        return partial(StateCache, layer)
+    return None if layer.summaries is None else partial(layer.summaries.cache, layer)
+
+
+class StateCache:
+    """A recurrent layer, and its state after the tokens read so far, whole on every rank."""
+
+    def __init__(self, layer: RecurrentLayer, reading: Reading) -> None:
+        self.layer, self.reading = layer, reading
+        self.length: int = 0
+        self.state: LayerState | None = None
+        self._steps: PlanCache[RunPlan] = PlanCache()
+
+    def attend(self, x: Tensor, chunk: TokenChunk) -> Tensor:
+        """Read a chunk of the prompt, or new tokens: each rank by itself, as all have them."""
+        mask = None
+        if chunk.layout is None:
+            plan = self._steps.of(x.shape, partial(_plan, x, chunk, Ring.alone()))
+        else:
+            plan = chunk.plans.of("runs", partial(_plan, x, chunk, self.reading.ring))
+            if self.reading.starts is not None:
+                starts = torch.as_tensor(self.reading.starts, device=x.device)
+                mask = chunk.at >= starts[:, None]
+        out, self.state = self.layer.read(x, mask, plan, self.state)
+        self.length += chunk.length
+        return out
+
+
+def _plan(x: Tensor, chunk: TokenChunk, ring: Ring) -> RunPlan:
+    segments = all_segments(chunk.layout or "contiguous", ring.size, chunk.length)
+    return RunPlan(ring, Runs.of(segments, None, len(x)), x.device)
 
 
 def token_caches(layers: Sequence[RingAttention], reading: Reading) -> list["TokenCache"]:

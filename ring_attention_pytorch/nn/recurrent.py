@@ -1,7 +1,7 @@
 """Recurrent layers as modules: gated delta net and Mamba 2."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +17,44 @@ from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.recurrent.halo import ring_short_conv
+from ring_attention_pytorch.recurrent.halo import last_tokens, ring_short_conv
 from ring_attention_pytorch.recurrent.layers import ring_gated_delta_rule, ring_mamba2
 from ring_attention_pytorch.recurrent.plan import RunPlan
 from ring_attention_pytorch.recurrent.runs import Runs
 from ring_attention_pytorch.runtime.torch_func import run_apart
 
 
-class GatedDeltaNet(nn.Module):
+class LayerState(NamedTuple):
+    """A recurrent layer's state after some tokens of each sample, the same on all ranks."""
+
+    tail: Tensor  # [b, width - 1, c], the last inputs of the convolution
+    state: Tensor  # [b, h, ...]
+
+
+class RecurrentLayer(nn.Module):
+    """A layer that carries a state along the sequence."""
+
+    def read(
+        self, x: Tensor, mask: Tensor | None, plan: RunPlan, before: LayerState | None
+    ) -> tuple[Tensor, LayerState]:
+        """Read tokens `[b, n, dim]` after a state; return the results, and the state after them."""
+        out, after = self._read(x, mask, plan, before, True)
+        assert after is not None
+        return out, after
+
+    def _read(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        plan: RunPlan,
+        before: LayerState | None,
+        keep: bool,
+    ) -> tuple[Tensor, LayerState | None]:
+        """As `read`; the state after the tokens only if it is to be kept."""
+        raise NotImplementedError
+
+
+class GatedDeltaNet(RecurrentLayer):
     """A gated delta net (Yang et al. 2024), of sequences whose shards are runs of tokens.
 
     Args:
@@ -79,21 +109,34 @@ class GatedDeltaNet(nn.Module):
         Raises:
             ValueError: x or mask doesn't fit the plan.
         """
+        return self._read(x, mask, plan, None, False)[0]
+
+    def _read(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        plan: RunPlan,
+        before: LayerState | None,
+        keep: bool,
+    ) -> tuple[Tensor, LayerState | None]:
         x = _masked(x, mask, plan, self.to_qkv.in_features)
         normed = self.norm(x)
-        qkv = _convolved(self.to_qkv(normed), self.conv, mask, plan)
+        qkv, tail = _convolved(self.to_qkv(normed), self.conv, mask, plan, before, keep)
         q, k, v = (
             rearrange(t, "b n (h d) -> b n h d", d=self.dim_head)
             for t in qkv.split(self.widths, -1)
         )
         decay, beta = self.to_gates(normed).chunk(2, -1)
         g = -self.log_rates.exp() * F.softplus(decay + self.steps)
-        out, _ = ring_gated_delta_rule(q, k, v, g, beta.sigmoid(), plan=plan, normalize=True)
+        states = dict(initial=None if before is None else before.state, final=keep)
+        out, state = ring_gated_delta_rule(
+            q, k, v, g, beta.sigmoid(), plan=plan, normalize=True, **states
+        )
         gates = rearrange(self.to_out_gates(normed), "b n (h d) -> b n h d", d=self.dim_head)
-        return self.to_out((self.out_norm(out) * F.silu(gates)).flatten(2))
+        return self.to_out((self.out_norm(out) * F.silu(gates)).flatten(2)), _kept(tail, state)
 
 
-class Mamba2(nn.Module):
+class Mamba2(RecurrentLayer):
     """A Mamba 2 layer (Dao and Gu 2024), of sequences whose shards are runs of tokens.
 
     Args:
@@ -144,15 +187,29 @@ class Mamba2(nn.Module):
         Raises:
             ValueError: x or mask doesn't fit the plan.
         """
+        return self._read(x, mask, plan, None, False)[0]
+
+    def _read(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        plan: RunPlan,
+        before: LayerState | None,
+        keep: bool,
+    ) -> tuple[Tensor, LayerState | None]:
         x = _masked(x, mask, plan, self.to_xbc.in_features)
         normed = self.norm(x)
-        xbc = _convolved(self.to_xbc(normed), self.conv, mask, plan)
+        xbc, tail = _convolved(self.to_xbc(normed), self.conv, mask, plan, before, keep)
         values, b, c = xbc.split(self.widths, -1)
         values = rearrange(values, "b n (h d) -> b n h d", d=self.dim_head)
         b, c = (rearrange(t, "b n (g d) -> b n g d", d=self.dim_state) for t in (b, c))
         dt = F.softplus(self.to_steps(normed) + self.steps)
-        out, _ = ring_mamba2(values, dt, -self.log_rates.exp(), b, c, plan=plan, skip=self.skip)
-        return self.to_out(self.out_norm(out.flatten(2) * F.silu(self.to_out_gates(normed))))
+        states = dict(initial=None if before is None else before.state, final=keep)
+        out, state = ring_mamba2(
+            values, dt, -self.log_rates.exp(), b, c, plan=plan, skip=self.skip, **states
+        )
+        out = self.out_norm(out.flatten(2) * F.silu(self.to_out_gates(normed)))
+        return self.to_out(out), _kept(tail, state)
 
 
 def _convolution(channels: int, width: int) -> nn.Parameter:
@@ -160,10 +217,27 @@ def _convolution(channels: int, width: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(channels, width).uniform_(-bound, bound))
 
 
-def _convolved(x: Tensor, weights: Tensor, mask: Tensor | None, plan: RunPlan) -> Tensor:
-    """Convolve tokens with the ones before them, SiLU; padding is 0, so that states skip it."""
-    x = F.silu(ring_short_conv(x, weights, plan=plan))
-    return x if mask is None else x * mask[..., None]
+def _convolved(
+    x: Tensor,
+    weights: Tensor,
+    mask: Tensor | None,
+    plan: RunPlan,
+    before: LayerState | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Convolve tokens with the ones before them, SiLU; padding is 0, so that states skip it.
+
+    Return also the last tokens of each sample, if they are to be kept.
+    """
+    tail, last = None if before is None else before.tail, None
+    if keep:
+        last = last_tokens(x, weights.shape[1] - 1, plan=plan, initial=tail)
+    x = F.silu(ring_short_conv(x, weights, plan=plan, initial=tail))
+    return x if mask is None else x * mask[..., None], last
+
+
+def _kept(tail: Tensor | None, state: Tensor | None) -> LayerState | None:
+    return None if tail is None or state is None else LayerState(tail, state)
 
 
 def _check(name: str, heads: int, shared: str, **numbers: int) -> None:

@@ -1,7 +1,9 @@
 """Linear recurrences of runs by the kernels of flash-linear-attention (package fla-core).
 
 Its chunked kernels are called unmodified, once, on all runs of a rank as sequences of their own.
-They are for CUDA and 16 bits; states are float32.
+They are for CUDA and 16 bits; states are float32. fla refuses its gated delta rule's backward where
+Triton compiles it wrongly: from 3.4 to before 3.7.1 on Hopper. There its kernels of KDA compute the
+same, with a head's gate for each channel.
 """
 
 from collections.abc import Sequence
@@ -59,14 +61,31 @@ def fla_recurrence(
         borders: from `borders_of`.
         options: of fla's functions: `scale`, `use_qk_l2norm_in_kernel`.
     """
+    if not len(v):
+        return without_tokens(initial, q, k, v, g, beta)
+    of_gates = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, g, beta, initial))
+    if g.ndim == 2 and of_gates and backward_refused():
+        g = g[..., None].expand(*g.shape, k.shape[-1])
     if g.ndim == 3:
         from fla.ops.kda import chunk_kda as chunked
     else:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as chunked
-    if not len(v):
-        return without_tokens(initial, q, k, v, g, beta)
     out, state = chunked(
         *(t[None].contiguous() for t in (q, k, v, g, beta)),
         initial_state=initial.contiguous(), output_final_state=True, cu_seqlens=borders, **options,
     )  # fmt: skip
     return out[0], state
+
+
+def backward_refused() -> bool:
+    """Return whether fla refuses the backward of its gated delta rule with this Triton and GPU.
+
+    It asks the same of the same names as fla 0.6 does; another version may have none of them.
+    """
+    try:
+        from fla.ops.common import chunk_o
+    except ImportError:
+        return False
+    names = "IS_NVIDIA_HOPPER", "TRITON_ABOVE_3_4_0", "TRITON_ABOVE_3_7_1"
+    hopper, since, until = (getattr(chunk_o, name, False) for name in names)
+    return bool(hopper and since and not until) and find_spec("tilelang") is None

@@ -1,5 +1,7 @@
 """Halos: the tokens before each run, from whichever ranks hold them; and short convolutions."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -8,12 +10,13 @@ from ring_attention_pytorch.arguments import check_least, checks_of
 from ring_attention_pytorch.comm.exchange import fetch_rows
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.recurrent.plan import RunPlan
+from ring_attention_pytorch.recurrent.runs import before_samples, last_of_samples
 
 _CALLER = "ring_halo"
 
 
 @typed(report_to_group(_CALLER, agreed=("plan", ...)))
-def ring_halo(x: Tensor, width: int, *, plan: RunPlan) -> Tensor:
+def ring_halo(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None = None) -> Tensor:
     """Return the `width` tokens before each of this rank's runs, in the run's document.
 
     All ranks of the ring call this together. Tokens before a document's start are 0. Gradients go
@@ -23,12 +26,14 @@ def ring_halo(x: Tensor, width: int, *, plan: RunPlan) -> Tensor:
         x: `[b, n, ...]`, this rank's tokens.
         width: how many, at least 0. They may be on several ranks.
         plan: from `RunPlan.make` or `RunPlan.of`.
+        initial: `[b, width, ...]`, the tokens before each sample, the same on all ranks; None is 0.
+            A gradient is of this rank's use: sum it over ranks.
 
     Returns:
         `[runs, width, ...]`, for the runs `plan.mine`.
 
     Raises:
-        ValueError: x doesn't fit the plan, or ranks differ in its shape or in width.
+        ValueError: x or initial doesn't fit the plan, or ranks differ in its shape or in width.
 
     >>> x = torch.tensor([[1.0, 2.0, 3.0]])
     >>> ring_halo(x, 2, plan=RunPlan.make(x)).tolist()
@@ -37,13 +42,87 @@ def ring_halo(x: Tensor, width: int, *, plan: RunPlan) -> Tensor:
     with checks_of(_CALLER):
         check_least(0, width=width)
     plan.check_tokens(_CALLER, x=x)
+    _check_initial(_CALLER, x, width, plan, initial)
     runs = len(plan.mine)
     if not plan.runs.continues or width == 0:
-        return x.new_zeros(runs, width, *x.shape[2:])
-    plan.agree_once(_CALLER, width=width, shape=[*x.shape[2:]], dtype=x.dtype)
-    route = plan.halo_route(width)
-    rows = runs * width
-    return fetch_rows(x, route.sends, route.lands, rows, plan.ring).unflatten(0, (runs, width))
+        found = x.new_zeros(runs * width, *x.shape[2:])
+    else:
+        plan.agree_once(_CALLER, width=width, shape=[*x.shape[2:]], dtype=x.dtype)
+        route = plan.halo_route(width)
+        found = fetch_rows(x, route.sends, route.lands, runs * width, plan.ring)
+    if initial is not None and width:
+        rows, places = plan.once(("before samples", width), lambda: _first_rows(plan, width))
+        found = found.index_copy(0, rows, initial.flatten(0, 1)[places].to(found.dtype))
+    return found.unflatten(0, (runs, width))
+
+
+def last_tokens(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None = None) -> Tensor:
+    """Return the `width` last tokens of each sample, `[b, width, ...]`, the same on all ranks.
+
+    All ranks of the ring call this together. They are of a sample's last document, after 0, or
+    after `initial` if it is the sample's only one: the `initial` of a next call's `ring_halo`.
+
+    Args:
+        x, width, plan, initial: as for `ring_halo`.
+
+    Raises:
+        ValueError: x or initial doesn't fit the plan.
+
+    >>> x = torch.tensor([[1.0, 2.0, 3.0]])
+    >>> last_tokens(x, 4, plan=RunPlan.make(x), initial=torch.full((1, 4), 9.0)).tolist()
+    [[9.0, 1.0, 2.0, 3.0]]
+    """
+    plan.check_tokens("last_tokens", x=x)
+    _check_initial("last_tokens", x, width, plan, initial)
+    sends, lands, rows, places = plan.once(("last", width), lambda: _last_route(plan, width))
+    plan.agree_once("last_tokens", width=width, shape=[*x.shape[2:]], dtype=x.dtype)
+    found = fetch_rows(x, sends, lands, plan.runs.batch * width, plan.ring)
+    if initial is not None:
+        found = found.index_copy(0, rows, initial.flatten(0, 1)[places].to(found.dtype))
+    return found.unflatten(0, (plan.runs.batch, width))
+
+
+def _check_initial(name: str, x: Tensor, width: int, plan: RunPlan, initial: Tensor | None) -> None:
+    """Raise ValueError if tokens before each sample don't fit."""
+    want = plan.runs.batch, width, *x.shape[2:]
+    if initial is not None and (tuple(initial.shape) != want or initial.device != x.device):
+        raise plan.error(
+            f"{name}: initial must be {[*want]} on {x.device}, the tokens before each sample, got "
+            f"{list(initial.shape)} on {initial.device}"
+        )
+
+
+def _first_rows(plan: RunPlan, width: int) -> tuple[Tensor, Tensor]:
+    """Return rows of this rank's halos that are before a sample, and their places in `initial`."""
+    numbers = {run: number for number, run in enumerate(plan.mine)}
+    rows, places = [], []
+    for run, place, of_sample in before_samples(plan.runs, width):
+        if run.rank == plan.ring.rank:
+            rows.append(numbers[run] * width + place)
+            places.append(run.sample * width + of_sample)
+    whole = partial(torch.tensor, dtype=torch.long, device=plan.device)
+    return whole(rows), whole(places)
+
+
+def _last_route(plan: RunPlan, width: int) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+    """Return how the last tokens of each sample travel: this rank's go to all.
+
+    Also the rows that are before a sample, and their places in `initial`.
+    """
+    size, rank = plan.ring.size, plan.ring.rank
+    mine, rows, places = [], [], []
+    lands: list[list[int]] = [[] for _ in range(size)]
+    for sample, place, owner, index in last_of_samples(plan.runs, width):
+        row = sample * width + place
+        if owner is None:
+            rows.append(row)
+            places.append(sample * width + index)
+            continue
+        lands[owner.rank].append(row)
+        if owner.rank == rank:
+            mine.append(sample * plan.runs.tokens[rank] + owner.start + index)
+    whole = partial(torch.tensor, dtype=torch.long, device=plan.device)
+    return [whole(mine)] * size, [*map(whole, lands)], whole(rows), whole(places)
 
 
 @typed(report_to_group("ring_short_conv", agreed=("plan", ...)))
@@ -54,6 +133,7 @@ def ring_short_conv(
     *,
     plan: RunPlan,
     dtype: torch.dtype | None = None,
+    initial: Tensor | None = None,
 ) -> Tensor:
     """Compute a causal depthwise convolution along documents, before which there are zeros.
 
@@ -65,6 +145,7 @@ def ring_short_conv(
         bias: `[c]`, or None.
         plan: from `RunPlan.make` or `RunPlan.of`.
         dtype: of the result; None is the dtype of x. The weight's dtype is computed in.
+        initial: `[b, width - 1, c]`, the tokens before each sample, as for `ring_halo`.
 
     Returns:
         `[b, n, c]`.
@@ -86,7 +167,7 @@ def ring_short_conv(
     if bias is not None and list(bias.shape) != [channels]:
         raise plan.error(f"ring_short_conv: bias must be [{channels}], got {list(bias.shape)}")
     width = weight.shape[1] - 1
-    halo = ring_halo(x, width, plan=plan)
+    halo = ring_halo(x, width, plan=plan, initial=initial)
     route = plan.halo_route(width)
     if not len(route.tokens):
         nothing = halo.sum() + weight.sum() + (0 if bias is None else bias.sum()) * 0

@@ -229,13 +229,31 @@ def _computed(call: _Call) -> tuple[Tensor, Tensor | None]:
     state = call.k.new_zeros(
         len(plan.mine), v.shape[2], call.k.shape[3], v.shape[3], dtype=accumulation_dtype(v.dtype)
     )
-    if not travels:
-        out, last = _kernel(flat, state)[0], None
+    if not travels or (plan.ring.size == 1 and not plan.runs.continues):
+        out, last = _from_states(flat, state)
     elif call.beta is None:
         out, last = _diagonal(flat, state)
     else:
         out, last = _widened(flat, state)
     return out.unflatten(0, v.shape[:2]), last
+
+
+def _from_states(call: _Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Compute a call whose runs are whole documents, of this process alone if states are given."""
+    if not call.final and call.initial is None:
+        return _kernel(call, state)[0], None
+    route = call.plan.route(call.final)
+    last = state.new_zeros(call.plan.runs.batch, *state.shape[1:])
+    if call.initial is not None:
+        last = call.initial.to(state.dtype)
+        numbers, samples = route.starts
+        first = state.new_zeros(route.chains, *state.shape[1:])
+        state = first.index_copy(0, numbers, last[samples])[route.mine]
+    out, ended = _kernel(call, state)
+    if route.ends is None:
+        return out, None
+    samples, _, places = route.ends
+    return out, last.index_copy(0, samples, ended[route.sent][places])
 
 
 def _widened(call: _Call, state: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -159,6 +159,52 @@ class Runs:
         return found
 
 
+def before_samples(runs: Runs, width: int) -> list[tuple[HeldRun, int, int]]:
+    """List which of the `width` tokens before a run are before its sample's first token.
+
+    Returns:
+        Tuples: the run, the token's place in 0 ... width - 1 before the run, and before the sample.
+
+    >>> runs = Runs.of((((0, 1, 2),), ((2, 1, 4),)), None, 1)
+    >>> [(run.position, place, of_sample) for run, place, of_sample in before_samples(runs, 3)]
+    [(0, 0, 0), (0, 1, 1), (0, 2, 2), (2, 0, 2)]
+    """
+    return [
+        (run, place, run.position + place)
+        for of_rank in runs.held
+        for run in of_rank
+        if run.document == runs.first[run.sample]
+        for place in range(max(0, width - run.position))
+    ]
+
+
+def last_of_samples(runs: Runs, width: int) -> list[tuple[int, int, HeldRun | None, int]]:
+    """List the `width` last tokens of each sample, in its last document.
+
+    Returns:
+        Tuples: the sample, the token's place in 0 ... width - 1, its run, and its index in it; or
+        None, and its place in the `width` tokens before the sample. If the last document is not
+        the first one, there are no tokens before it. The order is the same on all ranks.
+
+    >>> runs = Runs.of((((0, 1, 2),), ((2, 1, 2),)), None, 1)
+    >>> [(place, run and run.rank, index) for _, place, run, index in last_of_samples(runs, 5)]
+    [(0, None, 4), (1, 0, 0), (2, 0, 1), (3, 1, 0), (4, 1, 1)]
+    """
+    chains = {(chain[0].sample, chain[0].document): chain for chain in runs.chains}
+    found: list[tuple[int, int, HeldRun | None, int]] = []
+    for sample, document in enumerate(runs.last):
+        chain = chains.get((sample, document), [])
+        starts = [run.position for run in chain]
+        end = chain[-1].position + chain[-1].length if chain else 0
+        for place in range(width):
+            if (position := end - width + place) >= 0:
+                owner = chain[bisect_right(starts, position) - 1]
+                found.append((sample, place, owner, position - owner.position))
+            elif document == runs.first[sample]:
+                found.append((sample, place, None, width + position))
+    return found
+
+
 def check_consecutive(segments: Sequence[Segments]) -> None:
     """Raise ValueError if any rank's tokens are not runs of consecutive positions.
 

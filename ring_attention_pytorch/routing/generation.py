@@ -131,7 +131,7 @@ class CachedRoutedTransformer:
             self._append_keys(attn, window, recent.length - self.window, layer)
         assert light is not None  # causal ones have it
         angles = None if light.rotary_embed is None else light.rotary_embed(at)
-        return found + self.light[layer].attend(x, TokenChunk(at, angles, None))
+        return found + self.light[layer].attend(x, TokenChunk(at, angles, None, x.shape[1]))
 
     def _append_keys(self, attn: RoutedAttention, window: Tensor, start: int, layer: int) -> None:
         """Choose the heavy keys of a full window that starts at `start`, and append them."""

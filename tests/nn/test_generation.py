@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ring_attention_pytorch import RingCache, Summaries, shard_batch
 from ring_attention_pytorch.nn.generation import Sampling
-from tests.support.generation_cases import CASES, ROUTED, WORDS, Case
+from tests.support.generation_cases import CASES, HYBRID, ROUTED, WORDS, Case
 from tests.support.reference import relative_error
 
 
@@ -22,12 +22,12 @@ def generated(cases: list[Case]) -> list[Any]:
 
 @cache
 def wanted() -> list[Any]:
-    return [case.anew() for case in CASES + ROUTED]
+    return [case.anew() for case in CASES + ROUTED + HYBRID]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_ring_of_any_size_generates_the_same(pools: Callable, size: int) -> None:
-    cases = CASES + ROUTED
+    cases = CASES + ROUTED + HYBRID
     for found in pools(size).run(generated, cases):
         for case, got, right in zip(cases, found, wanted(), strict=True):
             assert case.same(got, right), case

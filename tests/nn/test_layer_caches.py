@@ -31,7 +31,9 @@ def test_pieces_of_any_length_are_the_whole(pieces: list[int]) -> None:
         for attn, kept in zip(made, caches_of(made, reading())):
             found, at = [], 0
             for piece in x.split(pieces, 1):
-                chunk = TokenChunk(torch.arange(at, at + piece.shape[1]), None, None)
+                chunk = TokenChunk(
+                    torch.arange(at, at + piece.shape[1]), None, None, piece.shape[1]
+                )
                 assert kept.length == at
                 found.append(kept.attend(piece, chunk))
                 at += piece.shape[1]
@@ -52,7 +54,7 @@ def test_padding_is_not_seen() -> None:
     (kept,) = token_caches([attn], reading(starts=[0, 2]))
     x = torch.randn(2, 6, 8, dtype=DOUBLE)
     with torch.no_grad():
-        out = kept.attend(x, TokenChunk(torch.arange(6), None, None))
+        out = kept.attend(x, TokenChunk(torch.arange(6), None, None, 6))
         assert relative_error(out[0], attn(x)[0]) < 1e-12
         assert relative_error(out[1, 2:], attn(x[:, 2:])[1]) < 1e-12
 

@@ -156,9 +156,17 @@ def test_what_contradicts_recurrent_blocks(given, match) -> None:
         RingTransformer(**{**options, **given})
 
 
-def test_generation_is_refused() -> None:
-    with pytest.raises(ValueError, match="recurrent layers can't generate yet"):
-        hybrid().generate(torch.tensor([[1, 2]]), max_new_tokens=1)
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
+def test_read_in_parts_a_sequence_is_the_same(kind) -> None:
+    layer = layers()[kind][0].double()
+    x = torch.randn(2, 13, DIM, dtype=torch.float64)
+    mask = torch.arange(13) >= torch.tensor([[4], [0]])
+    want = layer(x, mask, plan=RunPlan.make(x))
+    state, outs = None, []
+    for part, real in zip(x.split([2, 5, 1, 0, 1, 4], 1), mask.split([2, 5, 1, 0, 1, 4], 1)):
+        out, state = layer.read(part, real, RunPlan.make(part), state)
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, 1), want)
 
 
 def test_wrong_sizes_and_tokens() -> None:

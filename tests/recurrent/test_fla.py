@@ -86,6 +86,42 @@ def test_one_call_of_all_runs(rule) -> None:
     threads.run(3, main)
 
 
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("refused", [False, True])
+def test_where_fla_refuses_backward_another_of_its_kernels_computes_it(monkeypatch, refused):
+    """By the names in fla that it asks itself."""
+    flags = ModuleType("fla.ops.common.chunk_o")
+    vars(flags).update(IS_NVIDIA_HOPPER=True, TRITON_ABOVE_3_4_0=True)
+    vars(flags).update(TRITON_ABOVE_3_7_1=not refused)
+    common = ModuleType("fla.ops.common")
+    common.chunk_o = flags
+    monkeypatch.setitem(sys.modules, "fla.ops.common", common)
+    monkeypatch.setitem(sys.modules, "fla.ops.common.chunk_o", flags)
+    called = []
+    for name, function in (("gated_delta_rule", "chunk_gated_delta_rule"), ("kda", "chunk_kda")):
+
+        def counted(*args, name=name, **given):
+            called.append(name)
+            return loop(*args, **given)
+
+        monkeypatch.setattr(sys.modules[f"fla.ops.{name}"], function, counted)
+    q, beta = torch.randn(1, 9, 2, 4).bfloat16(), torch.rand(1, 9, 2).bfloat16()
+    g = -torch.rand(1, 9, 2)
+
+    def main(ring):
+        plan = Spread(1, 9, 1, "contiguous", None).plan(ring)
+        found = []
+        for leaf in (g, g.clone().requires_grad_()):
+            out, _ = ring_gated_delta_rule(q, q, q, leaf, beta, plan=plan, normalize=True)
+            found.append(out)
+        found[1].float().sum().backward()
+        assert leaf.grad.shape == g.shape
+        torch.testing.assert_close(found[1], found[0])
+
+    threads.run(1, main)
+    assert called == ["gated_delta_rule", "kda" if refused else "gated_delta_rule"]
+
+
 def test_refusals() -> None:
     plan = Spread(1, 4, 1, "contiguous", None)
     q, g = torch.zeros(1, 4, 1, 2), torch.zeros(1, 4, 1)

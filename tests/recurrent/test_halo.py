@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ring_attention_pytorch.recurrent import ring_halo, ring_short_conv
+from ring_attention_pytorch.recurrent.halo import last_tokens
 from tests.support import threads
 from tests.support.recurrent_cases import Spread, check
 from tests.support.recurrent_reference import convolved
@@ -25,6 +26,44 @@ def test_convolutions_equal_one_process(seed) -> None:
     check(
         spread, {"x": x}, same, lambda **given: {"out": ring_short_conv(**given)}, reference, 1e-12
     )
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_a_convolution_goes_on_after_the_tokens_before(seed) -> None:
+    """Only a sample's first document does; its last tokens are those of its last document."""
+    spread, width = Spread.drawn(seed), 2 + seed % 5
+    draw = torch.Generator().manual_seed(seed)
+    x, weight, initial = (
+        torch.randn(*shape, generator=draw, dtype=torch.float64)
+        for shape in (
+            (spread.batch, spread.length, 3), (3, width), (spread.batch, width - 1, 3),
+        )
+    )  # fmt: skip
+
+    def ours(*, plan, x, weight, initial):
+        out = ring_short_conv(x, weight, plan=plan, initial=initial)
+        return {"out": out, "last": last_tokens(x, width - 1, plan=plan, initial=initial)}
+
+    def reference(*, spread, x, weight, initial):
+        before = spread.documents[:, :1].expand(-1, width - 1)
+        documents, whole = torch.cat((before, spread.documents), 1), torch.cat((initial, x), 1)
+        out = convolved(whole, weight, None, documents)[:, width - 1 :]
+        same = (documents == documents[:, -1:])[:, 1 - width :, None]
+        return {"out": out, "last": torch.where(same, whole[:, 1 - width :], 0.0)}
+
+    check(spread, {"x": x}, {"weight": weight, "initial": initial}, ours, reference, 1e-12)
+
+
+def test_tokens_before_a_sample_that_dont_fit() -> None:
+    spread, x = Spread(1, 4, 1, "contiguous", None), torch.zeros(1, 4, 2)
+    initial = torch.zeros(1, 4, 2)
+
+    def main(ring):
+        for call in (ring_halo, last_tokens):
+            with pytest.raises(ValueError, match=r"initial must be \[1, 3, 2\] on cpu"):
+                call(x, 3, plan=spread.plan(ring), initial=initial)
+
+    threads.run(1, main)
 
 
 def test_a_halo_spans_ranks_and_begins_with_zeros() -> None:

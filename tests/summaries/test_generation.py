@@ -27,16 +27,16 @@ def kept_by(attn: RingAttention) -> CachedSummaries:
 def test_a_prompt_and_the_tokens_after_it_are_the_whole(prompt: int, options: dict) -> None:
     attn = layer(**options)
     kept, want = kept_by(attn), attn(X)
-    out = [kept.attend(X[:, :prompt], TokenChunk(torch.arange(prompt), None, "contiguous"))]
+    out = [kept.attend(X[:, :prompt], TokenChunk(torch.arange(prompt), None, "contiguous", prompt))]
     for at in range(prompt, 21):
         assert kept.length == at
-        out.append(kept.attend(X[:, at : at + 1], TokenChunk(torch.tensor([at]), None, None)))
+        out.append(kept.attend(X[:, at : at + 1], TokenChunk(torch.tensor([at]), None, None, 1)))
     assert relative_error(torch.cat(out, 1), want) < 1e-12
 
 
 @torch.no_grad()
 def test_layers_with_the_same_summaries_share_the_plan_of_a_prompt() -> None:
-    chunk = TokenChunk(torch.arange(21), None, "contiguous")
+    chunk = TokenChunk(torch.arange(21), None, "contiguous", 21)
     first, second, other = layer(), layer(), layer(distance=10)
     assert kept_by(first)._plan(X, chunk) is kept_by(second)._plan(X, chunk)
     assert kept_by(other)._plan(X, chunk) is not kept_by(first)._plan(X, chunk)

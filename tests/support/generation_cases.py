@@ -130,6 +130,13 @@ CASES = [
     ),
     Case(dict(attn_summaries=Summaries(2, 2)), length=2),
 ]
+# one layer of each kind, so that a chunk of the prompt is shorter than a convolution
+HYBRID = [
+    Case(dict(layers="ra"), dict(prefill_chunk_size=7)),
+    Case(dict(layers="ma"), dict(SAMPLED, prefill_chunk_size=2), padding=(9, 0)),
+    Case(dict(layers="ar"), padding=(0, 20)),
+    Case(dict(layers="am"), dict(SAMPLED), length=1),
+]
 ROUTED_BLOCK = dict(
     num_routed_kv=2, multiply_keys_by_score=True, multiply_queries_by_score=True, **HEADS, **SOFT,
     **{name: LIGHT[name] for name in ("light_dim_head", "light_heads")},
