@@ -16,14 +16,12 @@ ATTENTION = [
         "reduce(torch.add, parts.unbind())", "parts[ring.rank]",
     ),
     Mutant(
-        "gradients of shared keys are summed twice", "shared_keys.py:attend_shared",
-        "k, v = _Shared.apply(plan.ring, k, v)",
-        "k, v = _Shared.apply(plan.ring, *_Shared.apply(plan.ring, k, v))",
+        "gradients of shared keys are summed twice", "shared_keys.py:_Joint.backward",
+        "_total(plan.ring, dk, dv)", "_total(plan.ring, *_total(plan.ring, dk, dv))",
     ),
     Mutant(
-        "sinks are of shared keys, too", "shared_keys.py:attend_shared",
-        "given = resolved(q), k, v, None",
-        "given = resolved(q), k, v, q.new_zeros(q.shape[2]) if plan.expected.sinks else None",
+        "sinks are of shared keys, too", "shared_keys.py:_Joint.forward",
+        "*given[4:], None", "*given[4:], given[3]",
     ),
     Mutant(
         "shared tokens' gradients count on each rank", "nn/shared_tokens.py:shared_options",
