@@ -1,46 +1,54 @@
-"""Time attention in parts: merges, causal attention in steps, and keys that all ranks hold.
+"""Time attention in parts: merges, keys that all ranks hold, block diffusion, positions in steps.
 
     python -m benchmarks parts
-    torchrun --nproc-per-node 2 -m benchmarks parts --tokens 16384
+    torchrun --nproc-per-node 2 -m benchmarks parts --only shared diffusion errors
     python -m benchmarks parts --device cpu --tokens 64 --heads 4 2
 
-Forward and backward together, in milliseconds, medians. A merge has its bytes a second, each out,
-dout and gradient counted once, beside those of a copy. Steps have their time over that of causal
-attention by the same kernel; block diffusion's over that of two causal calls. Shared keys have
-their time over that of the video alone; only they need several processes to be of interest.
+Times are medians in milliseconds, of the slowest rank, forward and backward together. `merges` has
+GPU time, all bytes that are read and written once a second beside those of a copy, and errors
+against float64. `shared` has the time over that of the video alone, and of its keys and the text's
+in one tensor; `diffusion` that over two causal calls by the same kernel; `steps` that over causal
+attention, with the tiles of a direction and the launches of attention in both. `errors` compares
+shared keys with dense attention in float64.
 """
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from time import perf_counter
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attention_pytorch import RingPlan, merge_attention, ring_attn
+from benchmarks.lib.calls import is_first, slowest
+from benchmarks.lib.spans import ATTENTION, covered, recorded
+from ring_attention_pytorch import RingPlan, merge_attention, ring_attn, shard_sequence
 from ring_attention_pytorch.launch import torchrun_group
 
-STEPS = (4, 32, 256)
+STEPS = (256, 32, 4)
+MOST = 300  # tiles of a kernel that takes a call for each: more are counted, and not run
+Drawn = Callable[..., Tensor]
+Attend = Callable[[], Tensor]
 
 
-def seconds(call: Callable[[], Any], device: str, rounds: int) -> float:
-    """Return the median time of a call, after some to warm up."""
-    taken = []
-    for number in range(rounds + 3):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        began = perf_counter()
+def milliseconds(call: Callable[[], Any], o: Namespace) -> float:
+    """Return the median time of a call on the slowest rank, after some to warm up."""
+    for _ in range(2):
         call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if number >= 3:
-            taken.append(perf_counter() - began)
-    return sorted(taken)[len(taken) // 2]
+    return slowest(call, 1, o.rounds, o.on) / 1e3
 
 
-def both_ways(attend: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Callable[[], Any]:
+def on_gpu(call: Callable[[], Any], o: Namespace) -> float:
+    """Return the milliseconds in which the GPU works for a call; on a CPU those of the call."""
+    if o.device == "cpu":
+        return milliseconds(call, o)
+    for _ in range(2):
+        call()
+    return covered(recorded(call, o.rounds, lambda: None)) / o.rounds / 1e3
+
+
+def both_ways(attend: Attend, leaves: Sequence[Tensor]) -> Callable[[], Any]:
     def run() -> None:
         out = attend()
         torch.autograd.grad(out, leaves, torch.ones_like(out))
@@ -48,89 +56,232 @@ def both_ways(attend: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Callabl
     return run
 
 
-def merges(o: Namespace, drawn: Callable[..., Tensor]) -> Iterator[str]:
-    n, heads = o.tokens, o.heads[0]
-    outs = [drawn(n, heads, o.dim) for _ in range(2)]
-    lses = [drawn(heads, n, o.dim)[..., 0].float().detach().requires_grad_() for _ in range(2)]
+def relative(found: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    """Return the worst relative error of some tensors, by their norms."""
+    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(found, want)]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+# --- merges ---
+
+
+def merges(o: Namespace, drawn: Drawn) -> Iterator[str]:
+    for n in (o.tokens, 2 * o.tokens, 4 * o.tokens):
+        copied = drawn(4 * n, o.heads[0], o.dim).detach()
+        time = on_gpu(copied.clone, o)
+        copy = 2 * copied.nbytes / time
+        yield f"a copy of {copied.nbytes / 1e6:.0f} MB: {time:.3f} ms, {copy / 1e6:.0f} GB/s"
+        del copied
+        for number in (2, 3):
+            yield from merge_of(number, n, copy, o, drawn)
+
+
+def merge_of(number: int, n: int, copy: float, o: Namespace, drawn: Drawn) -> Iterator[str]:
+    heads = o.heads[0]
+    outs = [drawn(n, heads, o.dim) for _ in range(number)]
+    lses = [drawn(heads, n, 1)[..., 0].float().detach().requires_grad_() for _ in range(number)]
     parts = [t for pair in zip(outs, lses) for t in pair]
-    size = outs[0].numel() * outs[0].element_size()
-    with torch.no_grad():
-        forward = seconds(lambda: merge_attention(*parts), o.device, o.rounds)
-    # the graph's own nodes are reused, so that only backward is timed
+    dout, dlse = drawn(n, heads, o.dim).detach(), torch.randn_like(lses[0]).detach()
     both = merge_attention(*parts)
-    along = [torch.ones_like(t) for t in both]
-    back = seconds(
-        lambda: torch.autograd.grad(both, parts, along, retain_graph=True), o.device, o.rounds
-    )
-    copy = seconds(outs[0].detach().clone, o.device, o.rounds)
-    for name, time, moved in (("forward", forward, 3), ("backward", back, 5), ("a copy", copy, 2)):
-        yield f"merge of two, {name}: {1e3 * time:.3f} ms, {moved * size / time / 1e9:.0f} GB/s"
+    # the graph's own nodes are used again, so that only backward is timed
+
+    def back() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(both, parts, (dout, dlse), retain_graph=True)
+
+    with torch.no_grad():
+        times = [on_gpu(lambda: merge_attention(*parts), o)]
+    times.append(on_gpu(back, o))
+    row = outs[0].nbytes + lses[0].nbytes
+    moved = (number + 1) * row, (2 * number + 1) * row
+    wide = [t.detach().double().requires_grad_() for t in parts]
+    exact = merge_attention(*wide)
+    grads = torch.autograd.grad(exact, wide, (dout.double(), dlse.double()))
+    errors = relative(both, exact), max(relative([a], [b]) for a, b in zip(back(), grads))
+    for way, time, size, error in zip(("forward", "backward"), times, moved, errors):
+        yield (
+            f"merge of {number}, {n} x {heads} x {o.dim}, {way}: {time:.3f} ms, "
+            f"{size / time / 1e6:.0f} GB/s, {size / time / copy:.2f} of a copy, error {error:.1e}"
+        )
 
 
-def steps(o: Namespace, drawn: Callable[..., Tensor]) -> Iterator[str]:
+# --- keys that all ranks hold ---
+
+
+def shared(o: Namespace, drawn: Drawn) -> Iterator[str]:
+    """Without causal: by the default kernel and the named ones, few heads of keys and all."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    n = 4 * o.tokens // ranks
+    for key_heads in dict.fromkeys((o.heads[0], o.heads[1])):
+        q, k, v = drawn(n, o.heads[0], o.dim), *(drawn(n, key_heads, o.dim) for _ in range(2))
+        text = drawn(o.text, key_heads, o.dim), drawn(o.text, key_heads, o.dim)
+        masked = torch.arange(o.text, device=q.device)[None] < o.text - o.text // 3
+        for kernel in o.kernels:
+            how: dict[str, Any] = dict(kernel=kernel, cross=True)
+            padded = dict(how, shared_key_mask=masked)
+            alone = RingPlan.make(q, k, v, **how)
+            times = [timed_shared(o, alone, (q, k, v), None)]
+            named = f"{n} of video here, {o.text} of text, {o.heads[0]}/{key_heads} heads"
+            line = f"{named}, {alone.kernel.name}: {times[0]:.3f} ms"
+            for name, options in (("with shared keys", how), ("padded", padded)):
+                try:
+                    plan = RingPlan.make(q, k, v, shared_keys=text, **options)
+                except ValueError:  # a named kernel has no masks
+                    line += f", {name} refused"
+                    continue
+                times.append(timed_shared(o, plan, (q, k, v), text))
+                by = plan.shared and plan.shared.kernel.name
+                line += f", {name} ({by}) {times[-1] / times[0]:.3f}"
+            if ranks == 1:
+                times.append(timed_shared(o, None, joined(q, k, v, *text), None, **how))
+                line += f", in one tensor {times[-1] / times[0]:.3f}"
+            yield line
+
+
+def joined(q: Tensor, k: Tensor, v: Tensor, tk: Tensor, tv: Tensor) -> tuple[Tensor, ...]:
+    keys, values = (torch.cat(pair, 1).detach().requires_grad_() for pair in ((k, tk), (v, tv)))
+    return q, keys, values
+
+
+def timed_shared(
+    o: Namespace,
+    plan: RingPlan | None,
+    qkv: tuple[Tensor, ...],
+    text: tuple[Tensor, Tensor] | None,
+    **how: Any,
+) -> float:
+    q, k, v = qkv
+    plan = RingPlan.make(q, k, v, **how) if plan is None else plan
+
+    def attend() -> Tensor:
+        return ring_attn(q, k, v, plan=plan, shared_keys=text)
+
+    return milliseconds(both_ways(attend, (*qkv, *(text or ()))), o)
+
+
+def errors(o: Namespace, drawn: Drawn) -> Iterator[str]:
+    """Of shared keys in the default dtype, against dense attention in float64."""
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    n, text, h, g = 512 * ranks, 97, 8, 2
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(2, n, h, o.dim), *[(2, n, g, o.dim)] * 2, *[(2, text, g, o.dim)] * 2]
+    whole = [torch.randn(s, generator=draw).to(o.on, o.dtype) for s in (*shapes, shapes[0])]
+    mask = (torch.arange(text) < torch.tensor([[text], [11]])).to(o.on)
+    at = shard_sequence(torch.arange(n)[None], layout="zigzag")[0].to(o.on)
+    for kernel, causal, padded in product(o.kernels, (False, True), (None, mask)):
+        leaves = [t.detach().requires_grad_() for t in placed(whole[:5], at, 3)]
+        text_keys = leaves[3], leaves[4]
+        about = f"errors of rank {rank} of {ranks}, {'causal' if causal else 'full'}"
+        about += f", {'all' if padded is None else 'padded'} text"
+        try:
+            plan = RingPlan.make(
+                *leaves[:3], shared_keys=text_keys, shared_key_mask=padded, causal=causal,
+                layout="zigzag", kernel=kernel,
+            )  # fmt: skip
+        except ValueError as error:
+            yield f"{about}, {kernel}: {error}"
+            continue
+        out = ring_attn(*leaves[:3], shared_keys=text_keys, plan=plan)
+        grads = torch.autograd.grad(out, leaves, whole[5][:, at])
+        want = placed(dense(whole, causal, padded), at, 4)
+        worst = [relative([a], [b]) for a, b in zip((out, *grads), want)]
+        names = ("out", "dq", "dk", "dv", "dk shared", "dv shared")
+        said = ", ".join(f"{name} {error:.1e}" for name, error in zip(names, worst))
+        yield f"{about}, {plan.kernel.name} and {plan.shared and plan.shared.kernel.name}: {said}"
+
+
+def placed(whole: Sequence[Tensor], at: Tensor, number: int) -> list[Tensor]:
+    """Return this rank's tokens of so many tensors, and the others as they are."""
+    return [t[:, at] for t in whole[:number]] + [*whole[number:]]
+
+
+def dense(whole: Sequence[Tensor], causal: bool, mask: Tensor | None) -> list[Tensor]:
+    """Compute out and gradients by one softmax over all keys, in float64."""
+    leaves = [t.detach().double().requires_grad_() for t in whole[:5]]
+    q, k, v, tk, tv = leaves
+    n, group = q.shape[1], q.shape[2] // k.shape[2]
+    seen = torch.ones(len(q), n, n + tk.shape[1], dtype=torch.bool, device=q.device)
+    if causal:
+        seen[..., :n].tril_()
+    if mask is not None:
+        seen[..., n:] &= mask[:, None]
+    keys, values = (torch.cat(both, 1).repeat_interleave(group, 2) for both in ((k, tk), (v, tv)))
+    scores = torch.einsum("bihd,bjhd->bhij", q, keys) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    out = torch.einsum("bhij,bjhd->bihd", weights, values)
+    return [out.detach(), *torch.autograd.grad(out, leaves, whole[5].double())]
+
+
+# --- positions in steps ---
+
+
+def steps(o: Namespace, drawn: Drawn) -> Iterator[str]:
     n = o.tokens
     at = torch.arange(n)
     q, k, v = drawn(n, o.heads[0], o.dim), *(drawn(n, o.heads[1], o.dim) for _ in range(2))
     how: dict[str, Any] = dict(causal=True, key_positions=at, cross=True)
-    base = {}
     for kernel in o.kernels:
+        base = 0.0
         for step in (1, *STEPS):
             last = at // step * step + step - 1
             plan = RingPlan.make(q, k, v, query_positions=last, kernel=kernel, **how)
+            line = f"steps of {step}, {plan.kernel.name}: {tiles_of(plan)} tiles"
+            if tiles_of(plan) > MOST and not plan.kernel.traits.fuses_merge:
+                yield f"{line}, not run"
+                continue
             run = both_ways(lambda plan=plan: ring_attn(q, k, v, plan=plan), (q, k, v))
-            time = seconds(run, o.device, o.rounds)
-            base.setdefault(kernel, time)
-            yield (
-                f"steps of {step}, {plan.kernel.name}: {1e3 * time:.3f} ms, "
-                f"{time / base[kernel]:.2f} of causal"
-            )
+            time = milliseconds(run, o)
+            base = base or time
+            yield f"{line}, {launches(run, o)} launches, {time:.3f} ms, {time / base:.2f} of causal"
 
 
-def diffusion(o: Namespace, drawn: Callable[..., Tensor]) -> Iterator[str]:
-    n, step = o.tokens, 32
-    at = torch.arange(n)
+def tiles_of(plan: RingPlan) -> int:
+    """Count the tiles of this rank's queries forward, of all keys."""
+    return sum(len(block) for keys in plan.blocks.keys for _, block in plan.tiles(keys))
+
+
+def launches(run: Callable[[], Any], o: Namespace) -> int | str:
+    if o.device == "cpu":
+        return "no"
+    return sum(span.kind == ATTENTION for span in recorded(run, 1, lambda: None))
+
+
+def diffusion(o: Namespace, drawn: Drawn) -> Iterator[str]:
+    """Block diffusion, as in examples/block_diffusion.py; over a ring in zigzag."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    n, step, length = o.tokens, 32, o.tokens * ranks
+    at = shard_sequence(torch.arange(length)[None], layout="zigzag")[0]
     (q, qc), (k, v, kc, vc) = (
         [drawn(n, heads, o.dim) for _ in range(number)] for heads, number in zip(o.heads, (2, 4))
     )
-    leaves = q, qc, k, v, kc, vc
-    causal = RingPlan.make(q, k, v, causal=True)
-    own = RingPlan.make(q, k, v, cu_seqlens=[*range(0, n, step), n])
+    leaves, both = (q, qc, k, v, kc, vc), torch.cat((q, qc), 1)
     first = at // step * step
     stand = torch.cat((first - 1, first + step - 1))
-    how: dict[str, Any] = dict(causal=True, cross=True, query_positions=stand, key_positions=at)
-    clean = RingPlan.make(torch.cat((q, qc), 1), kc, vc, **how)
+    for kernel in o.kernels:
+        how: dict[str, Any] = dict(kernel=kernel, layout="zigzag")
+        causal = RingPlan.make(q, k, v, causal=True, **how)
+        # blocks of documents are for the kernel that a plan chooses
+        own = RingPlan.make(q, k, v, cu_seqlens=[*range(0, length + 1, step)], layout="zigzag")
+        placed: dict[str, Any] = dict(query_positions=stand, key_positions=at, cross=True)
+        clean = RingPlan.make(both, kc, vc, causal=True, **placed, **how)
 
-    def blocks() -> Tensor:
-        near = ring_attn(q, k, v, plan=own, return_lse=True)
-        out, lse = ring_attn(torch.cat((q, qc), 1), kc, vc, plan=clean, return_lse=True)
-        noisy = merge_attention(*near, out[:, :n], lse[..., :n])[0]
-        return torch.cat((noisy, out[:, n:]))
+        def blocks(own: RingPlan = own, clean: RingPlan = clean) -> Tensor:
+            near = ring_attn(q, k, v, plan=own, return_lse=True)
+            out, lse = ring_attn(torch.cat((q, qc), 1), kc, vc, plan=clean, return_lse=True)
+            noisy = merge_attention(*near, out[:, :n], lse[..., :n])[0]
+            return torch.cat((noisy, out[:, n:]))
 
-    def two() -> Tensor:
-        return torch.cat((ring_attn(q, k, v, plan=causal), ring_attn(qc, kc, vc, plan=causal)))
+        def two(causal: RingPlan = causal) -> Tensor:
+            return torch.cat((ring_attn(q, k, v, plan=causal), ring_attn(qc, kc, vc, plan=causal)))
 
-    times = [seconds(both_ways(each, leaves), o.device, o.rounds) for each in (blocks, two)]
-    yield (
-        f"block diffusion, blocks of {step}, {own.kernel.name} and {clean.kernel.name}: "
-        f"{1e3 * times[0]:.3f} ms, {times[0] / times[1]:.2f} of two causal calls"
-    )
+        times = [milliseconds(both_ways(each, leaves), o) for each in (two, blocks)]
+        yield (
+            f"block diffusion, {n} of {length} tokens, blocks of {step}, {own.kernel.name} and "
+            f"{clean.kernel.name}, {tiles_of(clean)} tiles: {times[1]:.3f} ms, "
+            f"{times[1] / times[0]:.2f} of two causal calls"
+        )
 
 
-def shared(o: Namespace, drawn: Callable[..., Tensor]) -> Iterator[str]:
-    n = 4 * o.tokens
-    q, k, v = drawn(n, o.heads[0], o.dim), *(drawn(n, o.heads[1], o.dim) for _ in range(2))
-    text = drawn(o.text, o.heads[1], o.dim), drawn(o.text, o.heads[1], o.dim)
-    alone, both = RingPlan.make(q, k, v), RingPlan.make(q, k, v, shared_keys=text)
-    times = []
-    for attend, leaves in (
-        (lambda: ring_attn(q, k, v, plan=alone), (q, k, v)),
-        (lambda: ring_attn(q, k, v, plan=both, shared_keys=text), (q, k, v, *text)),
-    ):
-        times.append(seconds(both_ways(attend, leaves), o.device, o.rounds))
-    yield (
-        f"{n} video tokens here and {o.text} of text: {1e3 * times[1]:.3f} ms, "
-        f"{times[1] / times[0]:.3f} of the video alone"
-    )
+PARTS = {f.__name__: f for f in (merges, shared, diffusion, steps, errors)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -141,22 +292,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--dim", type=int, default=128)
     options.add_argument("--device", default="cuda")
     options.add_argument("--rounds", type=int, default=10)
-    options.add_argument("--kernels", nargs="+", default=["triton"])
-    options.add_argument("--only", nargs="+", default=["merges", "steps", "diffusion", "shared"])
+    options.add_argument("--kernels", nargs="+", default=["default", "sdpa-cudnn", "triton"])
+    options.add_argument("--only", nargs="+", choices=[*PARTS], default=[*PARTS])
     o = options.parse_args(arguments)
+    o.kernels = [None if name == "default" else name for name in o.kernels]
     o.kernels = [None] if o.device == "cpu" else o.kernels
-    dtype = torch.bfloat16 if o.device == "cuda" else torch.float32
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(1, *shape, device=o.device, dtype=dtype).requires_grad_()
+    o.dtype = torch.bfloat16 if o.device == "cuda" else torch.float32
 
     with torchrun_group("nccl" if o.device == "cuda" else "gloo"):
-        several = dist.is_initialized()
-        for part in (merges, steps, diffusion, shared):
-            if part.__name__ not in o.only or (several and part in (steps, diffusion)):
-                continue
-            for line in part(o, drawn):
-                if not several or dist.get_rank() == 0:
+        o.on = torch.device("cpu")
+        if o.device == "cuda":
+            o.on = torch.device("cuda", torch.cuda.current_device())
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(1, *shape, device=o.on, dtype=o.dtype).requires_grad_()
+
+        for name in o.only:
+            if dist.is_initialized() and name in ("merges", "steps"):
+                continue  # of one GPU
+            for line in PARTS[name](o, drawn):
+                if is_first() or name == "errors":
                     print(line, flush=True)
 
 

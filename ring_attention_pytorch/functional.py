@@ -30,7 +30,7 @@ from ring_attention_pytorch.runtime.merging import merge_attention
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.scores import check_bias, with_bias
 from ring_attention_pytorch.runtime.torch_func import refuse_export, run_apart, tangents_note
-from ring_attention_pytorch.shared_keys import attend_shared
+from ring_attention_pytorch.shared_keys import attend_with_shared
 from ring_attention_pytorch.tensor_kinds import (
     has_values,
     shapes_of_results,
@@ -311,14 +311,13 @@ def _attention(
                 check_bias(key_bias, q, k, plan.terms.scale, plan.terms.softclamp)
             except ValueError as error:
                 raise ValueError(f"ring attention: {error}") from None
-    beside = shared is not None or plan.shared is not None
-    found = attend_shared(plan, q, shared) if beside else None
+    beside = q  # of the shared keys, which have no bias
     if key_bias is not None:
         q, k = with_bias(q, k, key_bias, plan.terms.scale)
+    if shared is not None or plan.shared is not None:
+        return attend_with_shared(plan, (q, k, v, sinks), beside, shared)
     if compiling:
         return operators.attention(plan, q, k, v, sinks)
-    if found is not None:
-        return merge_attention(*attention(plan, q, k, v, sinks, return_lse=True), *found)
     return attention(plan, q, k, v, sinks, return_lse=return_lse)
 
 

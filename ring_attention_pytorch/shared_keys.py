@@ -4,6 +4,10 @@
                                                             ├─ merge_attention ── one softmax
     no messages      this rank's queries, shared keys      ─┘
 
+Backward gives both parts the merged out and lse, as it gives them to each block of a ring: then no
+part needs a gradient of its own lse, for which some kernels need a second call. After an all-to-all
+of heads, and to be differentiated again or in forward mode, the parts are merged by autograd.
+
 Each rank gives the same shared keys. Their gradients are sums over ranks, and the same bits on all
 of them: one more exchange in backward, after the ring's.
 """
@@ -14,45 +18,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.attention import RingAttentionFunction, forward
+from ring_attention_pytorch.attention import Given, attention, backward, forward
 from ring_attention_pytorch.comm.exchange import all_gather_stacked
 from ring_attention_pytorch.plan.checks import check_tensors
+from ring_attention_pytorch.plan.placement import check_began_here, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.plan.shared import Shared
 from ring_attention_pytorch.ranks.agreement import agree
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.digests import digest
+from ring_attention_pytorch.runtime.merging import merge_attention
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
 from ring_attention_pytorch.runtime.torch_func import (
     Function,
+    forward_mode,
     is_first_order,
+    keep,
     needs_derivatives,
 )
 
 _CALL = "summing gradients of shared keys"
 
 
-def attend_shared(plan: RingPlan, q: Tensor, shared: Shared | None) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of this rank's queries to keys that all ranks hold.
+def attend_with_shared(
+    plan: RingPlan, given: Given, q: Tensor, shared: Shared | None
+) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) of (q, k, v, sinks) and, of the queries q, keys that all ranks hold.
+
+    Both q are the same but for columns of a bias, which the ring's keys alone have.
 
     Raises:
-        ValueError: the plan was made for other shared keys, or ranks that compare values differ.
+        ValueError: the plan was made for other tensors, or ranks that compare values differ.
     """
-    of_shared = _checked(plan, q, shared)
-    k, v = (resolved(t) for t in shared or ())
+    check_shared_plan(plan, q, shared)
+    beside = resolved(q), *(resolved(t) for t in shared or ())
     if plan.agreed.always:
-        _compare(plan, k, v)
-    if plan.ring.size > 1 and needs_derivatives((k, v)):
-        k, v = _Shared.apply(plan.ring, k, v)
-    given = resolved(q), k, v, None
-    if needs_derivatives(given):
-        return RingAttentionFunction.apply(of_shared, *given)
-    return of_shared.run("forward", forward, *given)
+        _compare(plan, *beside[1:])
+    if plan.ulysses is not None or forward_mode():
+        return _apart(plan, *given, *beside)
+    plan.check(*given)
+    return _Joint.apply(plan, *map(resolved, given), *beside)
 
 
-def _checked(plan: RingPlan, q: Tensor, shared: Shared | None) -> RingPlan:
-    """Return the plan of the shared keys, which must be as in this call."""
+def check_shared_plan(plan: RingPlan, q: Tensor, shared: Shared | None) -> None:
+    """Raise ValueError unless the plan is for such shared keys, or for none."""
     try:
         if shared is None or plan.shared is None:
             made, got = ("without", "some") if plan.shared is None else ("with", "none")
@@ -61,7 +71,6 @@ def _checked(plan: RingPlan, q: Tensor, shared: Shared | None) -> RingPlan:
     except ValueError as error:
         plan.ring.report_failure(f"raised ValueError: {error}")  # others wait for this rank
         raise ValueError(f"ring attention: shared_keys: {error}") from None
-    return plan.shared
 
 
 def _compare(plan: RingPlan, k: Tensor, v: Tensor) -> None:
@@ -72,6 +81,50 @@ def _compare(plan: RingPlan, k: Tensor, v: Tensor) -> None:
         "the values of shared_key_mask": None if mask is None else digest(mask.to(torch.uint8)),
     }
     agree(plan.ring, "ring attention", values)
+
+
+def _apart(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute the same as two calls, merged by autograd, any number of times differentiable."""
+    q, k, v, sinks, beside, *shared = given
+    of_ring = attention(plan, q, k, v, sinks, return_lse=True)
+    if plan.ring.size > 1 and needs_derivatives(shared):
+        shared = _Shared.apply(plan.ring, *shared)
+    of_shared = attention(plan.shared, beside, *shared, None, return_lse=True)
+    return merge_attention(*of_ring, *of_shared)
+
+
+class _Joint(Function):
+    """(plan, q, k, v, sinks, q, shared k, shared v) -> (out, lse)."""
+
+    @staticmethod
+    def forward(plan: Any, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+        of_ring = plan.run("forward", forward, *given[:4])
+        return merge_attention(*of_ring, *plan.shared.run("forward", forward, *given[4:], None))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        keep(ctx, *inputs, *output)
+        ctx.block = current()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        plan, (*given, out, lse) = ctx.plan, ctx.saved_tensors
+        check_began_here(ctx.block)
+        ctx.block = None
+        dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
+        asked = ctx.needs_input_grad[1:]
+        if not is_first_order():
+            leaves = [t for t, wanted in zip(given, asked) if wanted]
+            along = dout, torch.zeros_like(lse) if dlse is None else dlse
+            grads = torch.autograd.grad(_apart(plan, *given), leaves, along, create_graph=True)
+            found = iter(grads)
+            return None, *(next(found) if wanted else None for wanted in asked)
+        after = out, lse, dout, dlse
+        of_ring = plan.run("backward", backward, *given[:4], *after)
+        dq, dk, dv, _ = plan.shared.run("backward", backward, *given[4:], None, *after)
+        if plan.ring.size > 1 and any(asked[5:]):
+            dk, dv = _total(plan.ring, dk, dv)
+        return None, *of_ring, dq, dk, dv
 
 
 class _Shared(Function):

@@ -17,6 +17,7 @@ from ring_attention_pytorch.ranks.agreement import agree, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, as_ring
 
 _CALLER = "top_keys"
+_FEW = 32  # of so many, a pass for each takes less time than sorting
 
 
 @typed(report_to_group(_CALLER), apart=True)
@@ -74,8 +75,45 @@ def top_keys(
 
 def _best(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k best and their positions; of equal ones the first."""
-    order = scores.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    return scores.gather(-1, order), positions.gather(-1, order)
+    values, order = best_of(scores.detach(), k)
+    found = scores.gather(-1, order).masked_fill(values == -torch.inf, -torch.inf)
+    return found, positions.gather(-1, order)
+
+
+def best_of(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k best of a row, at most all, in descending order, and their indices.
+
+    Of equal scores the first comes first, which `torch.topk` leaves open. Rows of fewer than k
+    scores above -inf end with -inf, and any index.
+
+    >>> best_of(torch.tensor([1.0, 3.0, 2.0, 3.0]), 3)
+    (tensor([3., 3., 2.]), tensor([1, 3, 2]))
+    """
+    k = min(k, scores.shape[-1])
+    if k > _FEW:
+        return _by_threshold(scores, k)
+    left = scores.clone()
+    values = scores.new_empty(*scores.shape[:-1], k)
+    order = torch.empty(values.shape, dtype=torch.int64, device=scores.device)
+    for i in range(k):
+        found, at = left.max(-1)  # of equal ones the first
+        values[..., i], order[..., i] = found, at
+        left.scatter_(-1, at[..., None], -torch.inf)
+    return values, order
+
+
+def _by_threshold(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Do the same for many: all above the k-th, and the first that equal it."""
+    ranked = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
+    least = ranked.topk(k, dim=-1).values[..., -1:]
+    above, equal = ranked > least, ranked == least
+    taken = above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
+    place = torch.where(taken, taken.cumsum(-1) - 1, k)  # the others land behind
+    at = torch.arange(scores.shape[-1], device=scores.device).expand(place.shape)
+    chosen = at.new_zeros(*place.shape[:-1], k + 1).scatter_(-1, place, at)[..., :k]
+    inner = ranked.gather(-1, chosen).sort(dim=-1, descending=True, stable=True).indices
+    order = chosen.gather(-1, inner)
+    return scores.gather(-1, order), order
 
 
 def _check(scores: Tensor, positions: Tensor, k: int) -> None:

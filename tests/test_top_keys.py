@@ -1,5 +1,7 @@
 """The best keys of all ranks: as if sorted in one list, whatever the ring and the layout."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch import Tensor
 from ring_attention_pytorch import top_keys
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.top_keys import _by_threshold, best_of
 from tests.support import threads
 
 N, K = 29, 7
@@ -42,6 +45,18 @@ def test_the_choice_is_that_of_one_list(k, hidden):
             return [[*zip(*pair)] for pair in zip(best.tolist(), places.tolist())]
 
         assert threads.run(size, main)[0] == [want] * size
+
+
+def test_the_best_of_a_row_are_the_first_of_equal_ones():
+    whole = scores(hidden=True)
+    for way, k in product((best_of, _by_threshold), (1, K, N)):
+        values, at = way(whole, k)
+        at = at.masked_fill(values == -torch.inf, -1)
+        pairs = zip(values.flatten(0, 1).tolist(), at.flatten(0, 1).tolist())
+        want = [by_hand(row, k) for row in whole.flatten(0, 1).tolist()]
+        assert [[*zip(*pair)] for pair in pairs] == want, (way, k)
+    for way in (best_of, _by_threshold):
+        assert way(torch.tensor([0.0, torch.nan, torch.inf]), 1)[0].isnan()  # not hidden by it
 
 
 def test_gradients_come_to_the_owner_of_a_score():

@@ -4,7 +4,6 @@ Parameter names, defaults and state-dict keys match ring-attention-pytorch 0.5.2
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +21,12 @@ from ring_attention_pytorch.nn.averaging import watch_averaging
 from ring_attention_pytorch.nn.checks import (
     PlanOfLayer,
     SummaryOptions,
-    check_angles,
-    check_context,
+    check_call,
     check_kernel,
     check_plan,
     check_scores,
     check_shape,
     check_summaries,
-    check_tokens,
     check_unused,
 )
 from ring_attention_pytorch.nn.projections import HeadProjections
@@ -37,10 +34,10 @@ from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.rotary import THETA, RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.nn.sharding import (
     ShardConfig,
-    check_mask,
     check_packed,
     report_to_group_of_module,
 )
+from ring_attention_pytorch.nn.shared_tokens import check_shared_tokens, shared_options
 from ring_attention_pytorch.plan.checks import check_in_graphs, check_over_ring
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption, TransportName
 from ring_attention_pytorch.plan.packing import local_packing
@@ -191,6 +188,8 @@ class RingAttention(HeadProjections):
         plan: RingPlan | None = None,
         documents: Tensor | None = None,
         cu_seqlens: Borders | None = None,
+        shared_tokens: Tensor | None = None,
+        shared_mask: Tensor | None = None,
     ) -> Tensor:
         """Compute attention of the tokens x to one another, or to a context.
 
@@ -209,6 +208,12 @@ class RingAttention(HeadProjections):
             documents: int `[b, n]`, equal where tokens of x can see one another.
             cu_seqlens: borders of the documents, as for `ring_attn`: of the whole sequence, or
                 with auto_shard_seq of this rank's own batch.
+            shared_tokens: `[b, s, dim]`, the same on all ranks of the ring: tokens beside those
+                that x sees, in the same softmax, such as registers, memory tokens or text. All of
+                x sees all of them. They are normed and projected as x is, and not rotated, as if
+                at position 0. Summed over ranks, their gradients are those of one process, as the
+                parameters' are. Not with auto_shard_seq, attn_summaries and dropout.
+            shared_mask: bool `[b, s]`, True where a shared token can be seen.
 
         Returns:
             `[b, n, dim]`, of the tokens x.
@@ -217,33 +222,39 @@ class RingAttention(HeadProjections):
             ValueError: an argument is invalid, or differs between ranks; on every rank.
         """
         packed: dict[str, Any] = {"documents": documents, "cu_seqlens": cu_seqlens}
-        if is_compiling() and plan is None and not self.force_regular_attn:
-            if self.spread.auto or context is not None or force_ring_reduce_off:
+        shared = shared_tokens, shared_mask
+        if is_compiling() and not self.force_regular_attn:
+            apart = self.spread.auto or context is not None or force_ring_reduce_off
+            if (apart and plan is None) or shared_tokens is not None:
                 return run_apart(
                     self.forward, x, mask, rotary_emb, force_ring_reduce_off, ring_size,
-                    context=context, context_mask=context_mask, **packed,
+                    context=context, context_mask=context_mask, plan=plan, **packed,
+                    shared_tokens=shared_tokens, shared_mask=shared_mask,
                 )  # fmt: skip
-            plan = self.plan(x, mask, ring_size=ring_size, **packed)
-            mask, ring_size, packed = None, None, dict.fromkeys(packed)
+            if plan is None:
+                plan = self.plan(x, mask, ring_size=ring_size, **packed)
+                mask, ring_size, packed = None, None, dict.fromkeys(packed)
         whole = self.spread.auto or not self.spread.ring_attn
         able = context is None and not self.force_regular_attn
 
         def check() -> None:
-            self._check(x, mask, rotary_emb, context, context_mask)
+            check_call(self, x, mask, rotary_emb, context, context_mask)
             check_packed(x, **packed, able=able, whole=whole)
+            check_shared_tokens(self, x, *shared)
 
         seen = mask if context is None else context_mask
         if plan is not None:
             decided = {"a mask": seen, "ring_size": ring_size, "context": context, **packed}
             decided["force_ring_reduce_off"] = force_ring_reduce_off or None
+            decided["shared_mask"] = shared_mask
             self._check_plan(plan, decided)
             self.spread.check(check, False, None, "RingAttention")
-            return self._attend(x, None, None, rotary_emb, plan.ring, plan=plan)
+            return self._attend(x, None, None, rotary_emb, plan.ring, plan=plan, shared=shared)
         on = self.spread.on(force_ring_reduce_off or self.force_regular_attn)
         self.spread.check(check, on, ring_size, "ring attention")
         if not (on and self.spread.auto):
             ring = self.spread.ring(on, ring_size)
-            return self._attend(x, context, seen, rotary_emb, ring, **packed)
+            return self._attend(x, context, seen, rotary_emb, ring, shared=shared, **packed)
         packing = local_packing(documents, cu_seqlens, x)
         return self._auto_sharded(x, context, seen, rotary_emb, ring_size, packing)
 
@@ -274,36 +285,6 @@ class RingAttention(HeadProjections):
         )  # fmt: skip
         return shards.unshard(out)
 
-    def _check(
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        rotary_emb: Tensor | None,
-        context: Tensor | None,
-        context_mask: Tensor | None,
-    ) -> None:
-        """Raise ValueError for a mistake that this rank can see in its own arguments."""
-        dim, rotary = self.to_out.out_features, self.rotary_embed or rotary_emb is not None
-        check_tokens("x", x, dim)
-        if context is not None:
-            check_tokens("context", context, dim)
-        placed = bool(self.causal or self.window is not None or rotary)
-        check_context(context is not None, placed, mask, context_mask)
-        if rotary_emb is not None:
-            if self.rotary_embed is not None:
-                raise ValueError(
-                    "a module with rotary_embed makes its own angles, rotary_emb would be ignored"
-                )
-            if self.summaries and self.summaries.rotary is None:
-                raise ValueError(
-                    "rotary_emb says no angles of summaries; make the module with rotary_embed=True"
-                )
-            check_angles(x, rotary_emb, self.dim_head, by_sample=not self.spread.auto)
-        if context is not None:
-            check_mask("context_mask", context_mask, context)
-        else:
-            check_mask("mask", mask, x)
-
     def _check_plan(self, plan: RingPlan, decided: Mapping[str, Any]) -> None:
         if self.spread.auto or self.force_regular_attn:
             raise ValueError("a plan is for tokens sharded by hand, and for the ring's kernels")
@@ -329,6 +310,8 @@ class RingAttention(HeadProjections):
         documents: Tensor | None = None,
         cu_seqlens: Borders | None = None,
         layout: Layout | None = None,
+        shared_tokens: Tensor | None = None,
+        shared_mask: Tensor | None = None,
     ) -> RingPlan:
         """Make the plan for tokens that are sharded already, to pass to all layers like this one.
 
@@ -337,6 +320,8 @@ class RingAttention(HeadProjections):
             mask: bool `[b, n]`, True where a token can be seen.
             ring_size, documents, cu_seqlens: as for `forward`.
             layout: replaces the module's layout, for example by one from `balanced`.
+            shared_tokens, shared_mask: as for `forward`, if it will be given such tokens; the mask
+                is the plan's.
 
         Raises:
             ValueError: an argument is invalid, or differs between ranks; on every rank.
@@ -348,11 +333,17 @@ class RingAttention(HeadProjections):
         ...     x = x + attn(x, plan=plan.for_layer(number))
         """
         on = self.spread.on(self.force_regular_attn)
-        check = partial(self._check, x, mask, None, None, None)
+
+        def check() -> None:
+            check_call(self, x, mask, None, None, None)
+            check_shared_tokens(self, x, shared_tokens, shared_mask)
+
         self.spread.check(check, on, ring_size, "ring attention")
         ring = self.spread.ring(on, ring_size)
-        packed = {"documents": documents, "cu_seqlens": cu_seqlens}
-        return self.plan_over(ring, x, mask, layout=layout or self.spread.layout, **packed)
+        given: dict[str, Any] = {"documents": documents, "cu_seqlens": cu_seqlens}
+        if shared_tokens is not None:
+            given |= dict(shared_keys=shared_tokens.shape[1], shared_key_mask=shared_mask)
+        return self.plan_over(ring, x, mask, layout=layout or self.spread.layout, **given)
 
     def plan_over(self, ring: Ring, x: Tensor, mask: Tensor | None, **options: Any) -> RingPlan:
         """Make a plan as `plan` does, over a given ring; `options` go to `RingPlan.make`."""
@@ -362,6 +353,8 @@ class RingAttention(HeadProjections):
         heads, key_heads, _ = self.heads_here()
         q = like.expand(*tokens, heads, self.dim_head)
         k = like.expand(*tokens, key_heads, self.dim_head)
+        if (number := options.pop("shared_keys", None)) is not None:
+            options["shared_keys"] = (like.expand(len(x), number, key_heads, self.dim_head),) * 2
         also = {"rotary_emb": False}
         also |= tangents_note(x, *self.parameters())
         also |= options.get("also", {})
@@ -394,17 +387,19 @@ class RingAttention(HeadProjections):
         ring: Ring,
         *,
         plan: RingPlan | None = None,
+        shared: tuple[Tensor | None, Tensor | None] = (None, None),
         **options: Any,
     ) -> Tensor:
         try:
             q, k, v = self.project(x, context)
+            beside = shared_options(self, *shared, ring.size)
         except (RuntimeError, ValueError) as error:  # such as out of memory: other ranks wait
             agree(ring, "ring attention", {}, check=ValueError(str(error)))
             raise  # if `agree` did not
         if plan is None and not self.force_regular_attn:
             also = {"rotary_emb": angles is not None}
             also |= tangents_note(q, k, v)
-            options |= dict(cross=context is not None, also=also)
+            options |= dict(beside, cross=context is not None, also=also)
             plan = self._plan(q, k, v, seen, ring, **options)
         if plan is not None and not is_compiling() and not self.watched:  # no guard on a flag
             self.watched = watch_averaging(self, q, plan.ring, self.split_ranks)
@@ -419,7 +414,7 @@ class RingAttention(HeadProjections):
         if angles is not None:
             q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
         if plan is not None:
-            out = ring_attn(q, k, v, plan=plan)
+            out = ring_attn(q, k, v, plan=plan, shared_keys=beside.get("shared_keys"))
         else:
             options = dict(causal=self.causal, window=self.window)
             if self.softclamp is not None:

@@ -133,6 +133,37 @@ def check_angles(x: Tensor, angles: Tensor, dim_head: int, by_sample: bool) -> N
         raise ValueError(f"rotary_emb must be on {x.device} as x is, got {angles.device}")
 
 
+def check_call(
+    layer: Any,
+    x: Tensor,
+    mask: Tensor | None,
+    rotary_emb: Tensor | None,
+    context: Tensor | None,
+    context_mask: Tensor | None,
+) -> None:
+    """Raise ValueError for a mistake in the arguments of a call of a `RingAttention`."""
+    dim, rotary = layer.to_out.out_features, layer.rotary_embed or rotary_emb is not None
+    check_tokens("x", x, dim)
+    if context is not None:
+        check_tokens("context", context, dim)
+    placed = bool(layer.causal or layer.window is not None or rotary)
+    check_context(context is not None, placed, mask, context_mask)
+    if rotary_emb is not None:
+        if layer.rotary_embed is not None:
+            raise ValueError(
+                "a module with rotary_embed makes its own angles, rotary_emb would be ignored"
+            )
+        if layer.summaries and layer.summaries.rotary is None:
+            raise ValueError(
+                "rotary_emb says no angles of summaries; make the module with rotary_embed=True"
+            )
+        check_angles(x, rotary_emb, layer.dim_head, by_sample=not layer.spread.auto)
+    if context is not None:
+        check_mask("context_mask", context_mask, context)
+    else:
+        check_mask("mask", mask, x)
+
+
 class PlanOfLayer(NamedTuple):
     """The settings that a layer requires of a plan."""
 

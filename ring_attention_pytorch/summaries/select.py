@@ -28,6 +28,7 @@ from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.summaries.cells import Cells, first_cells, rows_of
 from ring_attention_pytorch.summaries.plain import attended, scores_of
+from ring_attention_pytorch.top_keys import best_of
 
 _NUMBERS = 2**24  # most scores, or numbers of gathered keys, in memory at once
 
@@ -98,10 +99,10 @@ class Selection:
             scores = scores_of("xghd,cgd->gxhc", q[part], keys[near], terms)
             shares = scores.masked_fill_(unseen[None, :, None], -torch.inf).softmax(-1).sum(2)
             shares = shares.masked_fill_(unseen, -1.0).transpose(0, 1)
-            for best in found[part].unbind(-1):
-                share, which = shares.max(-1)  # of equal cells the first
-                best.copy_((which + near.start).masked_fill(share < 0, self.cells))
-                shares.scatter_(-1, which[..., None], -1.0)
+            share, which = best_of(shares, found.shape[-1])
+            found[part, :, : share.shape[-1]] = (which + near.start).masked_fill(
+                share < 0, self.cells
+            )
         return found
 
     def _fetched(self, kv: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:

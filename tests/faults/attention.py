@@ -89,6 +89,22 @@ def battery() -> Iterator[Case]:
     yield from shared_memory_is_read_before_it_is_written()
     yield from kernels_may_leave_dq_for_later()
     yield from memory_is_not_all()
+    yield from parts_are_one_softmax()
+
+
+def parts_are_one_softmax() -> Iterator[Case]:
+    from tests import test_shared_keys
+    from tests.nn import test_shared_tokens
+    from tests.runtime import test_merging
+
+    for cuts, sunk in (((0, 4, 4, 9), "of all"), ((0, 4, 9), "of one part")):
+        merged = test_merging.test_merged_parts_are_dense_attention_and_so_are_gradients
+        yield partial(merged, cuts, sunk)
+    for name in ("both masked", "sinks"):
+        softmax = test_shared_keys.test_ring_and_shared_keys_are_in_one_softmax
+        yield partial(softmax, test_shared_keys.OPTIONS[name])
+    of_layers = test_shared_tokens.test_they_are_in_the_softmax_and_gradients_add_up
+    yield partial(of_layers, test_shared_tokens.OPTIONS["all see all"])
 
 
 def memory_is_not_all() -> Iterator[Case]:

@@ -3,6 +3,30 @@
 from tests.faults.mutant import Mutant
 
 ATTENTION = [
+    Mutant(
+        "sinks count twice", "runtime/merging.py:_plain", "out, lse = merge(by_query)",
+        "out, lse = merge(by_query + by_query[len(parts) // 2 :])",
+    ),
+    Mutant(
+        "a part's out is read where it sees no key", "runtime/merging.py:_plain",
+        "out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)", "out",
+    ),
+    Mutant(
+        "gradients of shared keys are a rank's own", "shared_keys.py:_total",
+        "reduce(torch.add, parts.unbind())", "parts[ring.rank]",
+    ),
+    Mutant(
+        "gradients of shared keys are summed twice", "shared_keys.py:_Joint.backward",
+        "_total(plan.ring, dk, dv)", "_total(plan.ring, *_total(plan.ring, dk, dv))",
+    ),
+    Mutant(
+        "sinks are of shared keys, too", "shared_keys.py:_Joint.forward",
+        "*given[4:], None", "*given[4:], given[3]",
+    ),
+    Mutant(
+        "shared tokens' gradients count on each rank", "nn/shared_tokens.py:shared_options",
+        "grad / ranks", "grad",
+    ),
     Mutant("what is left is in no sum", "attention.py:backward", "deferred.do()", ""),
     Mutant(
         "every call of a kernel rounds as the last",

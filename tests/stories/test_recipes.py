@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +11,12 @@ from torch import Tensor
 
 from examples.block_diffusion import block_causal, block_diffusion
 from examples.block_diffusion import main as block_diffusion_main
-from examples.compressed_attention import compress, compressed_attention
+from examples.compressed_attention import (
+    best_entries,
+    compress,
+    compress_overlapping,
+    compressed_attention,
+)
 from examples.compressed_attention import main as compressed_main
 from examples.differential_attention import differential_attention
 from examples.differential_attention import main as differential_main
@@ -23,6 +29,7 @@ from tests.support import threads
 from tests.support.reference import relative_error
 
 SIZES = [(1, "contiguous"), (2, "zigzag"), (3, "striped"), (4, "zigzag")]
+GROUPED = [(1, "contiguous"), (2, "zigzag"), (3, "contiguous"), (4, "zigzag")]  # runs of groups
 Whole = list[Tensor]
 
 
@@ -32,7 +39,7 @@ def drawn(*shapes: tuple[int, ...]) -> Whole:
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """Dense attention; `seen` `[n, m]`, sinks `[h]` are columns without value."""
+    """Dense attention; `seen` broadcasts to `[b, h, n, m]`, sinks `[h]` have no value."""
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -134,11 +141,62 @@ def test_compressed_attention_is_one_softmax_over_a_window_and_entries():
         entries = compress(rows, gate, own[0])
         return (compressed_attention(q, rows, entries, own[1], at, window, **how),)
 
-    sizes = [(1, "contiguous"), (2, "zigzag"), (3, "contiguous"), (4, "zigzag")]
-    compared(given, drawn((2, n, h, d)), dense, ringed, learned=2, sizes=sizes)
+    compared(given, drawn((2, n, h, d)), dense, ringed, learned=2, sizes=GROUPED)
     at = positions("striped", rank=0, ring_size=2, length=n)
     with pytest.raises(ValueError, match="groups of 4 tokens must not span ranks"):
         compressed_attention(*(x[:, at] for x in given[:2]), given[1][:, ::8], given[4], at)
+
+
+def overlapping_entries(rows: Tensor, gate: Tensor, places: Tensor) -> Tensor:
+    """By the definition, of one group after another: `[b, groups, 1, d]`."""
+    ratio, d = len(places), rows.shape[-1] // 2
+    entries = []
+    for first in range(0, rows.shape[1], ratio):
+        values, logits = [], []
+        for i in range(ratio):
+            if first:  # the group before, by its first channels
+                values.append(rows[:, first - ratio + i, 0, :d])
+                logits.append(gate[:, first - ratio + i, 0, :d] + places[i, :d])
+            values.append(rows[:, first + i, 0, d:])
+            logits.append(gate[:, first + i, 0, d:] + places[i, d:])
+        weights = torch.stack(logits).softmax(0)
+        entries.append((weights * torch.stack(values)).sum(0))
+    return torch.stack(entries, 1)[:, :, None]
+
+
+@pytest.mark.parametrize("k", [None, 3])
+def test_overlapping_entries_are_seen_all_or_the_best_by_an_indexer(k):
+    ratio, window, n, h, d = 4, 6, 96, 4, 8
+    given = drawn((2, n, h, d), (2, n, 1, d), *[(2, n, 1, 2 * d)] * 2, (ratio, 2 * d), (h,))
+    iq, iw, ik = drawn((2, n, 3, 4), (2, n, 3), (2, n // ratio, 4))
+    t, g = torch.arange(n)[:, None], torch.arange(n // ratio)[None]
+    near = (t >= torch.arange(n)) & (t - torch.arange(n) < window)
+    visible = (g < (t + 1) // ratio).expand(2, n, n // ratio).clone()
+    if k is not None:
+        for b, at in product(range(2), range(n)):
+            score = (iw[b, at, :, None] * (iq[b, at] @ ik[b].T).clamp(min=0)).sum(0).tolist()
+            best = sorted(range((at + 1) // ratio), key=lambda e: (-score[e], e))[:k]
+            visible[b, at] = torch.isin(g[0], torch.tensor(best, dtype=torch.int64))
+    seen = torch.cat((near.expand(2, n, n), visible), -1)[:, None]
+
+    def dense(q: Tensor, rows: Tensor, wide: Tensor, gate: Tensor, *own: Tensor) -> Any:
+        keys = torch.cat((rows, overlapping_entries(wide, gate, own[0])), 1)
+        return (softmax(q, keys, keys, seen, own[1]),)
+
+    def ringed(at: Tensor, *mine: Tensor, **how: Any) -> Any:
+        q, rows, wide, gate, places, sinks = mine
+        entries = compress_overlapping(wide, gate, places, at, n, **how)
+        chosen = None
+        if k is not None:
+            index = iq[:, at], iw[:, at], ik[:, at[::ratio] // ratio]
+            chosen = best_entries(*index, at, n, k, **how)
+            assert torch.equal(chosen, visible)
+        return (compressed_attention(q, rows, entries, sinks, at, window, chosen, **how),)
+
+    compared(given, drawn((2, n, h, d)), dense, ringed, learned=2, sizes=GROUPED)
+    at = positions("striped", rank=0, ring_size=2, length=n)
+    with pytest.raises(ValueError, match="groups of 4 tokens must not span ranks"):
+        compress_overlapping(*(x[:, at] for x in given[2:4]), given[4], at, n, "striped")
 
 
 def test_differential_attention_is_a_difference_of_softmaxes():
@@ -217,13 +275,19 @@ def test_heads_that_ranks_do_not_divide_can_not_be_swapped():
 def test_the_examples_run_by_themselves(capsys):
     for main, small in (
         (block_diffusion_main, dict(length=64, block=8)),
-        (compressed_main, dict(groups=2, ratio=4, d=4)),
+        (compressed_main, dict(groups=2, ratio=8, d=4, k=3)),
         (differential_main, dict(length=32)),
         (joint_main, dict(tokens=20, words=6)),
     ):
         main(**small)
     text = capsys.readouterr().out
-    for promised in ("64 of 64 tokens", "4 entries in all", "32 of 32 tokens", "tokens 0 to 20"):
+    for promised in (
+        "64 of 64 tokens",
+        "4 entries in all",
+        "8 overlapping ones",
+        "32 of 32 tokens",
+        "tokens 0 to 20",
+    ):
         assert promised in text
 
 

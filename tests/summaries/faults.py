@@ -21,9 +21,8 @@ SUMMARIES = [
         "zip((k, v), weights, queries)", "zip((k, v), weights[:1] * 2, queries)",
     ),
     Mutant(
-        "ties go to the later cell", "summaries/select.py:Selection._chosen",
-        "shares.max(-1)",
-        "(lambda m: (m[0], shares.shape[-1] - 1 - m[1]))(shares.flip(-1).max(-1))",
+        "ties go to the later cell", "top_keys.py:best_of", "left.max(-1)",
+        "(lambda m: (m[0], left.shape[-1] - 1 - m[1]))(left.flip(-1).max(-1))",
     ),
     Mutant(
         "gradients of cells chosen twice are kept once", "summaries/select.py:_OfChosen.backward",

@@ -16,6 +16,7 @@ from ring_attention_pytorch.comm.ulysses import most_bytes
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime.merging import merge_attention
 from tests.support import case as language
 from tests.support import threads
 from tests.support.case import Results, check_in_processes, check_in_threads, gradients
@@ -115,9 +116,28 @@ def lazily(case: Case, name: str, t: Tensor) -> Tensor:
 def step(case: Case, given: Results, mine: Results, how: Options) -> Results:
     """Forward and backward."""
     given = {name: t.requires_grad_(name in case.learned) for name, t in given.items()}
-    out = ring_attn(**by_name(given), **how, return_lse=bool(case.lse))
+    if case.parts > 1:
+        out, lse = in_parts(case, given, how)
+        out = (out, lse) if case.lse else out
+    else:
+        out = ring_attn(**by_name(given), **how, return_lse=bool(case.lse))
     found = dict(zip(("out", "lse"), out if case.lse else (out,)))
     return gradients(found, *differentiated(case, given, mine))
+
+
+def in_parts(case: Case, given: Results, how: Options) -> tuple[Tensor, Tensor]:
+    """Merge attention to every so many-th key; the first part has the shared keys, too."""
+    at, found = case.places(how["group"].rank, how["group"].size)[1].to(given["k"].device), []
+    for part in range(case.parts):
+        mask = (at % case.parts == part).expand(case.batch, len(at))
+        if (key_mask := how["key_mask"]) is not None:
+            mask = mask & key_mask
+        found += ring_attn(
+            **by_name(given) | how | dict(key_mask=mask, sinks=None), return_lse=True
+        )
+        given = {name: t for name, t in given.items() if not name.startswith("shared")}
+        how = {name: value for name, value in how.items() if name != "shared_key_mask"}
+    return merge_attention(*found, sinks=given.get("sinks"))
 
 
 def by_name(given: Results) -> Options:

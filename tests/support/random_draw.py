@@ -26,6 +26,7 @@ PREDICATES: tuple[Callable[..., Tensor], ...] = (
     lambda sample, head, i, j: (i + j + head) < 0,
 )
 LEARNED = ("q", "k", "v", "sinks", "key_bias", "shared_k", "shared_v")
+ASKED = (None, "ring", "gather")  # transports that a call can name
 # what each tensor's and result's second dimension is along, if that is tokens; and of lse the last
 OF_QUERIES = ("q", "dq", "out", "dout", "documents")
 OF_ALL = (  # the same on every rank
@@ -214,6 +215,9 @@ class Case(language.Case):
     strides: tuple[tuple[str, str], ...] | str = axis((), some_strides)
     lazy: tuple[tuple[str, str], ...] = axis((), not_there_yet, 0.5)  # memory has other values
     unseen: str = axis("", ("nan", "inf"), 0.5)  # keys and values that no query sees
+    parts: int = axis(  # that are merged; what is lazy is given once
+        1, (2, 3), 0.15, lambda c: not (c.plan or c.lazy) and c.transport in ASKED
+    )
 
     @property
     def two(self) -> bool:
@@ -354,6 +358,7 @@ class Case(language.Case):
 HOW = (
     "size", "layout", "dealt", "ids_dtype", "tensor_borders", "ulysses", "bucket_size", "kernel",
     "transport", "memory", "at_once", "own_low_priority", "late", "plan", "lazy", "unseen",
+    "parts",
 )  # fmt: skip
 
 
