@@ -47,6 +47,7 @@ def _keys_step(
     D_V: tl.constexpr,
     # forks
     EDGE: tl.constexpr,
+    STEPPED: tl.constexpr,
     EVEN: tl.constexpr,
     EVEN_V: tl.constexpr,
     MASKED: tl.constexpr,
@@ -60,7 +61,7 @@ def _keys_step(
 ):
     """Add rows from i on to dk, dv of one block of keys. EDGE: the tile may hide some scores."""
     dk, dv = running
-    r0, r1, c0, c1, left, right = tile
+    r0, r1, c0, c1, left, right, no_step, step = tile
     k_block, v_block, col, shown = keys
     q, q_strides, dout, do_strides, lse_at, lse_n, delta_at, delta_n, batch, head, d, d_v = queries
     row, _ = packed(i, head, ROWS, PACK)
@@ -71,7 +72,9 @@ def _keys_step(
         dout, do_strides, batch, head, i, r1, d_v, ROWS, D_V, EDGE, EVEN_V, TMA, WIDE, PACK
     )
     if EDGE:
-        shown = shown & seen(col[:, None], row[None, :], (c0, c1, r0, r1, right, left))
+        shown = shown & seen(
+            col[:, None], row[None, :], (c0, c1, r0, r1, right, left, step, no_step), STEPPED
+        )
     # products first: lse and delta in their layout take many registers, so they are loaded late
     scores = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
     dp = tl.dot(v_block, tl.trans(do_block), input_precision=PRECISION)
@@ -188,6 +191,7 @@ def keys_kernel(
     D: tl.constexpr,
     D_V: tl.constexpr,
     # forks
+    STEPPED: tl.constexpr,
     EVEN: tl.constexpr,
     EVEN_V: tl.constexpr,
     MASK: tl.constexpr,
@@ -242,26 +246,26 @@ def keys_kernel(
         )  # fmt: skip
         for t in range(first_tile, last_tile):
             tile = tile_at(tiles, t)
-            r0, r1, c0, c1, left, right = tile
+            r0, r1, c0, c1, left, right, _no_step, step = tile
             # columns beyond the last are computed, but not stored
             stop = tl.minimum(start + COLS, m)
             a, z = tl.maximum(start, c0), tl.minimum(stop, c1)
             whole = (start >= c0) & (stop <= c1)
             # TMA loads lse and delta 16 bytes at a time
             first, early, masked, full, full_end = span(
-                a, z, whole, c0, r0, r1, right, left, ROWS // PACK, 4
+                a, z, whole, c0, r0, r1, right, left, ROWS // PACK, 4, step, 1, STEPPED
             )
             for j in range(masked):
                 i = masked_block(j, first, early, full, full_end, ROWS // PACK)
                 running = _keys_step(
                     running, i, tile, keys, queries, places, draws, inner, factor,
-                    ROWS, PACK, D, D_V, True, EVEN, EVEN_V, True,
+                    ROWS, PACK, D, D_V, True, STEPPED, EVEN, EVEN_V, True,
                     CLAMP, NEGATE, PRECISION, TMA, WIDE, ALIBI, DROPS,
                 )  # fmt: skip
             for i in range(full, full_end, ROWS // PACK):
                 running = _keys_step(
                     running, i, tile, keys, queries, places, draws, inner, factor,
-                    ROWS, PACK, D, D_V, False, EVEN, EVEN_V, MASK,
+                    ROWS, PACK, D, D_V, False, False, EVEN, EVEN_V, MASK,
                     CLAMP, NEGATE, PRECISION, TMA, WIDE, ALIBI, DROPS,
                 )  # fmt: skip
     dk_sum, dv_sum = running

@@ -89,7 +89,7 @@ def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> KernelCall:
         out,
         lse,
         # the table of tiles
-        *table,
+        *table[:3],
         _packs_at_once(table.count, b * h_kv, h // h_kv // config.pack),
         # sizes and factors
         n,
@@ -107,7 +107,8 @@ def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> KernelCall:
         out.stride(),
         *lse.stride(),
     ]
-    constants = dict(FRESH=before is None, MOVES=before is not out, **options)
+    forks = dict(FRESH=before is None, MOVES=before is not out, STEPPED=table.stepped)
+    constants = {**forks, **options}
     return KernelCall(forward_kernel, b * h // config.pack * table.count, args, constants)
 
 
@@ -171,7 +172,7 @@ def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> KernelCall:
         before_v,
         dv,
         # the table of tiles
-        *table,
+        *table[:3],
         _packs_at_once(table.count, b * h_kv),
         # sizes and factors
         m,
@@ -187,7 +188,8 @@ def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> KernelCall:
         dv.stride(),
     ]
     early = can_begin_early(saved.q.device)
-    constants = dict(FRESH=before is None, FRESH_V=before_v is None, EARLY=early, **options)
+    forks = dict(FRESH=before is None, FRESH_V=before_v is None, STEPPED=table.stepped)
+    constants = dict(EARLY=early, **forks, **options)
     return KernelCall(keys_kernel, b * h_kv * table.count, args, constants)
 
 
@@ -221,7 +223,7 @@ def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> KernelCall:
         before,
         dq,
         # the table of tiles
-        *table,
+        *table[:3],
         _packs_at_once(table.count, b * h_kv, h // h_kv // config.pack),
         # sizes and factors
         n,
@@ -237,7 +239,7 @@ def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> KernelCall:
         dq.stride(),
     ]
     early = can_begin_early(saved.q.device)
-    constants = dict(FRESH=before is None, EARLY=early, **options)
+    constants = dict(FRESH=before is None, EARLY=early, STEPPED=table.stepped, **options)
     if early:  # the keys' kernel runs between this one and the writers of its inputs
         constants["launch_pdl"] = True
     return KernelCall(queries_kernel, b * h // config.pack * table.count, args, constants)

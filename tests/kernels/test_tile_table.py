@@ -1,5 +1,6 @@
 """What each block of the Triton kernels looks at, of the tiles that a call has."""
 
+import random
 from itertools import product
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from ring_attention_pytorch.geometry import layouts
 from ring_attention_pytorch.geometry.documents import of_borders, of_ids
 from ring_attention_pytorch.geometry.layouts import all_segments
+from ring_attention_pytorch.geometry.segments import Segments, segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
-from ring_attention_pytorch.kernels._tile_table import tile_table
+from ring_attention_pytorch.kernels._tile_table import _numbers, in_steps, tile_table
+from ring_attention_pytorch.plan.masks import _runs, _segments
 from ring_attention_pytorch.runtime.interfaces import Tiles
 from tests.support.packed import PACKED, N
 
@@ -50,3 +53,49 @@ def test_blocks_that_see_the_most_go_first():
     for side, order in (("rows", [4, 3, 2]), ("cols", [1, 2, 3])):
         table = tile_table(found, side, 16, torch.empty(1, 96), every=False)
         assert table.blocks[:3, 0].tolist() == order
+
+
+def shown_by(lines: list[tuple[int, ...]], n: int, m: int) -> torch.Tensor:
+    """How often each pair is seen, by the definition of a line."""
+    seen = torch.zeros(n, m, dtype=torch.int64)
+    for r0, r1, c0, c1, left, right, step in lines:
+        for i in range(r1 - r0):
+            first, last = i - left, i // step * step + right
+            seen[r0 + i, c0 + max(first, 0) : min(c0 + last + 1, c1)] += 1
+    return seen
+
+
+def test_only_even_stairs_are_joined():
+    draw = random.Random(0)
+    for _ in range(60):
+        row = col = 0
+        steps = []
+        for _ in range(draw.randint(1, 9)):
+            row, height = row + draw.choice((3, 3, 3, 3, 2, 5)), row
+            col += draw.choice((3, 3, 3, 3, 1, 4))
+            steps.append((height, row, 0, col, row - height, col))
+        draw.shuffle(steps)
+        plain = shown_by([(*each, 1) for each in steps], row, col)
+        assert torch.equal(shown_by(in_steps(steps), row, col), plain)
+
+
+def gathered(positions: torch.Tensor) -> Segments:
+    """As ranks tell them one another."""
+    return _segments(_runs(positions))
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 7, 64])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_steps_of_positions_are_a_property_of_few_tiles(step, layout):
+    keys = all_segments(layout, 2, 50)
+    for rank, (back, ahead) in product(range(2), ((1, 0), (0, -1), (0, 5))):
+        at = segment_positions(keys[rank])
+        stand = torch.cat([at // step * step + back * (step - 1) + ahead, at])
+        queries = gathered(stand)
+        for their in map(segment_positions, keys):
+            found = tiles(queries, gathered(their), Mask(causal=True))
+            lines = in_steps([*map(_numbers, found)])
+            want = stand[:, None] >= their[None]
+            assert torch.equal(shown_by(lines, len(stand), len(want[0])), want.long())
+            if layout == "contiguous" and 1 < step < 10:
+                assert len(lines) <= 4

@@ -19,7 +19,7 @@ from ring_attention_pytorch.kernels._triton_forward import forward_kernel
 KERNELS = forward_kernel, keys_kernel, queries_kernel
 SIZES = dict(ROWS=64, COLS=32, D=64, D_V=64, EVEN=True, EVEN_V=True, PRECISION="ieee", WIDE=False,
              NEGATE=False, TMA=False)  # fmt: skip
-FORKS = ("MASK", "CLAMP", "ALIBI", "DROPS", "MOVES", "FRESH", "EARLY")
+FORKS = ("MASK", "CLAMP", "ALIBI", "DROPS", "MOVES", "FRESH", "EARLY", "STEPPED")
 GIVEN = dict(mask="MASK", alibi="ALIBI", rows_at="ALIBI", cols_at="ALIBI", row_numbers="DROPS",
              col_numbers="DROPS")  # fmt: skip
 TYPES = dict.fromkeys(("q", "k", "v", "dout", "out", "dq", "dk", "dv"), "*bf16")
