@@ -48,6 +48,8 @@ def _keys_step(
     # forks
     EDGE: tl.constexpr,
     STEPPED: tl.constexpr,
+    OF_K: tl.constexpr,
+    OF_V: tl.constexpr,
     EVEN: tl.constexpr,
     EVEN_V: tl.constexpr,
     MASKED: tl.constexpr,
@@ -59,7 +61,10 @@ def _keys_step(
     ALIBI: tl.constexpr,
     DROPS: tl.constexpr,
 ):
-    """Add rows from i on to dk, dv of one block of keys. EDGE: the tile may hide some scores."""
+    """Add rows from i on to dk, dv of one block of keys. EDGE: the tile may hide some scores.
+
+    Without OF_K or OF_V the compiler leaves out all that only the other one needs.
+    """
     dk, dv = running
     r0, r1, c0, c1, left, right, no_step, step = tile
     k_block, v_block, col, shown = keys
@@ -103,8 +108,10 @@ def _keys_step(
     ds = p * (dp - delta[None, :])
     if CLAMP:
         ds = ds * slope
-    dv = tl.dot(left.to(do_block.dtype), do_block, dv, input_precision=PRECISION)
-    dk = tl.dot(ds.to(q_block.dtype), q_block, dk, input_precision=PRECISION)
+    if OF_V:
+        dv = tl.dot(left.to(do_block.dtype), do_block, dv, input_precision=PRECISION)
+    if OF_K:
+        dk = tl.dot(ds.to(q_block.dtype), q_block, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -192,6 +199,8 @@ def keys_kernel(
     D_V: tl.constexpr,
     # forks
     STEPPED: tl.constexpr,
+    OF_K: tl.constexpr,
+    OF_V: tl.constexpr,
     EVEN: tl.constexpr,
     EVEN_V: tl.constexpr,
     MASK: tl.constexpr,
@@ -206,7 +215,7 @@ def keys_kernel(
     DROPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute dk and dv of a block of keys, from every query head that uses it."""
+    """Compute dk (OF_K) and dv (OF_V) of a block of keys, from every query head that uses it."""
     let_next_begin(EARLY)
     block, of, looks = block_of(blocks, count, at_once)
     first_tile, last_tile = tl.load(looks), tl.load(looks + 1)
@@ -259,22 +268,26 @@ def keys_kernel(
                 i = masked_block(j, first, early, full, full_end, ROWS // PACK)
                 running = _keys_step(
                     running, i, tile, keys, queries, places, draws, inner, factor,
-                    ROWS, PACK, D, D_V, True, STEPPED, EVEN, EVEN_V, True,
+                    ROWS, PACK, D, D_V, True, STEPPED, OF_K, OF_V, EVEN, EVEN_V, True,
                     CLAMP, NEGATE, PRECISION, TMA, WIDE, ALIBI, DROPS,
                 )  # fmt: skip
             for i in range(full, full_end, ROWS // PACK):
                 running = _keys_step(
                     running, i, tile, keys, queries, places, draws, inner, factor,
-                    ROWS, PACK, D, D_V, False, False, EVEN, EVEN_V, MASK,
+                    ROWS, PACK, D, D_V, False, False, OF_K, OF_V, EVEN, EVEN_V, MASK,
                     CLAMP, NEGATE, PRECISION, TMA, WIDE, ALIBI, DROPS,
                 )  # fmt: skip
     dk_sum, dv_sum = running
-    if DROPS:
-        dv_sum = dv_sum * inverse
-    if NEGATE:  # dk was computed from the negated q
-        scale = -scale
-    dk_sum = dk_sum * scale
-    add_rows(dk_before, dk, dk_strides, batch, key_head, start, m, d, dk_sum, COLS, D, WIDE, FRESH)
-    add_rows(
-        dv_before, dv, dv_strides, batch, key_head, start, m, d_v, dv_sum, COLS, D_V, WIDE, FRESH_V
-    )
+    if OF_K:
+        if NEGATE:  # dk was computed from the negated q
+            scale = -scale
+        dk_sum = dk_sum * scale
+        add_rows(
+            dk_before, dk, dk_strides, batch, key_head, start, m, d, dk_sum, COLS, D, WIDE, FRESH
+        )
+    if OF_V:
+        dv_sum = dv_sum * inverse  # dropout's; 1 without
+        add_rows(
+            dv_before, dv, dv_strides, batch, key_head, start, m, d_v, dv_sum,
+            COLS, D_V, WIDE, FRESH_V,
+        )  # fmt: skip

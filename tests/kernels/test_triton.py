@@ -40,6 +40,7 @@ from tests.support.kernel_cases import (
     CASES,
     FAR_CASES,
     STRIDED,
+    WIDE,
     disturbed,
     faults,
     random_cases,
@@ -86,7 +87,8 @@ RIGHT += [(CASES[i], PACKED) for i in (1, 2, 3, 5, 6, 10, 13)]
 RIGHT += [
     (case, (SMALL, BY_DESCRIPTOR)[i % 2]) for i, case in enumerate(random_cases(14, torch.float32))
 ]
-RIGHT += [(case, {}) for case in CASES[2:4]]
+RIGHT += [(case, {}) for case in (*CASES[2:4], WIDE[0])]
+RIGHT += list(zip(WIDE, (BY_DESCRIPTOR, PACKED, SMALL)))
 RIGHT += [(case, PACKED) for case in (*FAR_CASES, *STRIDED)]
 RIGHT += [
     (replace(case, dtype=torch.float16), (BY_DESCRIPTOR, PACKED)[i % 2])
@@ -337,8 +339,8 @@ def test_it_runs_on_cuda():
         (dict(device="cpu"), "runs on CUDA, the tensors are on cpu"),
         (dict(device="mps"), "runs on CUDA, the tensors are on mps"),
         (dict(dtype=torch.float64), "has no torch.float64"),
-        (dict(d=257), "no head size above 256, got 257"),
-        (dict(d_v=300), "no head size above 256, got 64 and 300"),
+        (dict(d=513), "no head size above 512, got 513"),
+        (dict(d_v=600), "no head size above 512, got 64 and 600"),
         (dict(capability=(7, 5)), "8.0 or later, got 7.5"),
     ],
 )

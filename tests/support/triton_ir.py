@@ -34,7 +34,11 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
     for kernel, chosen in product(KERNELS, [(), *((fork,) for fork in FORKS), FORKS]):
         on = dict(PACK=4 if chosen == FORKS else 1) | {fork: fork in chosen for fork in FORKS}
         # where nothing was before, what is written is new memory
-        yield kernel, SIZES | on | dict(MOVES=on["MOVES"] or on["FRESH"], FRESH_V=on["FRESH"])
+        on |= dict(MOVES=on["MOVES"] or on["FRESH"], FRESH_V=on["FRESH"], OF_K=True, OF_V=True)
+        yield kernel, SIZES | on
+    for alone in ("OF_K", "OF_V"):
+        on = dict.fromkeys((*FORKS, "FRESH_V", "OF_K", "OF_V"), False) | {alone: True}
+        yield keys_kernel, SIZES | on | dict(PACK=1)
 
 
 def module_of(kernel: Any, constants: dict[str, Any]) -> str:
