@@ -97,22 +97,39 @@ _HOPPER = (
         {
             "forward": {
                 64: _tma(128, 64, 4, 3), 128: _tma(128, 128, 8, 3), 256: _tma(128, 64, 8, 2),
+                512: _tma(64, 32, 8, 2),
             },
             "keys": {64: _tma(64, 64, 4, 3), 128: _tma(64, 64, 4, 2), 256: _tma(64, 64, 8, 2)},
+            "dk": {512: _tma(32, 64, 8, 1)},
+            "dv": {512: _tma(32, 64, 8, 2)},
             "queries": {
                 64: _tma(128, 64, 4, 3), 128: _tma(128, 64, 8, 3), 256: _tma(64, 32, 4, 3),
+                512: _tma(64, 16, 8, 2),
             },
         },
     ),
 )  # fmt: skip
 # configs that fit into the shared memory of any GPU since Ampere
 _ELSEWHERE = {
-    "forward": {64: Config(128, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1)},
+    "forward": {
+        64: Config(128, 64, 4, 2), 128: Config(64, 64, 4, 2), 256: Config(64, 32, 4, 1),
+        512: Config(32, 16, 4, 1),
+    },
     "keys": {64: Config(32, 64, 4, 2), 128: Config(32, 64, 4, 1), 256: Config(32, 32, 4, 1)},
-    "queries": {64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 1), 256: Config(32, 32, 4, 1)},
-}
+    "dk": {512: Config(16, 16, 8, 1)},
+    "dv": {512: Config(16, 16, 8, 1)},
+    "queries": {
+        64: Config(64, 64, 4, 2), 128: Config(64, 32, 4, 1), 256: Config(32, 32, 4, 1),
+        512: Config(16, 16, 4, 1),
+    },
+}  # fmt: skip
 # in IEEE float32 tensor cores don't help, so registers are scarce
 _FLOAT32 = {64: Config(32, 32, 8, 1), 128: Config(32, 32, 8, 1), 256: Config(16, 16, 8, 1)}
+_WIDE_FLOAT32 = {
+    "forward": Config(8, 16, 8, 1), "dk": Config(16, 8, 8, 1), "dv": Config(16, 8, 8, 1),
+    "queries": Config(8, 16, 8, 1),
+}  # fmt: skip
+_WIDTHS = (64, 128, 256, 512)
 _overrides: dict[str, Config] = {}
 
 
@@ -128,7 +145,8 @@ def config_for(
     """Return the config of a kernel: a pure function of the shape class.
 
     Args:
-        direction: "forward", or the backward's "keys", for dk and dv, or "queries", for dq.
+        direction: "forward", or the backward's "keys", for dk and dv, or "queries", for dq. If
+            `apart(width)`, "dk" or "dv" instead of "keys".
         width: the larger of the two head sizes.
         dtype: of queries and keys.
         capability: the GPU's compute capability.
@@ -138,9 +156,9 @@ def config_for(
     """
     if direction in _overrides:
         return _overrides[direction].of_group(group)
-    size = next(size for size in _FLOAT32 if width <= size)
+    size = next(size for size in _WIDTHS if width <= size)
     if dtype == torch.float32:
-        return _FLOAT32[size]
+        return _WIDE_FLOAT32[direction] if apart(width) else _FLOAT32[size]
     if capability is None or capability[0] not in (9, 10):
         return _ELSEWHERE[direction][size]
     for rule in _HOPPER:
@@ -150,10 +168,23 @@ def config_for(
     raise AssertionError(f"no rule for {direction}, head size {width}")
 
 
+def apart(width: int) -> bool:
+    """True if dk and dv are made in two launches: registers hold one of them.
+
+    The second launch computes the probabilities again, a quarter more work than one.
+    """
+    return width > _WIDTHS[-2]
+
+
 @contextmanager
 def configured(**configs: Config) -> Iterator[None]:
-    """Override configs in this block, by direction: for benchmarks and tests with small blocks."""
+    """Override configs in this block, by direction: for benchmarks and tests with small blocks.
+
+    One for "keys" holds for "dk" and "dv", too.
+    """
     global _overrides
+    if "keys" in configs:
+        configs = {"dk": configs["keys"], "dv": configs["keys"], **configs}
     before, _overrides = _overrides, {**_overrides, **configs}
     try:
         yield

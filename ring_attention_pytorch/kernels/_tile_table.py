@@ -15,16 +15,20 @@ from ring_attention_pytorch.runtime.uploads import uploaded
 
 _ALIGNED = 4  # ints: kernels are compiled for tables that begin at a multiple of 16 bytes
 
+_STEPS = 3  # so many tiles at least are joined: fewer cost little
+
 
 class TileTable(NamedTuple):
     """A table of tiles, and one of blocks of rows or columns, as the Triton kernels read them.
 
-    A line of `blocks` has the block's number, and the first and the end of its tiles.
+    A line of `blocks` has the block's number, and the first and the end of its tiles. One of
+    `tiles` has a step, too: a row i of a tile sees its columns up to i // step * step + right.
     """
 
     tiles: Tensor
     blocks: Tensor
     count: int  # type: ignore[assignment]  # hides tuple.count, which is not used here
+    stepped: bool = False  # some step is not 1
 
 
 def tile_table(
@@ -56,14 +60,58 @@ def _make_table(
     every: int | None,
     device: torch.device,
 ) -> TileTable:
-    of_tiles, of_blocks = _tables(tiles, side, block, every)
+    lines = in_steps(tiles)
+    of_tiles, of_blocks = _tables(lines, side, block, every)
     filler = of_tiles.new_zeros(-of_tiles.numel() % _ALIGNED)
     both = torch.cat((of_tiles.flatten(), filler, of_blocks.flatten())).int()
     there = outside_graph_pool(lambda: uploaded(both, device), device)
     at = of_tiles.numel() + len(filler)
     return TileTable(
-        there[: of_tiles.numel()].view_as(of_tiles), there[at:].view_as(of_blocks), len(of_blocks)
+        there[: of_tiles.numel()].view_as(of_tiles),
+        there[at:].view_as(of_blocks),
+        len(of_blocks),
+        any(line[6] > 1 for line in lines),
     )
+
+
+def in_steps(tiles: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Join full tiles that are the steps of a staircase: each as many rows high as it is wider.
+
+    A causal mask by positions in steps, (t // step) * step, makes one tile for each step. A block
+    of rows would look at each by itself, with most of its rows hidden. Joined, it costs what a
+    causal one does. The last step may be lower, and end with the keys. Other tiles have step 1.
+
+    >>> steps = [(4 * i, 4 * i + 4, 0, 4 * i + 4, 4, 4 * i + 4) for i in range(5)]
+    >>> in_steps(steps), in_steps(steps[:2])
+    ([(0, 20, 0, 20, 20, 3, 4)], [(0, 4, 0, 4, 4, 4, 1), (4, 8, 0, 8, 4, 8, 1)])
+    """
+    stairs: list[list[tuple[int, ...]]] = []
+    going_on: dict[tuple[int, int], list[tuple[int, ...]]] = {}  # by the next row, and column
+    for tile in sorted(tiles):
+        r0, r1, c0, c1, left, right = tile
+        full = left >= r1 - r0 - 1 and right >= c1 - c0 - 1
+        stair = going_on.pop((r0, c0), None) if full else None
+        height = wider = 0
+        if stair is not None:
+            height = stair[0][1] - stair[0][0]
+            wider = c1 - stair[-1][3]
+            if not (r1 - r0 <= height and 0 < wider <= height):
+                stair = None
+        if stair is None:
+            stairs.append(stair := [])
+        stair.append(tile)
+        whole = len(stair) == 1 or (r1 - r0 == height and wider == height)
+        if full and whole:
+            going_on[r1, c0] = stair
+    found: list[tuple[int, ...]] = []
+    for stair in stairs:
+        found += [_spanned(stair)] if len(stair) >= _STEPS else [(*tile, 1) for tile in stair]
+    return found
+
+
+def _spanned(stair: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    (r0, first, c0, width, *_), (_, r1, _, c1, *_) = stair[0], stair[-1]
+    return r0, r1, c0, c1, r1 - r0, width - c0 - 1, first - r0
 
 
 def _tables(
@@ -92,7 +140,7 @@ def _seen(tiles: Tensor, first: Tensor, last: Tensor, at: Tensor, block: int, si
     of = torch.repeat_interleave(each)  # the block of each pair of a block and its tile
     before = (each.cumsum(0) - each)[of]
     tile = torch.arange(len(of), device="cpu") - before + first[of]
-    a0, a1, b0, b1, back, ahead = tiles[tile].unbind(1)
+    a0, a1, b0, b1, back, ahead, _ = tiles[tile].unbind(1)
     if side == "cols":
         a0, a1, b0, b1, back, ahead = b0, b1, a0, a1, ahead, back
     start, stop = at[of].maximum(a0), (at[of] + block).minimum(a1)

@@ -47,6 +47,9 @@ def _keys_step(
     D_V: tl.constexpr,
     # forks
     EDGE: tl.constexpr,
+    STEPPED: tl.constexpr,
+    OF_K: tl.constexpr,
+    OF_V: tl.constexpr,
     EVEN: tl.constexpr,
     EVEN_V: tl.constexpr,
     MASKED: tl.constexpr,
@@ -58,9 +61,12 @@ def _keys_step(
     ALIBI: tl.constexpr,
     DROPS: tl.constexpr,
 ):
-    """Add rows from i on to dk, dv of one block of keys. EDGE: the tile may hide some scores."""
+    """Add rows from i on to dk, dv of one block of keys. EDGE: the tile may hide some scores.
+
+    Without OF_K or OF_V the compiler leaves out all that only the other one needs.
+    """
     dk, dv = running
-    r0, r1, c0, c1, left, right = tile
+    r0, r1, c0, c1, left, right, no_step, step = tile
     k_block, v_block, col, shown = keys
     q, q_strides, dout, do_strides, lse_at, lse_n, delta_at, delta_n, batch, head, d, d_v = queries
     row, _ = packed(i, head, ROWS, PACK)
@@ -71,7 +77,9 @@ def _keys_step(
         dout, do_strides, batch, head, i, r1, d_v, ROWS, D_V, EDGE, EVEN_V, TMA, WIDE, PACK
     )
     if EDGE:
-        shown = shown & seen(col[:, None], row[None, :], (c0, c1, r0, r1, right, left))
+        shown = shown & seen(
+            col[:, None], row[None, :], (c0, c1, r0, r1, right, left, step, no_step), STEPPED
+        )
     # products first: lse and delta in their layout take many registers, so they are loaded late
     scores = tl.dot(k_block, tl.trans(q_block), input_precision=PRECISION)
     dp = tl.dot(v_block, tl.trans(do_block), input_precision=PRECISION)
@@ -100,8 +108,10 @@ def _keys_step(
     ds = p * (dp - delta[None, :])
     if CLAMP:
         ds = ds * slope
-    dv = tl.dot(left.to(do_block.dtype), do_block, dv, input_precision=PRECISION)
-    dk = tl.dot(ds.to(q_block.dtype), q_block, dk, input_precision=PRECISION)
+    if OF_V:
+        dv = tl.dot(left.to(do_block.dtype), do_block, dv, input_precision=PRECISION)
+    if OF_K:
+        dk = tl.dot(ds.to(q_block.dtype), q_block, dk, input_precision=PRECISION)
     return dk, dv
 
 
@@ -188,6 +198,9 @@ def keys_kernel(
     D: tl.constexpr,
     D_V: tl.constexpr,
     # forks
+    STEPPED: tl.constexpr,
+    OF_K: tl.constexpr,
+    OF_V: tl.constexpr,
     EVEN: tl.constexpr,
     EVEN_V: tl.constexpr,
     MASK: tl.constexpr,
@@ -202,7 +215,7 @@ def keys_kernel(
     DROPS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute dk and dv of a block of keys, from every query head that uses it."""
+    """Compute dk (OF_K) and dv (OF_V) of a block of keys, from every query head that uses it."""
     let_next_begin(EARLY)
     block, of, looks = block_of(blocks, count, at_once)
     first_tile, last_tile = tl.load(looks), tl.load(looks + 1)
@@ -242,35 +255,39 @@ def keys_kernel(
         )  # fmt: skip
         for t in range(first_tile, last_tile):
             tile = tile_at(tiles, t)
-            r0, r1, c0, c1, left, right = tile
+            r0, r1, c0, c1, left, right, _no_step, step = tile
             # columns beyond the last are computed, but not stored
             stop = tl.minimum(start + COLS, m)
             a, z = tl.maximum(start, c0), tl.minimum(stop, c1)
             whole = (start >= c0) & (stop <= c1)
             # TMA loads lse and delta 16 bytes at a time
             first, early, masked, full, full_end = span(
-                a, z, whole, c0, r0, r1, right, left, ROWS // PACK, 4
+                a, z, whole, c0, r0, r1, right, left, ROWS // PACK, 4, step, 1, STEPPED
             )
             for j in range(masked):
                 i = masked_block(j, first, early, full, full_end, ROWS // PACK)
                 running = _keys_step(
                     running, i, tile, keys, queries, places, draws, inner, factor,
-                    ROWS, PACK, D, D_V, True, EVEN, EVEN_V, True,
+                    ROWS, PACK, D, D_V, True, STEPPED, OF_K, OF_V, EVEN, EVEN_V, True,
                     CLAMP, NEGATE, PRECISION, TMA, WIDE, ALIBI, DROPS,
                 )  # fmt: skip
             for i in range(full, full_end, ROWS // PACK):
                 running = _keys_step(
                     running, i, tile, keys, queries, places, draws, inner, factor,
-                    ROWS, PACK, D, D_V, False, EVEN, EVEN_V, MASK,
+                    ROWS, PACK, D, D_V, False, False, OF_K, OF_V, EVEN, EVEN_V, MASK,
                     CLAMP, NEGATE, PRECISION, TMA, WIDE, ALIBI, DROPS,
                 )  # fmt: skip
     dk_sum, dv_sum = running
-    if DROPS:
-        dv_sum = dv_sum * inverse
-    if NEGATE:  # dk was computed from the negated q
-        scale = -scale
-    dk_sum = dk_sum * scale
-    add_rows(dk_before, dk, dk_strides, batch, key_head, start, m, d, dk_sum, COLS, D, WIDE, FRESH)
-    add_rows(
-        dv_before, dv, dv_strides, batch, key_head, start, m, d_v, dv_sum, COLS, D_V, WIDE, FRESH_V
-    )
+    if OF_K:
+        if NEGATE:  # dk was computed from the negated q
+            scale = -scale
+        dk_sum = dk_sum * scale
+        add_rows(
+            dk_before, dk, dk_strides, batch, key_head, start, m, d, dk_sum, COLS, D, WIDE, FRESH
+        )
+    if OF_V:
+        dv_sum = dv_sum * inverse  # dropout's; 1 without
+        add_rows(
+            dv_before, dv, dv_strides, batch, key_head, start, m, d_v, dv_sum,
+            COLS, D_V, WIDE, FRESH_V,
+        )  # fmt: skip

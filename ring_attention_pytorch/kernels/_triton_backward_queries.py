@@ -43,6 +43,7 @@ def _queries_step(
     D_V: tl.constexpr,
     # forks
     EDGE: tl.constexpr,
+    STEPPED: tl.constexpr,
     EVEN: tl.constexpr,
     EVEN_V: tl.constexpr,
     MASK: tl.constexpr,
@@ -61,7 +62,7 @@ def _queries_step(
     col = j + tl.arange(0, COLS)
     shown = None
     if EDGE:
-        shown = seen(row[:, None], col[None, :], tile)
+        shown = seen(row[:, None], col[None, :], tile, STEPPED)
     if MASK:
         at = place(mask, batch, head, mask_b, 0) + col.to(tl.int64) * mask_m
         kept = (tl.load(at, mask=col < stop, other=0) != 0)[None, :]
@@ -146,6 +147,7 @@ def queries_kernel(
     D: tl.constexpr,
     D_V: tl.constexpr,
     # forks
+    STEPPED: tl.constexpr,
     EVEN: tl.constexpr,
     EVEN_V: tl.constexpr,
     MASK: tl.constexpr,
@@ -186,22 +188,26 @@ def queries_kernel(
     dq_sum = tl.zeros([ROWS, D], tl.float32)
     for t in range(first_tile, last_tile):
         tile = tile_at(tiles, t)
-        r0, r1, c0, c1, left, right = tile
+        r0, r1, c0, c1, left, right, _no_step, step = tile
         # rows of another tile have p = 0 by their lse, so they never need masking
         lse_rows = lse_of_rows(lse_at, lse_n, row, r0, r1)[:, None]
         queries = q_block, do_block, lse_rows, delta_rows, row
         a, z = tl.maximum(start, r0), tl.minimum(tl.minimum(start + TOKENS, n), r1)
-        first, early, masked, full, full_end = span(a, z, 1, r0, c0, c1, left, right, COLS)
+        first, early, masked, full, full_end = span(
+            a, z, 1, r0, c0, c1, left, right, COLS, 1, 1, step, STEPPED
+        )
         for j in range(full, full_end, COLS):
             dq_sum = _queries_step(
                 dq_sum, j, m, tile, queries, keys, places, draws, inner, factor,
-                COLS, D, D_V, False, EVEN, EVEN_V, MASK, CLAMP, PRECISION, TMA, WIDE, ALIBI, DROPS,
+                COLS, D, D_V, False, False,
+                EVEN, EVEN_V, MASK, CLAMP, PRECISION, TMA, WIDE, ALIBI, DROPS,
             )  # fmt: skip
         for i in range(masked):
             j = masked_block(i, first, early, full, full_end, COLS)
             dq_sum = _queries_step(
                 dq_sum, j, c1, tile, queries, keys, places, draws, inner, factor,
-                COLS, D, D_V, True, EVEN, EVEN_V, MASK, CLAMP, PRECISION, TMA, WIDE, ALIBI, DROPS,
+                COLS, D, D_V, True, STEPPED,
+                EVEN, EVEN_V, MASK, CLAMP, PRECISION, TMA, WIDE, ALIBI, DROPS,
             )  # fmt: skip
     dq_sum = dq_sum * scale
     add_rows(before, dq, dq_strides, batch, head, start, n, d, dq_sum, ROWS, D, WIDE, FRESH, PACK)

@@ -120,6 +120,7 @@ def _step(
     D_V: tl.constexpr,
     # forks
     EDGE: tl.constexpr,
+    STEPPED: tl.constexpr,
     EVEN: tl.constexpr,
     EVEN_V: tl.constexpr,
     MASK: tl.constexpr,
@@ -137,7 +138,7 @@ def _step(
     col = j + tl.arange(0, COLS)
     shown = None
     if EDGE:
-        shown = seen(row[:, None], col[None, :], tile)
+        shown = seen(row[:, None], col[None, :], tile, STEPPED)
     if MASK:
         at = place(mask, batch, head, mask_b, 0) + col.to(tl.int64) * mask_m
         unmasked = (numbers_of(at, col < stop, EDGE) != 0)[None, :]
@@ -212,6 +213,7 @@ def forward_kernel(
     D: tl.constexpr,
     D_V: tl.constexpr,
     # forks
+    STEPPED: tl.constexpr,
     EVEN: tl.constexpr,
     EVEN_V: tl.constexpr,
     MASK: tl.constexpr,
@@ -256,21 +258,25 @@ def forward_kernel(
 
     for t in range(first_tile, last_tile):
         tile = tile_at(tiles, t)
-        r0, r1, c0, c1, left, right = tile
+        r0, r1, c0, c1, left, right, _no_step, step = tile
         stop = tl.minimum(start + TOKENS, n)
         a, z = tl.maximum(start, r0), tl.minimum(stop, r1)
         whole = (start >= r0) & (stop <= r1)
-        first, early, masked, full, full_end = span(a, z, whole, r0, c0, c1, left, right, COLS)
+        first, early, masked, full, full_end = span(
+            a, z, whole, r0, c0, c1, left, right, COLS, 1, 1, step, STEPPED
+        )
         for j in range(full, full_end, COLS):
             running = _step(
                 running, j, m, tile, q_block, row, keys, places, draws, inner, factor,
-                COLS, D, D_V, False, EVEN, EVEN_V, MASK, CLAMP, ALIBI, DROPS, PRECISION, TMA, WIDE,
+                COLS, D, D_V, False, False,
+                EVEN, EVEN_V, MASK, CLAMP, ALIBI, DROPS, PRECISION, TMA, WIDE,
             )  # fmt: skip
         for i in range(masked):
             j = masked_block(i, first, early, full, full_end, COLS)
             running = _step(
                 running, j, c1, tile, q_block, row, keys, places, draws, inner, factor,
-                COLS, D, D_V, True, EVEN, EVEN_V, MASK, CLAMP, ALIBI, DROPS, PRECISION, TMA, WIDE,
+                COLS, D, D_V, True, STEPPED,
+                EVEN, EVEN_V, MASK, CLAMP, ALIBI, DROPS, PRECISION, TMA, WIDE,
             )  # fmt: skip
 
     acc, top, total = running

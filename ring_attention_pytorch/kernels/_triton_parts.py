@@ -51,12 +51,21 @@ def packed(start, head, ROWS: tl.constexpr, PACK: tl.constexpr):
 
 @triton.jit
 def tile_at(tiles, t):
-    """Load tile t of the table: first row, end of rows, first column, end, left, right."""
-    at = tiles + 6 * t
+    """Load tile t of the table: first row, end of rows, first column, end, left, right, steps.
+
+    Steps are those of `left`, which has none, and of `right`.
+    """
+    at = tiles + 7 * t
     r0, r1 = tl.load(at), tl.load(at + 1)
     c0, c1 = tl.load(at + 2), tl.load(at + 3)
     left, right = tl.load(at + 4), tl.load(at + 5)
-    return r0, r1, c0, c1, left, right
+    return r0, r1, c0, c1, left, right, 1, tl.load(at + 6)
+
+
+@triton.jit
+def _up(x, step):
+    """Round x, at least 0, up to a multiple of step."""
+    return (x + step - 1) // step * step
 
 
 @triton.jit
@@ -132,7 +141,19 @@ def kept_of(first, second, number, bar):
 
 @triton.jit
 def span(
-    start, stop, whole, a0, b0, b1, back, ahead, BLOCK: tl.constexpr, ALIGNED: tl.constexpr = 1
+    start,
+    stop,
+    whole,
+    a0,
+    b0,
+    b1,
+    back,
+    ahead,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr = 1,
+    back_step=1,
+    ahead_step=1,
+    STEPPED: tl.constexpr = False,
 ):
     """Find the blocks of the other side, within b0 to b1, that start to stop of this side sees.
 
@@ -140,12 +161,16 @@ def span(
     all blocks that need masking, and start and end of the full ones. Blocks start at multiples of
     `ALIGNED`.
     """
+    low, high = start - a0, stop - 1 - a0
+    least, most = tl.maximum(low - back, 0), tl.maximum(high - back, 0)
+    if STEPPED:
+        least, most = _up(least, back_step), _up(most, back_step)
+        low, high = low // ahead_step * ahead_step, high // ahead_step * ahead_step
     origin = b0 // ALIGNED * ALIGNED
-    first = origin + ((b0 - origin + tl.maximum(start - a0 - back, 0)) // BLOCK) * BLOCK
-    end = tl.minimum(b1, stop + b0 - a0 + ahead)
-    full = b0 - origin + tl.maximum(stop - 1 - a0 - back, 0)
-    full = origin + tl.cdiv(full, BLOCK) * BLOCK
-    full_end = tl.minimum(b1, start + b0 - a0 + ahead + 1)
+    first = origin + ((b0 - origin + least) // BLOCK) * BLOCK
+    end = tl.minimum(b1, high + b0 + ahead + 1)
+    full = origin + tl.cdiv(b0 - origin + most, BLOCK) * BLOCK
+    full_end = tl.minimum(b1, low + b0 + ahead + 1)
     full_end = origin + (tl.maximum(full_end - origin, 0) // BLOCK) * BLOCK
     none = (full_end <= full) | (whole == 0)
     full, full_end = tl.where(none, first, full), tl.where(none, first, full_end)
@@ -163,14 +188,17 @@ def masked_block(i, first, before, full, full_end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def seen(a, b, tile):
+def seen(a, b, tile, STEPPED: tl.constexpr):
     """Return the mask of pairs that the tile shows, from indices a and b, one of them a column.
 
     The bounds of each a are computed first, so that a pair costs only two comparisons.
     """
-    a0, a1, b0, b1, back, ahead = tile
+    a0, a1, b0, b1, back, ahead, back_step, ahead_step = tile
     diagonal = a - a0 + b0
     start = tl.maximum(diagonal - back, b0)
+    if STEPPED:
+        start = b0 + _up(tl.maximum(a - a0 - back, 0), back_step)
+        diagonal = b0 + (a - a0) // ahead_step * ahead_step
     stop = tl.where((a >= a0) & (a < a1), tl.minimum(diagonal + ahead + 1, b1), b0)
     return (b >= start) & (b < stop)
 

@@ -2,7 +2,8 @@
 
 A block takes one launch forward, for any number of tiles, which also merges into the running out
 and lse. Backward takes two launches: the second begins on multiprocessors that the first leaves
-idle, if no other launch is in between. The kernels are in `_triton_*.py`, which only the functions
+idle, if no other launch is in between. For head sizes above 256 it takes three, because dk and dv
+together don't fit into the registers. The kernels are in `_triton_*.py`, which only the functions
 here import: Triton is optional. With TRITON_INTERPRET=1 they run on the CPU, slowly, for tests.
 """
 
@@ -14,7 +15,12 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.geometry.tiles import visible_pairs
-from ring_attention_pytorch.kernels._configs import Config, config_for, is_overridden
+from ring_attention_pytorch.kernels._configs import (
+    Config,
+    apart,
+    config_for,
+    is_overridden,
+)
 from ring_attention_pytorch.kernels._descriptors import in_blocks, operands, padded, tma_fits
 from ring_attention_pytorch.kernels._job import Job, Rows, opened
 from ring_attention_pytorch.kernels._tile_table import tile_table
@@ -38,7 +44,7 @@ from ring_attention_pytorch.runtime.launches import (
     compiled_ahead,
 )
 
-_WIDEST = 256
+_WIDEST = 512
 CAN = Capabilities(
     devices=("cuda", "interpreter"),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
@@ -89,7 +95,7 @@ def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> KernelCall:
         out,
         lse,
         # the table of tiles
-        *table,
+        *table[:3],
         _packs_at_once(table.count, b * h_kv, h // h_kv // config.pack),
         # sizes and factors
         n,
@@ -107,7 +113,8 @@ def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> KernelCall:
         out.stride(),
         *lse.stride(),
     ]
-    constants = dict(FRESH=before is None, MOVES=before is not out, **options)
+    forks = dict(FRESH=before is None, MOVES=before is not out, STEPPED=table.stepped)
+    constants = {**forks, **options}
     return KernelCall(forward_kernel, b * h // config.pack * table.count, args, constants)
 
 
@@ -119,12 +126,15 @@ def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, gr
         (*grads.dk.update_memory(), *grads.dv.update_memory()),
         grads.dq.update_memory(),
     )
+    wide = apart(max(saved.q.shape[-1], keys.v.shape[-1]))
+    of_both = (_backward_to_keys, _backward_to_values) if wide else (_backward_of_keys,)
 
     def make_dq() -> None:
         _backward_of_queries(job, *given, *of_queries)
 
     def run(deferred: Deferred | None = None) -> None:
-        _backward_of_keys(job, *given, *of_keys)
+        for make in of_both:
+            make(job, *given, *of_keys)
         if deferred is None:
             make_dq()
         else:
@@ -139,12 +149,29 @@ def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, gr
 @compiled_ahead
 def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> KernelCall:
     """Return the call for tensors (*`Rows`, k, v, byte mask, before, dk, before_v, dv)."""
+    return _keys_call("keys", job, tensors)
+
+
+@compiled_ahead
+def _backward_to_keys(job: Job, *tensors: Tensor | Any) -> KernelCall:
+    """Return the call that makes dk only, for the same tensors."""
+    return _keys_call("dk", job, tensors)
+
+
+@compiled_ahead
+def _backward_to_values(job: Job, *tensors: Tensor | Any) -> KernelCall:
+    """Return the call that makes dv only, for the same tensors."""
+    return _keys_call("dv", job, tensors)
+
+
+def _keys_call(direction: str, job: Job, tensors: Sequence[Tensor | Any]) -> KernelCall:
+    """Return the call for dk and dv ("keys"), or for one of them ("dk" or "dv")."""
     from ring_attention_pytorch.kernels._triton_backward_keys import keys_kernel
 
     saved, tensors = Rows(*tensors[:4]), tensors[4:]
     tiles, terms, keys, (before, dk, before_v, dv) = opened(job, tensors)
     (b, _, h, d), (_, m, h_kv, d_v) = saved.q.shape, keys.v.shape
-    config = _config("keys", saved.q, keys, tiles)
+    config = _config(direction, saved.q, keys, tiles)
     every = before is not dk or before_v is not dv
     table = tile_table(tiles, "cols", config.cols, keys.k, every)
     inputs = (saved.q, keys.k, keys.v, saved.dout, saved.lse, saved.delta)
@@ -171,7 +198,7 @@ def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> KernelCall:
         before_v,
         dv,
         # the table of tiles
-        *table,
+        *table[:3],
         _packs_at_once(table.count, b * h_kv),
         # sizes and factors
         m,
@@ -187,7 +214,9 @@ def _backward_of_keys(job: Job, *tensors: Tensor | Any) -> KernelCall:
         dv.stride(),
     ]
     early = can_begin_early(saved.q.device)
-    constants = dict(FRESH=before is None, FRESH_V=before_v is None, EARLY=early, **options)
+    forks = dict(FRESH=before is None, FRESH_V=before_v is None, STEPPED=table.stepped)
+    forks |= dict(OF_K=direction != "dv", OF_V=direction != "dk", EARLY=early)
+    constants = {**forks, **options}
     return KernelCall(keys_kernel, b * h_kv * table.count, args, constants)
 
 
@@ -221,7 +250,7 @@ def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> KernelCall:
         before,
         dq,
         # the table of tiles
-        *table,
+        *table[:3],
         _packs_at_once(table.count, b * h_kv, h // h_kv // config.pack),
         # sizes and factors
         n,
@@ -237,7 +266,7 @@ def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> KernelCall:
         dq.stride(),
     ]
     early = can_begin_early(saved.q.device)
-    constants = dict(FRESH=before is None, EARLY=early, **options)
+    constants = dict(FRESH=before is None, EARLY=early, STEPPED=table.stepped, **options)
     if early:  # the keys' kernel runs between this one and the writers of its inputs
         constants["launch_pdl"] = True
     return KernelCall(queries_kernel, b * h // config.pack * table.count, args, constants)

@@ -44,6 +44,7 @@ from ring_attention_pytorch.schedule.policy import (
     documents_are_short,
     is_small,
     launches_decide,
+    steps_are_short,
 )
 
 _WORTH_CALLS = 0.95  # share of the time of few calls below which a call for each document is made
@@ -141,8 +142,8 @@ def settle_transport(
 ) -> tuple[SelectedKernel, Transport, TransportChoice]:
     """Choose the kernel, choose and make the transport; `same_mask`: all samples have one.
 
-    Unless a kernel is named, short documents and long ones may get another, and few tokens the one
-    with the fewest launches.
+    Unless a kernel is named, short documents, short steps of positions and long documents may get
+    another, and few tokens the one with the fewest launches.
     """
     options, blocks, ulysses = mine.options, heads.blocks, heads.ulysses
     q, k, v = mine.shaped
@@ -197,11 +198,12 @@ def _of_documents(
 ) -> tuple[SelectedKernel, Hardware, dict[str, float]]:
     """Return the kernel that suits the documents, its machine, and the seconds of each candidate.
 
-    The candidates are the kernel with few calls for all documents, and a faster one with a call
-    for each; there are none unless the latter can pay. Without documents nothing changes.
+    Short steps of positions count as short documents. The candidates are the kernel with few calls
+    for all documents, and a faster one with a call for each; there are none unless the latter can
+    pay. Without documents or steps nothing changes.
     """
     kernel, short, long = mine.kernel, mine.for_short, mine.for_long
-    if short is not None and documents_are_short(blocks, shape):
+    if short is not None and (documents_are_short(blocks, shape) or steps_are_short(blocks)):
         return short, _with_calls_of(short, machine), {}
     if long is None:
         return kernel, machine, {}

@@ -83,7 +83,8 @@ class Proposal(NamedTuple):
         request = KernelRequest.of(q, v, **options.features(), packed=options.packed)
         kernel = choose(options.kernel, request)
         light = fewest_launches(request) if options.kernel is None and size > 1 else None
-        short = for_short_documents(request) if options.kernel is None else None
+        pieces = request._replace(packed=options.packed or options.placed)
+        short = for_short_documents(pieces) if options.kernel is None else None
         long = for_long_documents(request) if options.kernel is None else None
         chooses = options.transport is None
         same = {

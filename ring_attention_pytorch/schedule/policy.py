@@ -4,6 +4,7 @@ Each is a pure function of the workload and of a machine's speeds, so all ranks 
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ring_attention_pytorch.geometry.segments import Segment, Segments, count
 from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
@@ -30,6 +31,8 @@ _SLOWEST = 2  # a launch counts as at most this many times that of an H200's hos
 # flash-attn 4 on H100s, with heads of 128: both are as fast at some 560 where eight query heads
 # read a key head, at some 900 where four do; with a key head for each it was slower on two GPUs
 _FEW_SEEN, _SHARED = 500, 2
+# more steps of positions than this, of fewer queries each, are one launch rather than many calls
+_FEW_STEPS, _SHORT_STEP = 8, 512
 _SOON_COPIED = 1.6e-5  # seconds to read own keys: copying them and their gradients takes 0.1 ms
 
 
@@ -114,6 +117,26 @@ def calls_of_documents_pay(
         return False
     saved = _seconds(workload, shape, slower) - _seconds(workload, shape, machine)
     return 2 * len(documents.lengths) / len(workload.queries) * machine.call < saved
+
+
+def steps_are_short(workload: Workload) -> bool:
+    """True if positions of queries are in so many steps that kernels with a call each lose time.
+
+    Queries at one position, and runs that ascend by one, are a step. Our Triton kernel takes all
+    steps in one launch.
+
+    >>> keys = ((Segment(0, 1, 4096),),)
+    >>> cut = [[Segment(i // n * n, 1, 1) for i in range(4096)] for n in (32, 1024)]
+    >>> [steps_are_short(Workload((tuple(each),), keys, Mask(causal=True))) for each in cut]
+    [True, False]
+    """
+    if not workload.visible.causal:
+        return False
+    for segments in workload.queries:
+        steps = 1 + sum(a.start != b.start for a, b in pairwise(segments))
+        if steps > _FEW_STEPS and count(segments) < _SHORT_STEP * steps:
+            return True
+    return False
 
 
 def _seconds(workload: Workload, shape: KVShape, machine: Hardware) -> float:

@@ -90,6 +90,7 @@ def battery() -> Iterator[Case]:
     yield from kernels_may_leave_dq_for_later()
     yield from memory_is_not_all()
     yield from parts_are_one_softmax()
+    yield from steps_of_positions_are_in_the_tiles()
 
 
 def parts_are_one_softmax() -> Iterator[Case]:
@@ -196,6 +197,17 @@ def keys_come_in_stages_where_they_are_late() -> Iterator[Case]:
         yield partial(test_accumulate.test_parts_that_do_not_are_put_together, dtype)
     yield test_accumulate.test_the_place_of_parts_goes_when_they_were_read
     yield test_ulysses.test_a_buffer_has_room_for_all_that_is_swapped
+
+
+def steps_of_positions_are_in_the_tiles() -> Iterator[Case]:
+    """Of the Triton kernels: even ones, and where a step is cut short."""
+    from tests.kernels import test_tile_table
+
+    yield test_tile_table.test_only_even_stairs_are_joined
+    for step, layout in ((3, "zigzag"), (7, "striped")):
+        yield partial(
+            test_tile_table.test_steps_of_positions_are_a_property_of_few_tiles, step, layout
+        )
 
 
 def keys_come_together_where_they_are_few() -> Iterator[Case]:

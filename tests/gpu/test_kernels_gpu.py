@@ -12,6 +12,7 @@ from tests.support.kernel_cases import (
     CASES,
     NAMES,
     STRIDED,
+    WIDE,
     Data,
     KernelCase,
     asked,
@@ -49,6 +50,10 @@ def documents(length: int, each: int) -> tuple[tuple[int | None, ...], ...]:
     return tuple((i, min(i + each, length)) * 2 + CAUSAL for i in starts)
 
 
+LONG += [  # head sizes of today's models, and the widest
+    KernelCase(300, 333, ((0, 300, 0, 333, None, 33),), d=d, heads=(4, 2))
+    for d in ((96, 96), (192, 192), (192, 128), (256, 64), (320, 320), (512, 512))
+]
 LONG += [
     KernelCase(length, length, documents(length, each), d=(d, d), heads=(4, 2))
     for d in (64, 128) for length, each in ((1600, 100), (1500, 301), (700, 250))
@@ -103,7 +108,7 @@ EVEN = [  # head sizes that every kernel has
         d=(64, 64),
     ),
 ]  # fmt: skip
-ALL = CASES + LONG + EVEN + STRIDED
+ALL = CASES + LONG + EVEN + STRIDED + WIDE
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

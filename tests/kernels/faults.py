@@ -4,6 +4,14 @@ from tests.faults.mutant import Mutant
 
 ATTENTION = [
     Mutant(
+        "a stair goes on after a lower step", "kernels/_tile_table.py:in_steps",
+        "r1 - r0 == height and wider == height", "wider == height",
+    ),
+    Mutant(
+        "a stair goes on with the keys at an end", "kernels/_tile_table.py:in_steps",
+        "r1 - r0 == height and wider == height", "r1 - r0 == height",
+    ),
+    Mutant(
         "a block forgets its last tile", "kernels/_tile_table.py:_tables",
         "searchsorted(table[:, start].contiguous(), at + block)",
         "searchsorted(table[:, start].contiguous(), at + block) - 1",

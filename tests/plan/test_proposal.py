@@ -65,9 +65,12 @@ def short_documents_get_a_kernel_of_their_own(patch: pytest.MonkeyPatch) -> None
         few, many = (dict(cu_seqlens=range(0, total + 1, n)) for n in (512, 1024))
         halves, thirds = (torch.arange(total) // n for n in (512, 400))
         differ = dict(documents=torch.stack((halves, thirds))[:, place])
+        at = torch.arange(total)[place]
+        steps = [dict(query_positions=at // n * n, key_positions=at, cross=True) for n in (32, 512)]
         shown = (
             (k, few), (k, differ), (k, few | dict(kernel="sdpa")),
             (k, few | dict(causal=False)), (k, many), (k, many | dict(window=10)), (q, few),
+            (k, steps[0]), (k, steps[1]),
         )  # fmt: skip
         plans = [
             RingPlan.make(q, t, t, group=ring, **dict(causal=True) | options)
@@ -77,6 +80,7 @@ def short_documents_get_a_kernel_of_their_own(patch: pytest.MonkeyPatch) -> None
 
     patch.setattr(proposal, "for_short_documents", short)
     found = [("short", True)] * 2 + [("sdpa", False)] * 5
+    found += [("short", True), ("sdpa", False)]  # and so do short steps of positions
     for size in (1, 2):
         assert threads.run(size, main)[0] == [found] * size
 

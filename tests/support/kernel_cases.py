@@ -293,7 +293,12 @@ CASES = [
     # packed documents: many tiles in a block of rows, and of columns
     KernelCase(90, 90, tuple((i, i + 9, i, i + 9, *CAUSAL) for i in range(0, 90, 9)), pieces=2),
 ]
-
+# head sizes of which dk and dv take a launch each
+WIDE = [
+    KernelCase(12, 27, ((0, 12, 0, 27, None, 15),), d=(512, 512), heads=(2, 1)),
+    KernelCase(37, 21, d=(40, 300), heads=(4, 1), masked=True, pieces=2),
+    KernelCase(18, 30, d=(257, 64), softclamp=2.0, scale=-0.1, heads=(2, 2)),
+]
 
 STRIDED = [  # the last dimension by every second number, by heads, by one number for all
     KernelCase(70, 80, ((0, 70, 0, 80, None, 10),), d=(64, 64), laid=how, pieces=2, batch=2)

@@ -19,7 +19,7 @@ from ring_attention_pytorch.kernels._triton_forward import forward_kernel
 KERNELS = forward_kernel, keys_kernel, queries_kernel
 SIZES = dict(ROWS=64, COLS=32, D=64, D_V=64, EVEN=True, EVEN_V=True, PRECISION="ieee", WIDE=False,
              NEGATE=False, TMA=False)  # fmt: skip
-FORKS = ("MASK", "CLAMP", "ALIBI", "DROPS", "MOVES", "FRESH", "EARLY")
+FORKS = ("MASK", "CLAMP", "ALIBI", "DROPS", "MOVES", "FRESH", "EARLY", "STEPPED")
 GIVEN = dict(mask="MASK", alibi="ALIBI", rows_at="ALIBI", cols_at="ALIBI", row_numbers="DROPS",
              col_numbers="DROPS")  # fmt: skip
 TYPES = dict.fromkeys(("q", "k", "v", "dout", "out", "dq", "dk", "dv"), "*bf16")
@@ -34,7 +34,11 @@ def variants() -> Iterator[tuple[Any, dict[str, Any]]]:
     for kernel, chosen in product(KERNELS, [(), *((fork,) for fork in FORKS), FORKS]):
         on = dict(PACK=4 if chosen == FORKS else 1) | {fork: fork in chosen for fork in FORKS}
         # where nothing was before, what is written is new memory
-        yield kernel, SIZES | on | dict(MOVES=on["MOVES"] or on["FRESH"], FRESH_V=on["FRESH"])
+        on |= dict(MOVES=on["MOVES"] or on["FRESH"], FRESH_V=on["FRESH"], OF_K=True, OF_V=True)
+        yield kernel, SIZES | on
+    for alone in ("OF_K", "OF_V"):
+        on = dict.fromkeys((*FORKS, "FRESH_V", "OF_K", "OF_V"), False) | {alone: True}
+        yield keys_kernel, SIZES | on | dict(PACK=1)
 
 
 def module_of(kernel: Any, constants: dict[str, Any]) -> str:

@@ -13,10 +13,23 @@ BLOCK = 16
 
 @triton.jit
 def _blocks(  # noqa: PLR0913
-    found, start, stop, whole, a0, b0, b1, back, ahead, SIZE: tl.constexpr, ALIGNED: tl.constexpr
+    found,
+    start,
+    stop,
+    whole,
+    a0,
+    b0,
+    b1,
+    back,
+    ahead,
+    back_step,
+    ahead_step,
+    SIZE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STEPPED: tl.constexpr,
 ):
     first, early, masked, full, full_end = span(
-        start, stop, whole, a0, b0, b1, back, ahead, SIZE, ALIGNED
+        start, stop, whole, a0, b0, b1, back, ahead, SIZE, ALIGNED, back_step, ahead_step, STEPPED
     )
     tl.store(found, masked)
     tl.store(found + 1, full)
@@ -37,16 +50,24 @@ def wrong_spans(count: int) -> list[tuple[int, ...]]:
         band = at, end, int(start >= a0 and start + BLOCK <= a1), a0, b0, b1, back, ahead
         found = torch.zeros(64, dtype=torch.int32)
         aligned = draw.choice([1, 4])
-        _blocks[(1,)](found, *band, SIZE=BLOCK, ALIGNED=aligned)
+        up, down = draw.choice([(1, 1), (1, 3), (1, 32), (5, 1), (24, 1)])
+        stepped = (up, down) != (1, 1)
+        sizes = dict(SIZE=BLOCK, ALIGNED=aligned, STEPPED=stepped)
+        _blocks[(1,)](found, *band, up, down, **sizes)
         masked, full, full_end, *starts = found.tolist()
         whole = range(full, full_end, BLOCK)
         held = {j for s in (*starts[:masked], *whole) for j in range(s, s + BLOCK)}
         seen = [
-            set(range(max(b0, i - a0 + b0 - back), min(b1, i - a0 + b0 + ahead + 1)))
+            set(
+                range(
+                    b0 + -(-max(0, i - a0 - back) // up) * up,
+                    min(b1, (i - a0) // down * down + b0 + ahead + 1),
+                )
+            )
             for i in range(at, end)
         ]
         shown = all(set(range(s, s + BLOCK)) <= each for s in whole for each in seen)
         even = all(s % aligned == 0 for s in (*starts[:masked], *whole))
         if not (shown and even and all(each <= held for each in seen)):
-            wrong.append(band)
+            wrong.append((*band, up, down))
     return wrong
