@@ -159,9 +159,7 @@ class Hunter:
         self.cases = [self.cases[number] for number in good]
         self.learnt = [known[number] for number in good]
 
-    def _known(
-        self, together: list[Sequence[int]], now: set[tuple[str, str]]
-    ) -> dict[int, Learnt]:
+    def _known(self, together: list[Sequence[int]], now: set[tuple[str, str]]) -> dict[int, Learnt]:
         """Learn of cases by their numbers, some in a process; each alone where one fails."""
         jobs = [
             partial(hunt.learn, self.planter, [self.cases[number] for number in some], now)
