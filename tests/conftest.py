@@ -16,13 +16,13 @@ torch.set_num_threads(1)
 
 # Files that take longest, which begin first, so that no worker is left with one at the end.
 LONGEST = (
-    "test_mutants", "test_compile", "test_failing_ranks", "test_types", "test_bench_ring",
-    "test_triton", "test_hf_examples", "test_restart", "test_trainer", "test_examples",
-    "test_features", "test_launch", "test_transformers", "test_gathered_keys", "test_transformer",
-    "test_ring_attention", "test_cache", "test_assert", "test_fused_copies", "test_caches",
-    "test_decoding_kernels", "test_outputs", "test_generation", "test_docs", "test_out_of_step",
-    "test_rowwise", "test_notebook", "test_guard", "test_commands", "test_routed_modules",
-    "test_stalls", "test_ulysses", "test_failing_well", "test_attention",
+    "test_mutants", "test_compile", "test_failing_ranks", "test_launch", "test_examples",
+    "test_trainer", "test_bench_ring", "test_hf_examples", "test_restart", "test_types",
+    "test_transformers", "test_cache", "test_features", "test_ring_attention", "test_assert",
+    "test_out_of_step", "test_triton", "test_outputs", "test_gathered_keys", "test_transformer",
+    "test_fused_copies", "test_caches", "test_docs", "test_stalls", "test_generation",
+    "test_notebook", "test_routed_modules", "test_commands", "test_guard", "test_decoding_kernels",
+    "test_ulysses", "test_failing_well", "test_attention", "test_rowwise",
 )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from tests.faults.planting import Planter
 from tests.faults.survivors import SURVIVORS
 
 SECONDS = 30  # at most, for a case to run once, and for the cases over a fault
+TOGETHER = 8  # cases that run once in one process
 ENOUGH = 12  # seconds of a CPU that the cases over a fault take: the slowest are left out
 CASES = {
     "geometry/layouts.py": ("geometry/test_layouts*.py",),
@@ -148,15 +149,34 @@ class Hunter:
     def learn(self) -> None:
         """Leaves out what fails, or does not end, in a process of its own without any fault."""
         one_each = {fault.where: fault for fault in self.faults}.values()
-        ended = Learnt("no end", [], [], [])
+        numbers = range(len(self.cases))
+        together = [numbers[i : i + TOGETHER] for i in numbers[::TOGETHER]]
         with self.planter.marked(hunt.places(self.planter, one_each)) as now:
-            jobs = [partial(hunt.learn, self.planter, [case], now) for case in self.cases]
-            known = dict(hunt.as_they_end(jobs, ended, SECONDS, self.processes))
+            known = self._known(together, now)
         hunt.import_too({name for each in known.values() for name in each.modules})
         good = [number for number in sorted(known) if not known[number].problem]
         self.left_out = len(self.cases) - len(good)
         self.cases = [self.cases[number] for number in good]
         self.learnt = [known[number] for number in good]
+
+    def _known(self, together: list[Sequence[int]], now: set[tuple[str, str]]) -> dict[int, Learnt]:
+        """Learn of cases by their numbers, some in a process; each alone where one fails."""
+        jobs = [
+            partial(hunt.learn, self.planter, [self.cases[number] for number in some], now)
+            for some in together
+        ]
+        ended = Learnt("no end", [], [], [])
+        known: dict[int, Learnt] = {}
+        apart: list[Sequence[int]] = []
+        for at, each in hunt.as_they_end(jobs, ended, SECONDS, self.processes):
+            if not each.problem:
+                of_each = zip(together[at], each.reached, each.seconds)
+                known |= {n: Learnt("", [r], [s], each.modules) for n, r, s in of_each}
+            elif len(together[at]) > 1:
+                apart += [(number,) for number in together[at]]
+            else:
+                known[together[at][0]] = each
+        return known | self._known(apart, now) if apart else known
 
     def verdicts(self, faults: Sequence[Generated]) -> Iterator[tuple[Generated, Verdict]]:
         """As they come."""

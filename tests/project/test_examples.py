@@ -20,6 +20,7 @@ from examples import demo, pictures, train_documents, train_text
 from examples.train_text import Config, Step
 from ring_attention_pytorch.geometry.tiles import Mask, Tile
 from tests.support.launched import Done, launched
+from tests.support.scripts import fails_late
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -165,14 +166,9 @@ def test_demo_ends_with_an_error_where_something_fails(monkeypatch):
     assert "FAIL: not so: costs" in done.output
 
 
-def _fails_late():
-    yield 1
-    raise RuntimeError("in a rank")
-
-
 def test_an_error_in_a_rank_is_raised():
     with pytest.raises(ProcessRaisedException, match="in a rank"):
-        list(demo.on_ranks(_fails_late))
+        list(demo.on_ranks(fails_late))
 
 
 @pytest.mark.parametrize("rich", [True, False])

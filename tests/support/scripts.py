@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,12 @@ WAIT = 300.0  # seconds for what takes few on a machine that is not busy
 SOON = 60.0  # seconds for what takes less than one; far less than what must not be waited for
 
 linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+
+
+def fails_late() -> Iterator[int]:
+    """Yield once, then raise RuntimeError."""
+    yield 1
+    raise RuntimeError("in a rank")
 
 
 class Script:
