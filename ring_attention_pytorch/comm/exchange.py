@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from ring_attention_pytorch.ranks.ring import Exchange, Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.schedule.relays import meeting
+from ring_attention_pytorch.schedule.relays import merge_route
 
 Shape = tuple[int, ...]
 _CALL = "sharding"  # the call's name in errors
@@ -81,11 +81,11 @@ def gather_to_merge(x: Tensor, ring: Ring, merge: Callable[[Tensor], Tensor]) ->
         x: of one shape on all ranks.
         merge: `[parts, *x.shape]` to `x.shape`.
     """
-    met = meeting(ring.machines, ring.rank, x.nbytes) if ring.size > 1 else None
-    if met is None:
+    route = merge_route(ring.machines, ring.rank, x.nbytes) if ring.size > 1 else None
+    if route is None:
         return all_gather_stacked(x, ring)
-    merged = merge(_stacked(x, ring, met.near, met.near))
-    return _stacked(merged, ring, met.senders, met.receivers)
+    merged = merge(_stacked(x, ring, route.near, route.near))
+    return _stacked(merged, ring, route.senders, route.receivers)
 
 
 class _AllToAll(Function):
