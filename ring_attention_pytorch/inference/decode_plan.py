@@ -123,7 +123,7 @@ class DecodePlan:
             parts.append(attend_in_blocks(q[i], keys, values, first, held, *of_scores))
         out, lse = (torch.stack(each) for each in zip(*parts))
         message = torch.cat((out, lse.unsqueeze(-1)), dim=-1)
-        every = gather_to_merge(message, self.ring, merged_messages)
+        every = gather_to_merge(message, self.ring, self.route, merged_messages)
         out, lse = merged(every[..., :-1], every[..., -1], sinks)
         return out.to(q.dtype), lse
 
@@ -167,6 +167,7 @@ class DecodePlan:
                 every = gather_to_merge(
                     to_message(self.merge_splits, *parts),
                     self.ring,
+                    self.route,
                     lambda near: to_message(self.merge_near, *self._apart(near)),
                 )
                 parts, merge = [*self._apart(every)], self.merge_ranks
@@ -290,7 +291,7 @@ class DecodePlan:
         parts = len(self.route.senders) if self.route else self.ring.size
         return self._merger(self.units, parts, self._between, 1, False)
 
-    @property
+    @cached_property
     def route(self) -> MergeRoute | None:
         """How results go between machines; None if to all ranks directly."""
         return merge_route(self.ring.machines, self.ring.rank, 4 * self._between[0])
