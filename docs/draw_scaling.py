@@ -4,6 +4,7 @@ python docs/draw_scaling.py
 """
 
 import json
+from itertools import product
 from pathlib import Path
 
 from ring_attention_pytorch import svg
@@ -18,6 +19,7 @@ from ring_attention_pytorch.schedule.cost import (
     swap_seconds,
 )
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
+from ring_attention_pytorch.schedule.relays import by_relays
 from ring_attention_pytorch.schedule.steps import ring
 from ring_attention_pytorch.svg import COLOURS, FAINT, box, line, text
 
@@ -33,6 +35,10 @@ WAYS = {  # name -> transport, Ulysses degree
     "Ulysses 8, ring": ("ring", 8),
     "Ulysses 8, gather": ("gather", 8),
 }
+
+TWO = (0,) * 8 + (1,) * 8  # machines of 8 GPUs
+NETWORKS = (25, 50)  # GB/s for each GPU, of which the usable share is as of 400 Gb/s
+OVER_TWO = ("ring", "gather", "gather by relays", "Ulysses 8, gather")
 
 RESULTS = HERE.parent / "benchmarks" / "results" / "ring.json"
 
@@ -96,6 +102,36 @@ def shares() -> dict[tuple[int, int, int], list[tuple[float, float]]]:
     }
 
 
+def over_two(name: str, tokens: int, key_heads: int, network: int) -> float:
+    """Predicted share of the kernel alone, of the slowest rank on two machines of 8."""
+    degree = 8 if name.startswith("Ulysses") else 1
+    size, heads = len(TWO) // degree, JOB._replace(key_heads=key_heads)
+    everyone = all_segments("zigzag", size, len(TWO) * tokens)
+    blocks = Workload(everyone, everyone, Mask(causal=True))
+    job = heads._replace(heads=JOB.heads // degree, key_heads=-(-key_heads // degree))
+    machine = H200._replace(network=0.9e9 * network).every(degree)
+    at_once, relays = owners_at_once(ROOM, blocks, job), ()
+    if name == "ring":
+        schedule = ring(blocks)
+    elif name == "gather by relays":
+        schedule, relays = by_relays(blocks, TWO, at_once), TWO
+    else:
+        schedule = likely_gather(blocks, job, at_once, machine)
+    costs = [predict(schedule, rank, job, machine, relays) for rank in range(size)]
+    swaps = swap_seconds(tokens, heads, degree, H200)
+    return min(cost.ideal / (cost.forward + cost.backward + swaps) for cost in costs)
+
+
+def table_of_two() -> list[str]:
+    """The rows of two machines: tokens, key heads and networks."""
+    head = ["tokens a GPU", "key heads", "network, GB/s", *OVER_TWO]
+    lines = [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
+    for tokens, key_heads, network in product((2048, 4096, 8192), (8, 2), NETWORKS):
+        found = [f"{over_two(name, tokens, key_heads, network):.0%}" for name in OVER_TWO]
+        lines.append(f"| {tokens} | {key_heads} | {network} | {' | '.join(found)} |")
+    return lines
+
+
 def length(tokens: int) -> str:
     for unit, size in (("G", 1 << 30), ("M", 1 << 20), ("k", 1 << 10)):
         if tokens >= size:
@@ -119,7 +155,7 @@ def page(found: dict[tuple[int, int, int], list[tuple[float, float]]]) -> str:
                 cells = [str(tokens), str(ranks), length(tokens * ranks), f"{ideal:.3g} s"]
                 cells += [f"{part:.0%}" for part, _ in ways]
                 lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", OF_TWO, *table_of_two()]) + "\n"
 
 
 PREFACE = """\
@@ -162,6 +198,18 @@ inside a domain keeps the kernel busy, because an eighth of the bytes leave the 
 does not include congestion, stragglers or failures.
 
 ![share of the kernel alone](scaling.svg)"""
+
+
+OF_TWO = """\
+### Two machines of 8
+
+The same share, of the slowest of 16 GPUs, over networks of 25 and 50 GB/s for each GPU, 90 % of it
+usable. By relays each key crosses once, and is passed on by messages inside a machine while the
+next keys cross ([machines](guide/machines.md)). With 2 key heads, `ulysses=8` sends four times as
+much. Messages inside a machine, not the network, limit relays here: at 2k tokens they are small,
+and NCCL needs 0.1 ms for each. The other columns are too good: inside a machine they count copies
+out of shared memory, and a ring over several machines sends messages there, too.
+"""
 
 
 def drawing(found: dict[tuple[int, int, int], list[tuple[float, float]]]) -> str:

@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 from ring_attention_pytorch.ranks.ring import Exchange, Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.schedule.relays import meeting
+from ring_attention_pytorch.schedule.relays import MergeRoute
 
 Shape = tuple[int, ...]
 _CALL = "sharding"  # the call's name in errors
@@ -70,7 +70,9 @@ def all_gather_stacked(x: Tensor, ring: Ring) -> Tensor:
     return x.unsqueeze(0) if ring.size == 1 else _stacked(x, ring, ranks, ranks)
 
 
-def gather_to_merge(x: Tensor, ring: Ring, merge: Callable[[Tensor], Tensor]) -> Tensor:
+def gather_to_merge(
+    x: Tensor, ring: Ring, route: MergeRoute | None, merge: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Return `[parts, *x.shape]` whose `merge` is that of all ranks' x, within a call; no gradient.
 
     On one machine a part is a rank's x. On several it is a machine's, if x is large: its ranks
@@ -79,13 +81,13 @@ def gather_to_merge(x: Tensor, ring: Ring, merge: Callable[[Tensor], Tensor]) ->
 
     Args:
         x: of one shape on all ranks.
+        route: from `merge_route`.
         merge: `[parts, *x.shape]` to `x.shape`.
     """
-    met = meeting(ring.machines, ring.rank, x.nbytes) if ring.size > 1 else None
-    if met is None:
+    if route is None:
         return all_gather_stacked(x, ring)
-    merged = merge(_stacked(x, ring, met.near, met.near))
-    return _stacked(merged, ring, met.senders, met.receivers)
+    merged = merge(_stacked(x, ring, route.near, route.near))
+    return _stacked(merged, ring, route.senders, route.receivers)
 
 
 class _AllToAll(Function):

@@ -20,7 +20,7 @@ from ring_attention_pytorch.inference.pushed_rows import PushedRows, pushed_rows
 from ring_attention_pytorch.inference.scaled import SCALED
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.launches import Launch, can_begin_early
-from ring_attention_pytorch.schedule.relays import Meeting, meeting
+from ring_attention_pytorch.schedule.relays import MergeRoute, merge_route
 
 PUSH = True  # whether ranks that share memory merge in one kernel; tests compare both
 _LOG2_E = 1.4426950408889634
@@ -123,7 +123,7 @@ class DecodePlan:
             parts.append(attend_in_blocks(q[i], keys, values, first, held, *of_scores))
         out, lse = (torch.stack(each) for each in zip(*parts))
         message = torch.cat((out, lse.unsqueeze(-1)), dim=-1)
-        every = gather_to_merge(message, self.ring, merged_messages)
+        every = gather_to_merge(message, self.ring, self.route, merged_messages)
         out, lse = merged(every[..., :-1], every[..., -1], sinks)
         return out.to(q.dtype), lse
 
@@ -167,6 +167,7 @@ class DecodePlan:
                 every = gather_to_merge(
                     to_message(self.merge_splits, *parts),
                     self.ring,
+                    self.route,
                     lambda near: to_message(self.merge_near, *self._apart(near)),
                 )
                 parts, merge = [*self._apart(every)], self.merge_ranks
@@ -281,19 +282,19 @@ class DecodePlan:
     @cached_property
     def merge_near(self) -> Launch:
         """Merge the messages of a machine's ranks, where there are several, to one."""
-        near = self.meeting.near if self.meeting else ()
+        near = self.route.near if self.route else ()
         return self._merger(self.units, len(near), self._between, 1, False, sinks=False)
 
     @cached_property
     def merge_ranks(self) -> Launch:
         """Merge the messages of all ranks, or of all machines, to the result."""
-        parts = len(self.meeting.senders) if self.meeting else self.ring.size
+        parts = len(self.route.senders) if self.route else self.ring.size
         return self._merger(self.units, parts, self._between, 1, False)
 
-    @property
-    def meeting(self) -> Meeting | None:
-        """Whom this rank meets to merge; None if ranks do so directly."""
-        return meeting(self.ring.machines, self.ring.rank, 4 * self._between[0])
+    @cached_property
+    def route(self) -> MergeRoute | None:
+        """How results go between machines; None if to all ranks directly."""
+        return merge_route(self.ring.machines, self.ring.rank, 4 * self._between[0])
 
     @property
     def _between(self) -> tuple[int, int]:

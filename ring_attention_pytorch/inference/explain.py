@@ -7,7 +7,7 @@ from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.chunk_costs import ChunkSizes
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.schedule.relays import meeting
+from ring_attention_pytorch.schedule.relays import merge_route
 
 
 @checked
@@ -94,12 +94,12 @@ def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: i
 
 def _results(ring: Ring, nbytes: int) -> tuple[int, str]:
     """Return the bytes that a rank sends to merge results of `nbytes`, and to whom."""
-    met = meeting(ring.machines, ring.rank, nbytes)
-    if met is None:
+    route = merge_route(ring.machines, ring.rank, nbytes)
+    if route is None:
         return (ring.size - 1) * nbytes, "to each other rank"
-    others = len(met.receivers)
+    others = len(route.receivers)
     crossing = f"{_mib(others * nbytes)} of it its machine's to {others} of other machines"
-    return (len(met.near) - 1 + others) * nbytes, f"to each rank of its machine, {crossing}"
+    return (len(route.near) - 1 + others) * nbytes, f"to each rank of its machine, {crossing}"
 
 
 def chunk_sizes(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.geometry.segments import Segments, count
 from ring_attention_pytorch.geometry.tiles import tiles, visible_pairs
-from ring_attention_pytorch.plan.over_machines import is_relayed, of_machines, relayed_share
+from ring_attention_pytorch.plan.over_machines import is_relayed, of_machines
 from ring_attention_pytorch.plan.picture import picture as drawn
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.graphs import graphs_refusal, has_graphs
@@ -82,9 +82,9 @@ def predicted(plan: RingPlan) -> Prediction:
     if (swap := plan.ulysses) is not None:
         host += swap_launch_seconds(swap.by.replay.tape, has_graphs(swap), machine)
     near = machine.every(degree).under_load()
-    near = near._replace(network=near.network / relayed_share(plan))
+    relays = plan.transport.fabric.ring.machines if is_relayed(plan) else ()
     return Prediction(
-        predict(plan.schedule, plan.place, shape, near),
+        predict(plan.schedule, plan.place, shape, near, relays),
         swap_seconds(own, all_heads, degree, machine),
         host,
     )

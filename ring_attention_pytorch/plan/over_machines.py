@@ -170,14 +170,6 @@ def plan_crossing(plan: Any) -> Crossing:
     return Crossing(tuple(forward), tuple(backward))
 
 
-def relayed_share(plan: Any) -> float:
-    """Return the share of directly sent keys that cross in a plan's calls; 1 without relays."""
-    if not is_relayed(plan):
-        return 1.0
-    direct, relayed = across(plan.blocks, plan.transport.fabric.ring.machines)
-    return relayed / direct
-
-
 def is_relayed(plan: Any) -> bool:
     """Return whether keys of a plan's calls go by way of relays."""
     return isinstance(plan.transport.fabric, Relays)

@@ -18,6 +18,7 @@ from ring_attention_pytorch.schedule.pieces import (
     tokens,
 )
 from ring_attention_pytorch.schedule.policy import keys_arrive_late
+from ring_attention_pytorch.schedule.relays import Machines, legs
 from ring_attention_pytorch.schedule.steps import (
     KEYS,
     Block,
@@ -67,7 +68,13 @@ class Clock(NamedTuple):
 
     @classmethod
     def of(
-        cls, program: Program, rank: int, shape: KVShape, machine: Hardware, back: bool
+        cls,
+        program: Program,
+        rank: int,
+        shape: KVShape,
+        machine: Hardware,
+        back: bool,
+        relays: Machines = (),
     ) -> "Clock":
         """Return the times of a rank's parts and transfers; `back` has 2.5 times the FLOPs."""
         a_flop = 2.5 / machine.backward if back else 1 / machine.forward
@@ -75,9 +82,13 @@ class Clock(NamedTuple):
         for part in program.parts:
             parts[part] = part_seconds(program, part, rank, shape, machine, a_flop)
         for transfer in program.transfers:
-            near, far = moved(program, transfer, rank, machine.domain)
             one = bytes_of(transfer, shape)
-            transfers.append(transfer_seconds(transfer, near * one, far * one, machine))
+            if relays:
+                near, far = moved_by_relays(program, transfer, rank, relays)
+                transfers.append(relayed_seconds(near * one, far * one, machine))
+            else:
+                near, far = moved(program, transfer, rank, machine.domain)
+                transfers.append(transfer_seconds(transfer, near * one, far * one, machine))
             received += (near + far) * one
         return cls(parts, transfers, received, machine.deferred_share)
 
@@ -90,10 +101,16 @@ class Spent(NamedTuple):
     stop: float
 
 
-def predict(schedule: Schedule, rank: int, shape: KVShape, machine: Hardware = H200) -> Cost:
-    """Predict one rank's cost of a schedule."""
-    forward = Clock.of(schedule.forward, rank, shape, machine, back=False)
-    backward = Clock.of(schedule.backward, rank, shape, machine, back=True)
+def predict(
+    schedule: Schedule,
+    rank: int,
+    shape: KVShape,
+    machine: Hardware = H200,
+    relays: Machines = (),
+) -> Cost:
+    """Predict one rank's cost of a schedule; `relays` are the ranks' machines, if it has relays."""
+    forward = Clock.of(schedule.forward, rank, shape, machine, back=False, relays=relays)
+    backward = Clock.of(schedule.backward, rank, shape, machine, back=True, relays=relays)
     visible = [_visible(schedule.forward, part, rank) for part in schedule.forward.parts]
     flops = shape.pair_flops * sum(map(visible_pairs, visible))
     return Cost(
@@ -198,6 +215,31 @@ def moved(program: Program, transfer: Transfer, rank: int, domain: int) -> tuple
         else:
             far += chunk.segment.length
     return near, far
+
+
+def moved_by_relays(
+    program: Program, transfer: Transfer, rank: int, machines: Machines
+) -> tuple[int, int]:
+    """Return how many tokens come to a rank from its machine, some to pass on, and from others."""
+    back, near, far = transfer.kind != KEYS, 0, 0
+    block = transfer.source if back else transfer.block
+    pieces = [program.chunks(block, other) for other in range(len(machines))]
+    for leg in chain(*legs(pieces, machines)):
+        sender, receiver = (leg.receiver, leg.sender) if back else (leg.sender, leg.receiver)
+        if receiver == rank and machines[sender] == machines[rank]:
+            near += leg.tokens
+        elif receiver == rank:
+            far += leg.tokens
+    return near, far
+
+
+def relayed_seconds(near: int, far: int, machine: Hardware) -> float:
+    """Return the seconds of a transfer of messages by way of relays.
+
+    What has crossed is passed on while the next transfer's keys cross.
+    """
+    passed = _hop_seconds(near, 0, machine)
+    return max(passed, machine.network_hop + far / machine.network) if far else passed
 
 
 def transfer_seconds(transfer: Transfer, near: int, far: int, machine: Hardware) -> float:

@@ -106,8 +106,8 @@ def relay(machines: Machines, machine: int, owner: int) -> int:
     return there[members(machines, machines[owner]).index(owner) % len(there)]
 
 
-class Meeting(NamedTuple):
-    """The ranks that one rank meets to hear of all machines: those `near` it, then others.
+class MergeRoute(NamedTuple):
+    """The ranks that one rank exchanges with to hear of all machines: those `near` it, then others.
 
     After the ranks of its machine have combined what they have, one of each machine sends that:
     `senders` are in the order of machines, this rank among them. `receivers` get it from this rank.
@@ -118,31 +118,31 @@ class Meeting(NamedTuple):
     receivers: tuple[int, ...]
 
 
-def meeting(machines: Machines, rank: int, nbytes: int) -> Meeting | None:
-    """Return whom a rank meets with a message of so many bytes; None if ranks meet directly.
+def merge_route(machines: Machines, rank: int, nbytes: int) -> MergeRoute | None:
+    """Return the two ways of results of so many bytes; None if ranks send to all directly.
 
     They do if all share a machine, or none do, or if the messages spared between machines take
     less time than one more exchange. All ranks decide alike.
 
-    >>> meeting((0, 0, 1, 1), 1, nbytes=1 << 30)
-    Meeting(near=(0, 1), senders=(1, 3), receivers=(3,))
-    >>> meeting((0, 0, 0, 1, 1), 4, nbytes=1 << 30)
-    Meeting(near=(3, 4), senders=(1, 4), receivers=(1,))
+    >>> merge_route((0, 0, 1, 1), 1, nbytes=1 << 30)
+    MergeRoute(near=(0, 1), senders=(1, 3), receivers=(3,))
+    >>> merge_route((0, 0, 0, 1, 1), 4, nbytes=1 << 30)
+    MergeRoute(near=(3, 4), senders=(1, 4), receivers=(1,))
     >>> eights = (0,) * 8 + (1,) * 8
-    >>> [meeting(eights, 3, 32 * 129 * 4 * sequences) is None for sequences in (1, 64)]
+    >>> [merge_route(eights, 3, 32 * 129 * 4 * sequences) is None for sequences in (1, 64)]
     [True, False]
     """
-    met = _meetings(machines)
-    if not met:
+    routes = _merge_routes(machines)
+    if not routes:
         return None
     direct = len(machines) - min(map(machines.count, machines))
-    spared = direct - max(len(each.receivers) for each in met)
-    return met[rank] if spared * nbytes >= _EXCHANGE else None
+    spared = direct - max(len(each.receivers) for each in routes)
+    return routes[rank] if spared * nbytes >= _EXCHANGE else None
 
 
 @lru_cache(maxsize=64)
-def _meetings(machines: Machines) -> tuple[Meeting, ...]:
-    """Return all ranks' meetings; none if all ranks share a machine, or none do."""
+def _merge_routes(machines: Machines) -> tuple[MergeRoute, ...]:
+    """Return all ranks' merge routes; none if all ranks share a machine, or none do."""
     number = len({*machines})
     if number in (1, len(machines)):
         return ()
@@ -154,7 +154,7 @@ def _meetings(machines: Machines) -> tuple[Meeting, ...]:
             if machine != mine and relay(machines, mine, other) == rank
         )
         senders = (relay(machines, machine, rank) for machine in range(number))
-        found.append(Meeting(members(machines, mine), tuple(senders), tuple(receivers)))
+        found.append(MergeRoute(members(machines, mine), tuple(senders), tuple(receivers)))
     return tuple(found)
 
 

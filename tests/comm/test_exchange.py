@@ -14,6 +14,7 @@ from ring_attention_pytorch.comm.exchange import (
 )
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.schedule import relays
+from ring_attention_pytorch.schedule.relays import merge_route
 from tests.support import threads
 
 WIDTH = 2
@@ -121,7 +122,8 @@ def test_parts_to_merge_are_of_ranks_or_where_several_share_one_of_machines(mach
     xs = torch.stack([drawn(rank, 3) for rank in range(len(machines))])
 
     def rank_main(ring: Ring) -> Tensor:
-        return gather_to_merge(xs[ring.rank], ring, lambda parts: parts.sum(dim=0))
+        route = merge_route(ring.machines, ring.rank, xs[0].nbytes)
+        return gather_to_merge(xs[ring.rank], ring, route, lambda parts: parts.sum(dim=0))
 
     monkeypatch.setattr(relays, "_EXCHANGE", 0)
     apart = len({*machines}) in (1, len(machines))

@@ -17,14 +17,16 @@ from ring_attention_pytorch.schedule.cost import (
     likely_gather,
     part_seconds,
     predict,
+    relayed_seconds,
     seconds_by,
     swap_launch_seconds,
     swap_seconds,
 )
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
+from ring_attention_pytorch.schedule.relays import by_relays
 from ring_attention_pytorch.schedule.steps import gather_first, ring
 from tests.support import threads
-from tests.support.cases import Attention
+from tests.support.cases import Attention, check_in_threads
 from tests.support.counted import hops
 
 JOB = KVShape(1, 32, 8, 128, 128, 2)
@@ -126,3 +128,31 @@ def test_a_call_of_all_tiles_costs_a_fifth_of_one_for_each():
         for one_call in (True, False)
     )
     assert merges == 0 < merged
+
+
+@pytest.mark.parametrize("machines", [(0, 0, 1, 1), (0, 1, 2, 2, 0, 1)])
+def test_bytes_by_way_of_relays_are_those_that_are_received(machines):
+    case = Attention(48, "zigzag", causal=True, transport="gather", batch=1, key_heads=1)
+    tensors, _, _, _ = case.data()
+
+    def main(ring: Ring) -> int:
+        at, _ = case.places(ring.rank, ring.size)
+        mine = (t[:, at] for t in tensors)
+        plan = RingPlan.make(
+            *mine, **case.options(), layout=case.layout, group=ring, transport="gather"
+        )
+        return predicted(plan).cost.received
+
+    told, _ = threads.run(len(machines), main, machines)
+    assert sum(told) == sum(check_in_threads(case, len(machines), machines).ways.values())
+
+
+def test_by_way_of_relays_a_slow_network_hides_sooner():
+    """Two machines of 8, few key heads: 1/8 of the bytes cross, and are passed on beside that."""
+    eights, few = (0,) * 8 + (1,) * 8, JOB._replace(key_heads=2)
+    work, slow = blocks("zigzag", 16, 16 * 2048, Mask(causal=True)), H200._replace(network=5e9)
+    direct = sum(predict(likely_gather(work, few, 8, slow), 8, few, slow)[:2])
+    relayed = sum(predict(by_relays(work, eights, 8), 8, few, slow, eights)[:2])
+    assert relayed < 0.7 * direct
+    assert relayed_seconds(0, 10**9, slow) == slow.network_hop + 0.2
+    assert relayed_seconds(10**9, 10**6, slow) == relayed_seconds(10**9, 0, slow) > 3e-3

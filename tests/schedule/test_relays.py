@@ -18,11 +18,11 @@ from ring_attention_pytorch.schedule.pieces import Chunks, KVShape, Workload, ro
 from ring_attention_pytorch.schedule.relays import (
     Machines,
     Route,
-    _meetings,
+    _merge_routes,
     by_relays,
     crossing,
     legs,
-    meeting,
+    merge_route,
     relay,
     rounds_by_machine,
     swap_crossing,
@@ -169,25 +169,25 @@ def test_so_it_does_of_other_keys_than_queries(layout, machines, queries, keys, 
 
 
 @given(placed)
-def test_each_rank_hears_of_all_machines_once_in_two_meetings(machines):
-    met = _meetings(machines)
+def test_each_rank_hears_of_all_machines_once_in_two_exchanges(machines):
+    routes = _merge_routes(machines)
     if len({*machines}) in (1, len(machines)):
-        assert not met, "ranks meet directly: there is nothing to combine first"
-    for rank, each in enumerate(met):
+        assert not routes, "ranks send directly: there is nothing to combine first"
+    for rank, each in enumerate(routes):
         assert {machines[other] for other in each.near} == {machines[rank]}
         assert len(each.near) == machines.count(machines[rank])
         assert [machines[other] for other in each.senders] == [*range(1 + max(machines))]
         assert rank in each.senders
-        hears = [other for other, its in enumerate(met) if rank in its.receivers]
+        hears = [other for other, its in enumerate(routes) if rank in its.receivers]
         assert sorted([*hears, rank]) == sorted(each.senders), "one sends what none receives"
 
 
-def test_ranks_meet_directly_where_another_exchange_takes_longer_than_what_it_spares():
+def test_ranks_send_directly_where_another_exchange_takes_longer_than_what_it_spares():
     """Two machines of 8: 7 of 8 messages at 45 GB/s, beside 0.1 ms; on all ranks alike."""
     for nbytes, by_machine in ((640_000, False), (645_000, True)):
-        met = {meeting((0,) * 8 + (1,) * 8, rank, nbytes) is not None for rank in range(16)}
-        assert met == {by_machine}
-    uneven = {meeting((0, 0, 0, 1), rank, 10**7) is None for rank in range(4)}
+        routes = {merge_route((0,) * 8 + (1,) * 8, rank, nbytes) is not None for rank in range(16)}
+        assert routes == {by_machine}
+    uneven = {merge_route((0, 0, 0, 1), rank, 10**7) is None for rank in range(4)}
     assert uneven == {True}, "the lone rank sends as many messages as ever"
 
 
