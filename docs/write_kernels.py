@@ -122,6 +122,26 @@ by turns (2026-11-26, 79d2b72, a script of that day):
 | 256 to 768 | 934 | 729 |
 | 512 to 1536 | 1097 | 965 |
 | 1024 to 3072 | 1502 | 1577 |
+
+## Head sizes, measured
+
+One H200, one sample, 16 heads each, causal, bf16, TF/s forward / backward. Triton in a graph, the
+others as single calls of `scaled_dot_product_attention`, whose launches count
+(2026-11-28, 19a94c9, a script of that day). Triton's results are right by the rule for bf16.
+
+| d / d_v | tokens | `triton` | cuDNN | PyTorch's efficient attention |
+| --- | ---: | ---: | ---: | ---: |
+| 64 | 8192 | 439 / 419 | 248 / 314 | - |
+| 96 | 8192 | 429 / 357 | 377 / 326 | - |
+| 128 | 8192 | 568 / 480 | 415 / 424 | - |
+| 192 / 128 | 8192 | 358 / 224 | 531 / 415 | - |
+| 192 | 8192 | 392 / 213 | 553 / 315 | - |
+| 256 | 8192 | 515 / 279 | 594 / 392 | - |
+| 320 | 8192 | 128 / 59 | none | 138 / 35 |
+| 512 | 4096 | 205 / 100 | none | 129 / 29 |
+
+A Triton block is a power of two wide, so 96, 192 and 320 cost what 128, 256 and 512 do. At 512 the
+backward figure is the sum of its three launches, each with the blocks that are the default now.
 """
 
 

@@ -12,7 +12,9 @@ class Config(NamedTuple):
     """One kernel's block of scores, `rows` by `cols`, and the compiler's options.
 
     `tma`: load inputs by the tensor memory accelerator, if the GPU has one and they are aligned.
-    `pack`: the most query heads of one key head that share a block's rows.
+    `pack`: the most query heads of one key head that share a block's rows. With `tma`, backward to
+    keys needs 32 rows at least: it loads lse and delta into memory that must be aligned to 128
+    bytes.
     """
 
     rows: int
@@ -97,14 +99,14 @@ _HOPPER = (
         {
             "forward": {
                 64: _tma(128, 64, 4, 3), 128: _tma(128, 128, 8, 3), 256: _tma(128, 64, 8, 2),
-                512: _tma(64, 32, 8, 2),
+                512: _tma(64, 64, 8, 1),
             },
             "keys": {64: _tma(64, 64, 4, 3), 128: _tma(64, 64, 4, 2), 256: _tma(64, 64, 8, 2)},
             "dk": {512: _tma(32, 64, 8, 1)},
-            "dv": {512: _tma(32, 64, 8, 2)},
+            "dv": {512: _tma(64, 64, 8, 1)},
             "queries": {
                 64: _tma(128, 64, 4, 3), 128: _tma(128, 64, 8, 3), 256: _tma(64, 32, 4, 3),
-                512: _tma(64, 16, 8, 2),
+                512: _tma(64, 32, 8, 1),
             },
         },
     ),

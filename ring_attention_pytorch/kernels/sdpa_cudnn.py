@@ -30,7 +30,6 @@ CAN = Capabilities(
     min_capability=(9, 0),
     max_head_dim=256,
     head_dim_multiple=8,
-    one_head_dim=True,
     traits=Traits(square=True, taped=True),
     features=frozenset(),
 )

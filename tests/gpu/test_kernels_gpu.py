@@ -77,6 +77,11 @@ EVEN = [  # head sizes that every kernel has
     KernelCase(129, 131, d=(64, 64), laid="sliced", batch=2),
     KernelCase(65, 67, d=(128, 128), laid="columns", batch=2, scale=0.3),
     KernelCase(300, 260, d=(128, 64), heads=(4, 1)),
+    KernelCase(
+        200, 170, ((0, 170, 0, 170, *CAUSAL), (170, 200, 0, 170, None, None)), d=(192, 128),
+        laid="heads first", batch=2,
+    ),
+    KernelCase(130, 300, d=(64, 128), pieces=3, heads=(8, 2), batch=2),
     # packed documents, with gaps between them on either side
     KernelCase(
         600, 600,

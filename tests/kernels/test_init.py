@@ -62,7 +62,9 @@ ALL = dict(triton="3.6.0", flash_attn_2="2.8.3.post2", flash_attn_4="4.0.0b36")
         (HOPPER._replace(d=256, d_v=256), "sdpa-cudnn"),
         (HOPPER._replace(d=80, d_v=80), "sdpa-cudnn"),
         (HOPPER._replace(d=80, d_v=80, window=True), "triton"),
-        (HOPPER._replace(d_v=64), "triton"),
+        (HOPPER._replace(d_v=64), "sdpa-cudnn"),
+        (HOPPER._replace(d=192, d_v=128), "sdpa-cudnn"),
+        (HOPPER._replace(d=192, d_v=128, window=True), "triton"),
         (HOPPER._replace(window=True), "flash-attn-4"),
         (HOPPER._replace(softclamp=True), "flash-attn-4"),
         (HOPPER._replace(key_mask=True), "triton"),
@@ -71,7 +73,8 @@ ALL = dict(triton="3.6.0", flash_attn_2="2.8.3.post2", flash_attn_4="4.0.0b36")
         (HOPPER._replace(deterministic=True, d=256, d_v=256), "triton"),
         (HOPPER._replace(dtype=torch.float32), "triton"),
         (HOPPER._replace(dtype=torch.float64), "eager"),
-        (HOPPER._replace(d=257), "eager"),
+        (HOPPER._replace(d=512, d_v=512), "triton"),
+        (HOPPER._replace(d=513), "eager"),
         (HOPPER._replace(mask_mod=True), "flex"),
         (HOPPER._replace(mask_mod=True, deterministic=True), "eager"),
         (HOPPER._replace(mask_mod=True, unusual_scale=True), "eager"),
@@ -208,7 +211,7 @@ def test_short_documents_have_a_kernel_of_their_own_on_hopper(capability, packed
 @pytest.mark.parametrize(
     ("there", "features", "name"),
     [({}, dict(packed=True), "sdpa-cudnn"), ({}, {}, None), (ALL, dict(packed=True), None),
-     ({}, dict(packed=True, window=True), None), ({}, dict(packed=True, d=64, d_v=40), None)],
+     ({}, dict(packed=True, window=True), None), ({}, dict(packed=True, d=64, d_v=36), None)],
 )  # fmt: skip
 def test_long_documents_may_have_a_kernel_with_a_call_for_each(there, features, name, installed):
     """The fastest one, unless it is the first for documents anyway: here that is Triton."""
