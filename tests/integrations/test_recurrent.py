@@ -24,6 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "NemotronHForCausalLM": dict(layers_block_type=["mamba", "attention", "mlp"]),
     "BambaForCausalLM": dict(attn_layer_indices=[1]),
     "GraniteMoeHybridForCausalLM": dict(layer_types=["mamba", "attention"]),
+    "JambaForCausalLM": dict(attn_layer_offset=1, attn_layer_period=2, expert_layer_period=2),
 }
 
 
