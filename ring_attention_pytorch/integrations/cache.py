@@ -201,13 +201,6 @@ class RingHFCache(Cache):
         for layer in self._states:
             layer.forget()
 
-    def activate_past_recording(self) -> None:
-        """Raise ValueError if there are states: recorded ones would grow with each token."""
-        if self._states:
-            raise ValueError(
-                f"{_CALLER}: states of recurrent layers have no token less: no assisted decoding"
-            )
-
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
         """Raise ValueError: the number of sequences is fixed."""
         raise ValueError(f"{_CALLER}: the number of sequences is fixed by the first call")

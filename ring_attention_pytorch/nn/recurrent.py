@@ -34,10 +34,15 @@ class LayerState(NamedTuple):
 class RecurrentLayer(nn.Module):
     """A layer that carries a state along the sequence."""
 
+    @typed(report_to_group("a recurrent layer", agreed=("plan", ...)))
     def read(
         self, x: Tensor, mask: Tensor | None, plan: RunPlan, before: LayerState | None
     ) -> tuple[Tensor, LayerState]:
-        """Read tokens `[b, n, dim]` after a state; return the results, and the state after them."""
+        """Read tokens `[b, n, dim]` after a state; return the results, and the state after them.
+
+        Raises:
+            ValueError: x or mask doesn't fit the plan.
+        """
         out, after = self._read(x, mask, plan, before, True)
         assert after is not None
         return out, after

@@ -41,6 +41,7 @@ def selective_scan(
     Raises:
         ValueError: shapes don't fit, or ranks differ.
 
+    >>> import torch
     >>> x, b = torch.randn(1, 6, 3), torch.randn(1, 6, 2)
     >>> selective_scan(x, x.abs(), -torch.ones(3, 2), b, b, plan=RunPlan.make(x))[0].shape
     torch.Size([1, 6, 3])

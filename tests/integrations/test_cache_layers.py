@@ -76,9 +76,10 @@ def test_what_states_in_a_cache_cannot_do() -> None:
     ids = torch.arange(3, 12)[None]
     cached.prefill(model, ids)
     assert "so none can be removed" in raised(lambda: cached.crop(-1))
-    assert "no assisted decoding" in raised(cached.activate_past_recording)
     cached.reset()
     assert cached.get_seq_length() == 0
+    lookup = dict(prompt_lookup_num_tokens=3, max_new_tokens=9, **{CACHE: cached})
+    assert "not supported with stateful models" in raised(lambda: model.generate(ids, **lookup))
     jamba = model_of(family_of("JambaForCausalLM"), "ring", **CACHED["JambaForCausalLM"]).eval()
     cached = RingHFCache(jamba.config)
     text = raised(lambda: cached.prefill(jamba, ids, chunk_size=4))
