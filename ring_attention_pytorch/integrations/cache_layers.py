@@ -91,7 +91,9 @@ class States(LinearAttentionLayer):
             self.lazy_initialization(
                 conv_states=last, state_idx=state_idx, conv_kernel_size=conv_kernel_size
             )
-        self.conv_states[state_idx].copy_(last)
+        kept = self.conv_states[state_idx]
+        assert kept is not None  # made at once
+        kept.copy_(last)
         self.has_previous_state[state_idx] = True
         return conv_states
 
@@ -109,7 +111,7 @@ def states_of(layers: Sequence[Any]) -> list[States]:
     return [layer for layer in layers if isinstance(layer, States)]
 
 
-class StatesAndKeys(States, KeysLayer):  # type: ignore[misc]
+class StatesAndKeys(States, KeysLayer):  # type: ignore[misc, override]
     """A layer with attention beside a recurrence."""
 
 
@@ -119,11 +121,12 @@ def cache_layers(config: Any, whole: Any) -> list[Any]:
         return [KeysLayer.of(whole, number) for number in range(config.num_hidden_layers)]
     found: list[Any] = []
     for number, theirs in enumerate(DynamicCache(config=config).layers):
-        stateful = isinstance(theirs, LinearAttentionLayer)
-        if isinstance(theirs, CacheLayerMixin):
-            found.append((StatesAndKeys if stateful else KeysLayer).of(whole, number))
+        with_keys = isinstance(theirs, CacheLayerMixin)
+        if isinstance(theirs, LinearAttentionLayer):
+            states = States(theirs.number_of_states)
+            found.append(StatesAndKeys.of(whole, number) if with_keys else states)
         else:
-            found.append(States(theirs.number_of_states) if stateful else theirs)
+            found.append(KeysLayer.of(whole, number) if with_keys else theirs)
     return found
 
 
