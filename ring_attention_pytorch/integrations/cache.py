@@ -319,7 +319,7 @@ class RingHFCache(Cache):
             if attention_mask is not None:
                 given["attention_mask"] = attention_mask[:, :end]
             part = dict(input_ids=input_ids[:, at + mine], position_ids=places[:, at + mine])
-            spread = self._states and self._chunk
+            spread = self._chunk if self._states else None
             chunk = chunk_of(self.ring, _LAYOUT, spread, mask[:, at + mine]) if spread else None
             try:
                 with nullcontext() if chunk is None else spread_chunk(chunk):
