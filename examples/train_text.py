@@ -4,7 +4,10 @@
 
 The text is the source code of Python's own standard library, so nothing is downloaded. Every
 process brings whole sequences; the model spreads each of them over all processes. The same
-command without `torchrun` trains the same model in one process, with the same losses.
+command without `torchrun` trains the same model in one process, with the same losses. A hybrid of
+three gated delta nets for each attention:
+
+    torchrun --nproc-per-node 4 examples/train_text.py --layers rrra --depth 4 --check
 
 With `--checkpoint FOLDER` it can be killed at any moment, and goes on from its last checkpoint
 when it is started again, on as many processes or others:
@@ -62,6 +65,7 @@ class Config:
     heads: int = 4
     layout: str = "zigzag"
     lookback: int | None = None
+    layers: str | None = None
     data_parallel: str = "ddp"
     dtype: str = "float32"
     seed: int = 0
@@ -132,6 +136,7 @@ def make_model(config: Config, *, ring: bool) -> RingTransformer:
         dim_head=config.dim // config.heads,
         causal=True,
         max_lookback_seq_len=config.lookback,
+        layers=config.layers,
         ring_attn=ring,
         ring_seq_size=-(-config.length // world_size()),  # so that one ring is all processes
         layout=config.layout if ring else None,
@@ -286,6 +291,7 @@ def check(config: Config, say: bool) -> bool:
 @click.option("--heads", default=4, help="Heads of attention, dim / heads wide.")
 @click.option("--layout", type=click.Choice(list(LAYOUTS)), default="zigzag")
 @click.option("--lookback", type=int, default=None, help="See only so many bytes back.")
+@click.option("--layers", default=None, help="Kinds of blocks, as rrra: recurrent ones, too.")
 @click.option("--data-parallel", type=click.Choice(["ddp", "fsdp2"]), default="ddp")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32")
 @click.option("--seed", default=0)

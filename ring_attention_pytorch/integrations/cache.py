@@ -12,33 +12,32 @@ import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, NoReturn, Self
+from typing import Any, Final, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from ring_attention_pytorch.arguments import check_least, checked
 from ring_attention_pytorch.geometry.layouts import all_segments, count, segment_positions
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.model_cache import SPARE, model_cache
+from ring_attention_pytorch.integrations.cache_layers import (
+    KeysLayer,
+    States,
+    cache_layers,
+    chunk_of,
+    states_of,
+)
 from ring_attention_pytorch.integrations.calls import check_call, names
 from ring_attention_pytorch.integrations.layers import check_layers, windows_of
 from ring_attention_pytorch.integrations.masks import Visible, visible_by
-from ring_attention_pytorch.integrations.recurrent import (
-    PromptChunk,
-    recurrent_layers,
-    spread_chunk,
-)
-from ring_attention_pytorch.integrations.states import States, cache_layers, states_of
+from ring_attention_pytorch.integrations.recurrent import recurrent_layers, spread_chunk
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
 from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.ranks.agreement import Check, agree, error_of
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
-from ring_attention_pytorch.recurrent.plan import RunPlan
-from ring_attention_pytorch.recurrent.runs import Runs
 from ring_attention_pytorch.runtime.digests import digest
 
 _LAYOUT: Final = "zigzag"  # of tokens that are spread: a prompt's chunk, or many new tokens
@@ -108,9 +107,9 @@ class RingHFCache(Cache):
         self.config: Any = config.get_text_config(decoder=True)
         self.sizes: dict[str, Any] = {"capacity": capacity, "page": page, "spare": spare}
         same = self.sizes | {"dtype": str(dtype), "kernel": kernel, "check": check_tokens}
-        layers = cache_layers(self.config, _Layer, lambda kind, number: kind.of(self, number))
+        layers = cache_layers(self.config, self)
         self._states: list[States] = states_of(layers)
-        with_keys = [number for number, layer in enumerate(layers) if isinstance(layer, _Layer)]
+        with_keys = [number for number, layer in enumerate(layers) if isinstance(layer, KeysLayer)]
         # the place in the `RingCache` of each layer with keys
         self._places: dict[int, int] = {number: i for i, number in enumerate(with_keys)}
         agree(self.ring, _CALLER, same, check=self._check_model)
@@ -188,7 +187,7 @@ class RingHFCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace sequence i by sequence `beam_idx[i]`; full pages are shared, not copied."""
         for layer in self._states:
-            LinearAttentionLayer.reorder_cache(layer, beam_idx)
+            layer.reorder(beam_idx)
         if self.keys is not None:
             beams = beam_idx.tolist()
             self.keys.reorder(beams)
@@ -201,13 +200,6 @@ class RingHFCache(Cache):
         self._new.clear()
         for layer in self._states:
             layer.forget()
-
-    def activate_past_recording(self) -> None:
-        """Raise ValueError if there are states: recorded ones would grow with each token."""
-        if self._states:
-            raise ValueError(
-                f"{_CALLER}: states of recurrent layers have no token less: no assisted decoding"
-            )
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
         """Raise ValueError: the number of sequences is fixed."""
@@ -327,7 +319,8 @@ class RingHFCache(Cache):
             if attention_mask is not None:
                 given["attention_mask"] = attention_mask[:, :end]
             part = dict(input_ids=input_ids[:, at + mine], position_ids=places[:, at + mine])
-            chunk = self._states_over_ring(part["input_ids"], mask[:, at + mine])
+            spread = self._chunk if self._states else None
+            chunk = chunk_of(self.ring, _LAYOUT, spread, mask[:, at + mine]) if spread else None
             try:
                 with nullcontext() if chunk is None else spread_chunk(chunk):
                     getattr(model, "base_model", model)(**part, **given)  # without logits
@@ -335,13 +328,6 @@ class RingHFCache(Cache):
                 self._chunk = None
             if chunk is not None:
                 chunk.check_layers(len(self._states))
-
-    def _states_over_ring(self, ids: Tensor, mask: Tensor) -> PromptChunk | None:
-        """Return the chunk for layers with states, if a prompt's part is spread."""
-        if self._chunk is None or not self._states:
-            return None
-        segments = all_segments(_LAYOUT, self.ring.size, self._chunk)
-        return PromptChunk(RunPlan(self.ring, Runs.of(segments, None, len(ids)), ids.device), mask)
 
     def _mine(self, n: int, device: torch.device) -> Tensor:
         """Return this rank's places in a chunk of n tokens; all, if some rank would get none.
@@ -408,19 +394,6 @@ class RingHFCache(Cache):
         raise ValueError(f"{_CALLER}: {problem}")
 
 
-class CachedLength(int):
-    """A number of keys with a reference to its cache, which the mask function needs."""
-
-    cache: RingHFCache
-
-    @classmethod
-    def of(cls, n: int, cache: RingHFCache) -> Self:
-        """Make the number `n` of a cache's keys."""
-        found = cls(n)
-        found.cache = cache
-        return found
-
-
 class CachedMask(NamedTuple):
     """The mask passed to attention: its cache, the visible tokens, each sequence's start."""
 
@@ -451,40 +424,6 @@ class CachedMask(NamedTuple):
         number: Any = layer.layer_idx
         out = self.cache.attend(number, qkv, (self.starts, positions), options)
         return out.to(qkv[0].dtype)
-
-
-class _Layer(CacheLayerMixin):
-    """One layer, by transformers' interface; one `RingCache` has the keys of all layers."""
-
-    is_croppable, is_compileable, supports_early_init = True, False, False
-    whole: RingHFCache
-    index: int
-
-    @classmethod
-    def of(cls, whole: RingHFCache, index: int) -> Self:
-        """Make the layer of this number."""
-        layer = cls()
-        layer.whole, layer.index = whole, index
-        return layer
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the first call of attention allocates the cache."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        self.whole.expect(self.index, key_states)
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        length = self.whole.new_length(self.index, int(query_length))
-        return CachedLength.of(length, self.whole), 0
-
-    def get_seq_length(self) -> int:
-        return self.whole.length(self.index)
-
-    def get_max_length(self) -> int:
-        return self.whole.sizes["capacity"] or -1
 
 
 def _other_keys(layer: int, given: Tensor | None) -> str:

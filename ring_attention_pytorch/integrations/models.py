@@ -23,7 +23,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ring_attention_pytorch.arguments import check_least, checked
 from ring_attention_pytorch.functional import ring_attn
-from ring_attention_pytorch.integrations.cache import CachedLength, CachedMask
+from ring_attention_pytorch.integrations.cache import CachedMask
+from ring_attention_pytorch.integrations.cache_layers import CachedLength
 from ring_attention_pytorch.integrations.calls import SCORES, check_call, names
 from ring_attention_pytorch.integrations.layers import (
     check_layers,

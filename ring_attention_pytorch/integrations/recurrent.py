@@ -28,6 +28,7 @@ from ring_attention_pytorch.plan.placement import (
 from ring_attention_pytorch.recurrent.halo import ring_short_conv
 from ring_attention_pytorch.recurrent.layers import ring_gated_delta_rule, ring_kda, ring_mamba2
 from ring_attention_pytorch.recurrent.plan import RunPlan, runs_of_batch
+from ring_attention_pytorch.recurrent.selective import selective_scan
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.torch_func import run_apart
 
@@ -36,6 +37,7 @@ LAYERS: Final = (
     "BambaMixer",
     "FalconH1Mixer",
     "GraniteMoeHybridMambaLayer",
+    "JambaMambaMixer",
     "KimiLinearDeltaAttention",
     "NemotronHMamba2Mixer",
     "OlmoHybridGatedDeltaNet",
@@ -303,6 +305,39 @@ def _mamba2(  # noqa: PLR0913 - the parameters of transformers
     return (out.contiguous(), last) if return_final_states else out.contiguous()
 
 
+def _mamba1(  # noqa: PLR0913 - the parameters of transformers
+    within: Any,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **given: Any,
+) -> Tensor | tuple[Tensor, Tensor | None]:
+    within.check(given, return_last_state=return_last_state)
+    if within.tail is not None:
+        raise ValueError(
+            f"{_CALLER}: transformers' Mamba 1 has no state at the start of a prompt's later "
+            "parts; leave chunk_size out"
+        )
+    if delta_bias is not None:
+        dt = dt + delta_bias.to(dt.dtype)[:, None]
+    if delta_softplus:
+        dt = F.softplus(dt)
+    x = hidden_states.mT
+    out, last = selective_scan(
+        x.to(accumulation_dtype(x.dtype)), dt.mT, A, B.mT, C.mT, plan=within.plan(x), skip=D,
+        final=return_last_state,
+    )  # fmt: skip
+    out = out.mT if z is None else out.mT * F.silu(z)
+    return (out, last) if return_last_state else out
+
+
 def _not_fused(within: Any, *_: Any, **given: Any) -> None:
     """Let a layer compute step by step, as where the package of this function is missing."""
     within.check(given)
@@ -319,4 +354,5 @@ _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "torch_chunk_gated_delta_rule": _delta(ring_gated_delta_rule),
     "chunk_kimi_delta_attention": _delta(ring_kda),
     "mamba2_chunk_scan": _mamba2,
+    "mamba_selective_scan": _mamba1,
 }

@@ -34,10 +34,15 @@ class LayerState(NamedTuple):
 class RecurrentLayer(nn.Module):
     """A layer that carries a state along the sequence."""
 
+    @typed(report_to_group("a recurrent layer", agreed=("plan", ...)))
     def read(
         self, x: Tensor, mask: Tensor | None, plan: RunPlan, before: LayerState | None
     ) -> tuple[Tensor, LayerState]:
-        """Read tokens `[b, n, dim]` after a state; return the results, and the state after them."""
+        """Read tokens `[b, n, dim]` after a state; return the results, and the state after them.
+
+        Raises:
+            ValueError: x or mask doesn't fit the plan.
+        """
         out, after = self._read(x, mask, plan, before, True)
         assert after is not None
         return out, after
@@ -128,9 +133,9 @@ class GatedDeltaNet(RecurrentLayer):
         )
         decay, beta = self.to_gates(normed).chunk(2, -1)
         g = -self.log_rates.exp() * F.softplus(decay + self.steps)
-        states = dict(initial=None if before is None else before.state, final=keep)
+        initial = None if before is None else before.state
         out, state = ring_gated_delta_rule(
-            q, k, v, g, beta.sigmoid(), plan=plan, normalize=True, **states
+            q, k, v, g, beta.sigmoid(), plan=plan, normalize=True, initial=initial, final=keep
         )
         gates = rearrange(self.to_out_gates(normed), "b n (h d) -> b n h d", d=self.dim_head)
         return self.to_out((self.out_norm(out) * F.silu(gates)).flatten(2)), _kept(tail, state)
@@ -204,9 +209,17 @@ class Mamba2(RecurrentLayer):
         values = rearrange(values, "b n (h d) -> b n h d", d=self.dim_head)
         b, c = (rearrange(t, "b n (g d) -> b n g d", d=self.dim_state) for t in (b, c))
         dt = F.softplus(self.to_steps(normed) + self.steps)
-        states = dict(initial=None if before is None else before.state, final=keep)
+        initial = None if before is None else before.state
         out, state = ring_mamba2(
-            values, dt, -self.log_rates.exp(), b, c, plan=plan, skip=self.skip, **states
+            values,
+            dt,
+            -self.log_rates.exp(),
+            b,
+            c,
+            plan=plan,
+            skip=self.skip,
+            initial=initial,
+            final=keep,
         )
         out = self.out_norm(out.flatten(2) * F.silu(self.to_out_gates(normed)))
         return self.to_out(out), _kept(tail, state)

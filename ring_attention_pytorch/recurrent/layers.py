@@ -26,7 +26,7 @@ KernelName = Literal["eager", "fla"]
 _CHUNK, _CHUNK_OF_CHANNELS = 64, 16  # tokens; gates of each channel take memory for all pairs
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """What a layer computes, of tokens `[b * n, ...]`."""
 
     q: Tensor
@@ -40,6 +40,7 @@ class _Call(NamedTuple):
     kernel: KernelName | None
     scale: float = 1.0
     normalize: bool = False
+    chunk: int | None = None  # tokens that the eager kernel computes at once
 
 
 @typed(report_to_group("ring_gated_delta_rule", agreed=("plan", ...)))
@@ -89,7 +90,7 @@ def ring_gated_delta_rule(  # noqa: PLR0913 - a public entry point
     >>> out.shape
     torch.Size([1, 6, 2, 4])
     """
-    call = _Call(q, k, v, g, beta, initial, final, plan, kernel)
+    call = Call(q, k, v, g, beta, initial, final, plan, kernel)
     return _delta("ring_gated_delta_rule", call, 3, scale, normalize)
 
 
@@ -124,7 +125,7 @@ def ring_kda(  # noqa: PLR0913 - a public entry point
     >>> ring_kda(q, q, q, -q.abs(), beta, plan=RunPlan.make(q), normalize=True)[0].shape
     torch.Size([1, 6, 2, 4])
     """
-    call = _Call(q, k, v, g, beta, initial, final, plan, kernel)
+    call = Call(q, k, v, g, beta, initial, final, plan, kernel)
     return _delta("ring_kda", call, 4, scale, normalize)
 
 
@@ -168,7 +169,7 @@ def ring_mamba2(  # noqa: PLR0913 - a public entry point
     """
     name = "ring_mamba2"
     state = None if initial is None else initial.mT
-    _check(name, plan, c, b, x, state, dt=(dt, 3))
+    check_call(name, plan, c, b, x, state, dt=(dt, 3))
     if a.shape != x.shape[2:3] or (skip is not None and skip.shape not in (a.shape, x.shape[2:])):
         raise plan.error(
             f"{name}: a must be [{x.shape[2]}] and skip that or {[*x.shape[2:]]}, got "
@@ -176,10 +177,10 @@ def ring_mamba2(  # noqa: PLR0913 - a public entry point
         )
     wide = accumulation_dtype(x.dtype)
     dt, values = dt.to(wide), x.to(wide)
-    call = _Call(
+    call = Call(
         c, b, values * dt[..., None], dt * a.to(wide), None, state, final, plan, "eager"
     )  # fmt: skip
-    out, last = _computed(call)
+    out, last = computed(call)
     if skip is not None:
         factor = skip.to(wide)
         out = out + values * (factor if skip.ndim == 2 else factor[:, None])
@@ -187,7 +188,7 @@ def ring_mamba2(  # noqa: PLR0913 - a public entry point
 
 
 def _delta(
-    name: str, call: _Call, gate_dims: int, scale: float | None, normalize: bool
+    name: str, call: Call, gate_dims: int, scale: float | None, normalize: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Check a call with the delta rule, choose its kernel, and compute it.
 
@@ -195,7 +196,7 @@ def _delta(
     """
     q, k, v, beta = call.q, call.k, call.v, call.beta
     assert beta is not None
-    _check(name, call.plan, q, k, v, call.initial, g=(call.g, gate_dims), beta=(beta, 3))
+    check_call(name, call.plan, q, k, v, call.initial, g=(call.g, gate_dims), beta=(beta, 3))
     if scale is not None and not isfinite(scale):
         raise call.plan.error(f"{name}: scale must be finite, got {scale}")
     why = fla_refusal(q, k, v)
@@ -205,7 +206,7 @@ def _delta(
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     call = call._replace(kernel=kernel, scale=scale, normalize=normalize)
     call = call._replace(g=call.g.to(accumulation_dtype(v.dtype)))
-    out, last = _computed(call)
+    out, last = computed(call)
     return out.to(v.dtype), last
 
 
@@ -218,7 +219,7 @@ def normalized(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def _computed(call: _Call) -> tuple[Tensor, Tensor | None]:
+def computed(call: Call) -> tuple[Tensor, Tensor | None]:
     """Return the outputs `[b, n, h, d_v]` and last states of a call of tensors `[b, n, ...]`."""
     plan, v = call.plan, call.v
     flat = call._replace(
@@ -238,7 +239,7 @@ def _computed(call: _Call) -> tuple[Tensor, Tensor | None]:
     return out.unflatten(0, v.shape[:2]), last
 
 
-def _from_states(call: _Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
+def _from_states(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
     """Compute a call whose runs are whole documents, of this process alone if states are given."""
     if not call.final and call.initial is None:
         return _kernel(call, state)[0], None
@@ -256,7 +257,7 @@ def _from_states(call: _Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
     return out, last.index_copy(0, samples, ended[route.sent][places])
 
 
-def _widened(call: _Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
+def _widened(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
     """Compute a call with the delta rule: values beside zeros, state 0 beside I."""
     k, v = call.k, call.v
     d_k, d_v = k.shape[-1], v.shape[-1]
@@ -269,7 +270,7 @@ def _widened(call: _Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
     return _with_states(call, out, before, lambda span: reads[span]), last
 
 
-def _diagonal(call: _Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
+def _diagonal(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
     """Compute a call without the delta rule: a run multiplies its state by all of its gates."""
     plan, g = call.plan, call.g
     out, u = _kernel(call, state)
@@ -288,7 +289,7 @@ def _diagonal(call: _Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _with_states(
-    call: _Call, out: Tensor, before: Tensor, reads: Callable[[slice], Tensor]
+    call: Call, out: Tensor, before: Tensor, reads: Callable[[slice], Tensor]
 ) -> Tensor:
     """Add to outputs `[n, h, d_v]` the products of the states before runs and tokens' reads."""
     tokens, found = [], []
@@ -309,7 +310,7 @@ def _places(spans: list[tuple[int, int]], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(first, first + length) for first, length in spans]).to(device)
 
 
-def _kernel(call: _Call, state: Tensor) -> tuple[Tensor, Tensor]:
+def _kernel(call: Call, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs of tokens and last states of runs that begin with these states."""
     plan, dtype = call.plan, state.dtype
     if call.kernel == "fla" and call.beta is not None:
@@ -322,12 +323,12 @@ def _kernel(call: _Call, state: Tensor) -> tuple[Tensor, Tensor]:
         q, k = normalized(q), normalized(k)
     q, k = (t.repeat_interleave(share, 1) for t in (q * call.scale, k))
     beta = None if call.beta is None else call.beta.to(dtype)
-    size = _CHUNK if call.g.ndim == 2 else _CHUNK_OF_CHANNELS
+    size = call.chunk or (_CHUNK if call.g.ndim == 2 else _CHUNK_OF_CHANNELS)
     grid = plan.once(("grid", size), lambda: Grid.of(plan.spans, size, plan.device))
     return recurrence(q, k, call.v.to(dtype), call.g, beta, state, grid)
 
 
-def _check(
+def check_call(
     name: str,
     plan: RunPlan,
     q: Tensor,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import check_least, checked, checks_of
 from ring_attention_pytorch.geometry.documents import (
     BatchDocuments,
     Borders,
@@ -165,6 +166,34 @@ class RunPlan:
     def mine(self) -> tuple[HeldRun, ...]:
         """The runs of this rank."""
         return self.runs.held[self.ring.rank]
+
+    @checked
+    def explain(self, heads: int, d_k: int, d_v: int) -> str:
+        """Describe this rank's runs, and what a delta rule with such heads exchanges forward.
+
+        Nothing is sent; any rank can call this alone.
+
+        Raises:
+            ValueError: a number is below 1.
+
+        >>> print(RunPlan.make(torch.randn(1, 6), cu_seqlens=[0, 2, 6]).explain(2, 4, 4))
+        rank 0 of 1: 6 tokens, runs of document 0: 0-1; document 1: 0-3
+        no map of a run is sent
+        """
+        with checks_of("RunPlan.explain"):
+            check_least(1, heads=heads, d_k=d_k, d_v=d_v)
+        places = [f"{run.position}-{run.position + run.length - 1}" for run in self.mine]
+        where = [f"document {run.document}: {at}" for run, at in zip(self.mine, places)]
+        tokens = self.runs.batch * self.runs.tokens[self.ring.rank]
+        head = f"rank {self.ring.rank} of {self.ring.size}: {tokens} tokens, runs of "
+        counts = [len(self.runs.sent(rank, False)) for rank in range(self.ring.size)]
+        if not sum(counts):
+            return f"{head}{'; '.join(where) or 'none'}\nno map of a run is sent"
+        each = heads * d_k * (d_k + d_v) * 4 / 1e6
+        return (
+            f"{head}{'; '.join(where) or 'none'}\nmaps of runs: {counts[self.ring.rank]} of "
+            f"{sum(counts)} are sent from here, {each:.3g} MB each; all ranks store them all"
+        )
 
     def agree_once(self, caller: str, **same: Any) -> None:
         """Agree with the other ranks on values, in the first call with them.

@@ -1,6 +1,5 @@
 """Recurrent layers of transformers' models over rings, against transformers in one process."""
 
-import inspect
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -11,19 +10,13 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-import transformers
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from ring_attention_pytorch import shard_batch
 from ring_attention_pytorch.integrations.recurrent import check_calls, recurrent_layers
-from ring_attention_pytorch.integrations.transformers import (
-    RingHFCache,
-    register,
-    ring_forward,
-)
+from ring_attention_pytorch.integrations.transformers import register, ring_forward
 from tests.support import families
 from tests.support.hf import raised
-from tests.support.reference import relative_error
 from tests.support.tiny_models import family_of, model_of
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -31,6 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "NemotronHForCausalLM": dict(layers_block_type=["mamba", "attention", "mlp"]),
     "BambaForCausalLM": dict(attn_layer_indices=[1]),
     "GraniteMoeHybridForCausalLM": dict(layer_types=["mamba", "attention"]),
+    "JambaForCausalLM": dict(attn_layer_offset=1, attn_layer_period=2, expert_layer_period=2),
 }
 
 
@@ -128,76 +122,6 @@ def test_documents_and_states_of_their_own_are_refused() -> None:
     assert "seq_idx was given beside the documents" in act(conv, x, weight, seq_idx=ids)
     text = act(scan, q, q, q, g, g, output_final_state=True)
     assert "was given output_final_state: ring_forward is for whole sequences" in text
-
-
-# the argument's name, which has changed
-CACHE = "past_key_values"
-if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters:
-    CACHE = "cache"
-CACHED: dict[str, dict[str, Any]] = {
-    "Qwen3NextForCausalLM": {},
-    "FalconH1ForCausalLM": {},
-    "NemotronHForCausalLM": FAMILIES["NemotronHForCausalLM"],
-    "JambaForCausalLM": dict(attn_layer_offset=1, attn_layer_period=2, expert_layer_period=2),
-}
-PROMPT, NEW = 23, 5
-
-
-def generated(name: str, ahead: int | None, padded: bool, *, ring: bool = True) -> Any:
-    """Tokens and logits of one process by transformers, or by a cache of ours over the ring.
-
-    With a prompt computed `ahead` in chunks of so many tokens.
-    """
-    register()
-    model = model_of(family_of(name), "ring" if ring else "sdpa", **CACHED[name]).eval()
-    draw = torch.Generator().manual_seed(3)
-    ids = torch.randint(8, 60, (2, PROMPT), generator=draw)
-    mask = (torch.arange(PROMPT) >= torch.tensor([[9], [0]]) * padded).long()
-    given: dict[str, Any] = dict(input_ids=ids * mask + (1 - mask), attention_mask=mask)
-    if ring:
-        given[CACHE] = RingHFCache(model.config, page=2)
-    if ahead is not None:
-        given[CACHE].prefill(model, given["input_ids"], mask, chunk_size=ahead)
-        assert given[CACHE].get_seq_length() == PROMPT - 1
-    found = model.generate(
-        **given, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=1,
-        return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
-    return found.sequences.tolist(), torch.stack(found.logits)
-
-
-def all_ways(cases: list[tuple[str, int | None, bool]]) -> list[Any]:
-    return [generated(*case) for case in cases]
-
-
-def test_hybrids_generate_what_they_do_in_one_process(pools) -> None:
-    cases = [
-        (name, ahead, padded)
-        for name in CACHED
-        for ahead in ((None, 5, 40) if name != "JambaForCausalLM" else (None,))
-        for padded in (False, True)
-    ]
-    want = {(n, p): generated(n, None, p, ring=False) for n in CACHED for p in (False, True)}
-    for found in pools(3).run(all_ways, cases):
-        for (name, ahead, padded), (tokens, logits) in zip(cases, found, strict=True):
-            assert tokens == want[name, padded][0], (name, ahead, padded)
-            assert relative_error(logits, want[name, padded][1]) < 1e-5, (name, ahead, padded)
-
-
-def test_what_states_in_a_cache_cannot_do() -> None:
-    model = tiny().eval()
-    cached = RingHFCache(model.config)
-    ids = torch.arange(3, 12)[None]
-    cached.prefill(model, ids)
-    assert "so none can be removed" in raised(lambda: cached.crop(-1))
-    assert "no assisted decoding" in raised(cached.activate_past_recording)
-    cached.reset()
-    assert cached.get_seq_length() == 0
-    jamba = model_of(family_of("JambaForCausalLM"), "ring", **CACHED["JambaForCausalLM"]).eval()
-    cached = RingHFCache(jamba.config)
-    assert "generate without prefill" in raised(lambda: cached.prefill(jamba, ids))
-    alone = model_of(family_of("BambaForCausalLM"), "ring")
-    assert "the model has no attention" in raised(lambda: RingHFCache(alone.config))
 
 
 def one_token_each() -> str:

@@ -70,7 +70,7 @@ def over_four(file: str, *options: str) -> Done:
     ("launch", "options"),
     [
         (under_torchrun, ["--data-parallel=ddp", "--layout=zigzag"]),
-        (over_four, ["--data-parallel=ddp", "--layout=zigzag"]),
+        (over_four, ["--data-parallel=ddp", "--layout=zigzag", "--layers=ra"]),
         pytest.param(
             over_four, ["--data-parallel=fsdp2", "--layout=striped", "--lookback=20"],
             marks=pytest.mark.thorough,

@@ -8,6 +8,7 @@ import torch
 from ring_attention_pytorch import RingPlan, RunPlan, shard_batch
 from ring_attention_pytorch.geometry.layouts import positions
 from tests.support import threads
+from tests.support.recurrent_cases import Spread
 
 
 def refused(size: int, make) -> str:
@@ -94,3 +95,13 @@ def test_queries_that_are_not_the_whole_sequence_are_refused() -> None:
     plan = RingPlan.make(q, q, q, causal=True, **given)
     with pytest.raises(ValueError, match="need all tokens of a sequence, each on one rank"):
         RunPlan.of(plan)
+
+
+def test_a_plan_says_its_runs_and_what_is_sent() -> None:
+    spread = Spread(2, 8, 1, "zigzag", [[0, 7, 8]])
+    (first, second), _ = threads.run(2, lambda ring: spread.plan(ring).explain(2, 4, 4))
+    assert first.splitlines() == [
+        "rank 0 of 2: 4 tokens, runs of document 0: 0-1; document 0: 6-6; document 1: 0-0",
+        "maps of runs: 1 of 2 are sent from here, 0.000256 MB each; all ranks store them all",
+    ]
+    assert "runs of document 0: 2-5" in second

@@ -176,7 +176,14 @@ CALLS: dict[str, Callable[[], Call]] = {
     "Mamba2.forward": lambda: Call(
         R.Mamba2(**SIZES).forward, dict(x=ONE, plan=R.RunPlan.make(ONE))
     ),
+    "GatedDeltaNet.read": lambda: Call(
+        R.GatedDeltaNet(**SIZES).read, dict(x=ONE, mask=None, plan=R.RunPlan.make(ONE), before=None)
+    ),
+    "Mamba2.read": lambda: Call(
+        R.Mamba2(**SIZES).read, dict(x=ONE, mask=None, plan=R.RunPlan.make(ONE), before=None)
+    ),
     "RunPlan.make": to(R.RunPlan.make, x=Q),
+    "RunPlan.explain": of(run_plan, "explain", heads=2, d_k=4, d_v=4),
     "ring_scan": lambda: Call(
         R.ring_scan,
         dict(m=Q[..., 0, 0], u=Q, plan=run_plan(), initial=Q),

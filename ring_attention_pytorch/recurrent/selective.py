@@ -1,0 +1,60 @@
+"""Mamba 1 over runs: a gate for each channel and each of its states."""
+
+from torch import Tensor
+
+from ring_attention_pytorch.recurrent.layers import Call, check_call, computed
+from ring_attention_pytorch.recurrent.plan import RunPlan
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+
+_CHUNK = 4  # tokens; each takes memory for that many times all channels' states
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    plan: RunPlan,
+    skip: Tensor | None = None,
+    final: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the state space of Mamba 1 for sequences whose shards are runs of tokens.
+
+    The state of a channel is s = exp(dt a) s + dt x b after each token, and the output the product
+    of s and c (Gu and Dao 2023, "Mamba"). All ranks of the ring call this together, in plain
+    PyTorch.
+
+    Args:
+        x, dt: `[b, n, channels]`, this rank's tokens; dt after softplus, at least 0.
+        a: `[channels, d]`, negative.
+        b, c: `[b, n, d]`.
+        plan: from `RunPlan.make` or `RunPlan.of`.
+        skip: `[channels]`, a factor of x that is added to the output (D); None is 0.
+        final: also return the states after each sample.
+
+    Returns:
+        `[b, n, channels]` in the dtype of x; and float32 `[b, channels, d]` (float64 if x is), the
+        same on all ranks, or None.
+
+    Raises:
+        ValueError: shapes don't fit, or ranks differ.
+
+    >>> import torch
+    >>> x, b = torch.randn(1, 6, 3), torch.randn(1, 6, 2)
+    >>> selective_scan(x, x.abs(), -torch.ones(3, 2), b, b, plan=RunPlan.make(x))[0].shape
+    torch.Size([1, 6, 3])
+    """
+    wide = accumulation_dtype(x.dtype)
+    values, dt, a = x.to(wide), dt.to(wide), a.to(wide)
+    plan.check_tokens("selective_scan", x=x, dt=dt)
+    q, k, v = c[:, :, None], b[:, :, None], (values * dt)[..., None]
+    g = dt[..., None] * a
+    check_call("selective_scan", plan, q, k, v, None, g=(g, 4))
+    call = Call(q, k, v, g, None, None, final, plan, "eager", chunk=_CHUNK)
+    out, last = computed(call)
+    out = out.squeeze(-1)
+    if skip is not None:
+        out = out + values * skip.to(wide)
+    return out.to(x.dtype), None if last is None else last.squeeze(-1)

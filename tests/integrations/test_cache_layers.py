@@ -1,0 +1,88 @@
+"""Hybrids of transformers generate from a spread cache what they generate in one process."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from ring_attention_pytorch.integrations.transformers import RingHFCache, register
+from tests.support.hf import raised
+from tests.support.reference import relative_error
+from tests.support.tiny_models import family_of, model_of
+
+# the argument's name, which has changed
+CACHE = "past_key_values"
+if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters:
+    CACHE = "cache"
+CACHED: dict[str, dict[str, Any]] = {
+    "Qwen3NextForCausalLM": {},
+    "FalconH1ForCausalLM": {},
+    "NemotronHForCausalLM": dict(layers_block_type=["mamba", "attention", "mlp"]),
+    "JambaForCausalLM": dict(attn_layer_offset=1, attn_layer_period=2, expert_layer_period=2),
+}
+PROMPT, NEW = 23, 5
+
+
+def generated(name: str, ahead: int | None, padded: bool, *, ring: bool = True) -> Any:
+    """Tokens and logits of one process by transformers, or by a cache of ours over the ring.
+
+    With a prompt computed `ahead` in chunks of so many tokens.
+    """
+    register()
+    model = model_of(family_of(name), "ring" if ring else "sdpa", **CACHED[name]).eval()
+    draw = torch.Generator().manual_seed(3)
+    ids = torch.randint(8, 60, (2, PROMPT), generator=draw)
+    mask = (torch.arange(PROMPT) >= torch.tensor([[9], [0]]) * padded).long()
+    given: dict[str, Any] = dict(input_ids=ids * mask + (1 - mask), attention_mask=mask)
+    if ring:
+        given[CACHE] = RingHFCache(model.config, page=2)
+    if ahead is not None:
+        given[CACHE].prefill(model, given["input_ids"], mask, chunk_size=ahead)
+        assert given[CACHE].get_seq_length() == PROMPT - 1
+    found = model.generate(
+        **given, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=1,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    return found.sequences.tolist(), torch.stack(found.logits)
+
+
+def all_ways(cases: list[tuple[str, int | None, bool]]) -> list[Any]:
+    return [generated(*case) for case in cases]
+
+
+def test_hybrids_generate_what_they_do_in_one_process(pools) -> None:
+    cases = [
+        (name, ahead, padded)
+        for name in CACHED
+        for ahead in ((None, 5, 40) if name != "JambaForCausalLM" else (None, 40))
+        for padded in (False, True)
+    ]
+    want = {(n, p): generated(n, None, p, ring=False) for n in CACHED for p in (False, True)}
+    for found in pools(3).run(all_ways, cases):
+        for (name, ahead, padded), (tokens, logits) in zip(cases, found, strict=True):
+            assert tokens == want[name, padded][0], (name, ahead, padded)
+            assert relative_error(logits, want[name, padded][1]) < 1e-5, (name, ahead, padded)
+
+
+def test_what_states_in_a_cache_cannot_do() -> None:
+    register()
+    model = model_of(family_of("Qwen3NextForCausalLM"), "ring").eval()
+    cached = RingHFCache(model.config)
+    ids = torch.arange(3, 12)[None]
+    cached.prefill(model, ids)
+    assert "so none can be removed" in raised(lambda: cached.crop(-1))
+    cached.reset()
+    assert cached.get_seq_length() == 0
+    lookup = dict(prompt_lookup_num_tokens=3, max_new_tokens=9, **{CACHE: cached})
+    assert "not supported with stateful models" in raised(lambda: model.generate(ids, **lookup))
+    jamba = model_of(family_of("JambaForCausalLM"), "ring", **CACHED["JambaForCausalLM"]).eval()
+    cached = RingHFCache(jamba.config)
+    text = raised(lambda: cached.prefill(jamba, ids, chunk_size=4))
+    assert "leave chunk_size out" in text
+    alone = model_of(family_of("BambaForCausalLM"), "ring")
+    assert "the model has no attention" in raised(lambda: RingHFCache(alone.config))
