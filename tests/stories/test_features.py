@@ -52,7 +52,7 @@ def often(names: tuple[str, ...]) -> Any:
     return pytest.param(names, marks=[pytest.mark.thorough] * bool(rare))
 
 
-@pytest.mark.parametrize("names", map(often, PAIRS), ids=" + ".join)
+@pytest.mark.parametrize("names", [*map(often, PAIRS)], ids=" + ".join)
 def test_any_two_features_together(names):
     number = PAIRS.index(names)
     if (why := REFUSED.get(frozenset(names))) is not None:
