@@ -6,10 +6,10 @@
 
 Times are medians in milliseconds, of the slowest rank, forward and backward together. `merges` has
 GPU time, all bytes that are read and written once a second beside those of a copy, and errors
-against float64. `shared` has the time over that of the video alone, and of its keys and the text's
-in one tensor; `diffusion` that over two causal calls by the same kernel; `steps` that over causal
-attention, with the tiles of a direction and the launches of attention in both. `errors` compares
-shared keys with dense attention in float64.
+against float64; `halves` two merged calls beside one. `shared` has the time over that of the video
+alone, and of its keys and the text's in one tensor; `diffusion` that over two causal calls by the
+same kernel; `steps` that over causal attention, with the tiles of a direction and the launches of
+attention in both. `errors` compares shared keys with dense attention in float64.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -101,6 +101,31 @@ def merge_of(number: int, n: int, copy: float, o: Namespace, drawn: Drawn) -> It
         yield (
             f"merge of {number}, {n} x {heads} x {o.dim}, {way}: {time:.3f} ms, "
             f"{size / time / 1e6:.0f} GB/s, {size / time / copy:.2f} of a copy, error {error:.1e}"
+        )
+
+
+def halves(o: Namespace, drawn: Drawn) -> Iterator[str]:
+    """Two calls with half of the keys each, merged, beside one call."""
+    n = 2 * o.tokens
+    q, k, v = drawn(n, o.heads[0], o.dim), *(drawn(n, o.heads[1], o.dim) for _ in range(2))
+    half = n // 2
+    for kernel in o.kernels:
+        how: dict[str, Any] = dict(kernel=kernel, cross=True)
+        one = RingPlan.make(q, k, v, **how)
+        plan = RingPlan.make(q, k[:, :half], v[:, :half], **how)
+
+        def merged(plan: RingPlan = plan) -> Tensor:
+            first = ring_attn(q, k[:, :half], v[:, :half], plan=plan, return_lse=True)
+            other = ring_attn(q, k[:, half:], v[:, half:], plan=plan, return_lse=True)
+            return merge_attention(*first, *other)[0]
+
+        def whole(one: RingPlan = one) -> Tensor:
+            return ring_attn(q, k, v, plan=one)
+
+        times = [milliseconds(both_ways(each, (q, k, v)), o) for each in (whole, merged)]
+        yield (
+            f"two halves of {n} keys, {one.kernel.name}: {times[1]:.3f} ms, "
+            f"{times[1] / times[0]:.3f} of one call"
         )
 
 
@@ -281,7 +306,7 @@ def diffusion(o: Namespace, drawn: Drawn) -> Iterator[str]:
         )
 
 
-PARTS = {f.__name__: f for f in (merges, shared, diffusion, steps, errors)}
+PARTS = {f.__name__: f for f in (merges, halves, shared, diffusion, steps, errors)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -308,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return torch.randn(1, *shape, device=o.on, dtype=o.dtype).requires_grad_()
 
         for name in o.only:
-            if dist.is_initialized() and name in ("merges", "steps"):
+            if dist.is_initialized() and name in ("merges", "halves", "steps"):
                 continue  # of one GPU
             for line in PARTS[name](o, drawn):
                 if is_first() or name == "errors":

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.support import threads
-from tests.support.features import FEATURES, LAYOUTS, Problem
+from tests.support.features import EVERY, LAYOUTS, Problem
 
 HERE = Path(__file__).parent
 SUMMARY_AT, PAGE_AT = HERE / "what-works.md", HERE / "what-works-layouts.md"
@@ -55,7 +55,9 @@ The precision of float64 is about 1e-16, of float32 about 1e-7.
 [A table of each layout and transport](what-works-layouts.md). `eager` and `sdpa` run in float64 on
 three or four ranks, `triton` in float32 on one rank through Triton's interpreter. Kernels that need
 a GPU are tested on GPUs (`tests/gpu`); [Kernels](kernels.md) lists the features of each.
-`tests/stories/test_features.py` also checks every pair of features.
+`tests/stories/test_features.py` also checks every pair of features. The last two rows are
+[attention in parts](guide/parts-of-attention.md): `shared_keys`, and three calls that are merged by
+`merge_attention`.
 
 Written by `TRITON_INTERPRET=1 python -m docs.what_works`.
 """
@@ -79,7 +81,7 @@ def measured(feature: str, layout: str, column: str) -> str:
     """One field of the table."""
     kernel, size, how, dtype = COLUMNS[column]
     try:
-        errors = Problem(FEATURES[feature], dtype).errors(size, layout, kernel, **how)
+        errors = Problem(EVERY[feature], dtype).errors(size, layout, kernel, **how)
     except ValueError as error:
         return reason(str(error), kernel)
     forward = max(error for name, error in errors.items() if name in ("out", "lse"))
@@ -97,7 +99,7 @@ def reason(error: str, kernel: str) -> str:
 def all_measured() -> Rows:
     """Each feature in each layout."""
     rows = {}
-    for feature in FEATURES:
+    for feature in EVERY:
         for layout in LAYOUTS:
             places = [layout if column.size > 1 else "contiguous" for column in COLUMNS.values()]
             rows[feature, layout] = [measured(feature, *at) for at in zip(places, COLUMNS)]
@@ -128,7 +130,7 @@ def summary(rows: Rows) -> str:
     """A row for each feature, a column for each kernel."""
     kernels = dict.fromkeys(column.kernel for column in COLUMNS.values())
     lines = [" | ".join(["feature", *kernels]), " | ".join(["---"] * (1 + len(kernels)))]
-    for feature in FEATURES:
+    for feature in EVERY:
         found = []
         for kernel in kernels:
             fields = []

@@ -140,8 +140,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             query_positions also causal and window.
         query_positions, key_positions: int `[n]` and `[m]`, the positions for causal and window if
             keys belong to another sequence; less than 2 ** 30 from 0. Best in few runs that ascend
-            by one, or of queries in steps, (t // B) * B: each pair of runs makes a tile, and the
-            kernel "triton" joins those of steps.
+            by one: each pair of runs makes a tile, and so does each step of queries in steps, (t //
+            B) * B, for which the kernel "triton" is the fastest.
         shared_keys: `(k [b, s, h_kv, d], v [b, s, h_kv, d_v])`, the same on all ranks: keys beside
             those of the sequence, in the same softmax, such as text beside video, registers or
             memory tokens. All queries see all of them: causal, window, documents, prefix, mask_mod

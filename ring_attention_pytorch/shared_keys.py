@@ -83,13 +83,13 @@ def _compare(plan: RingPlan, k: Tensor, v: Tensor) -> None:
     agree(plan.ring, "ring attention", values)
 
 
-def _apart(plan: RingPlan, *given: Tensor | None) -> tuple[Tensor, Tensor]:
+def _apart(plan: Any, *given: Any) -> tuple[Tensor, Tensor]:
     """Compute the same as two calls, merged by autograd, any number of times differentiable."""
-    q, k, v, sinks, beside, *shared = given
+    q, k, v, sinks, beside, shared_k, shared_v = given
     of_ring = attention(plan, q, k, v, sinks, return_lse=True)
-    if plan.ring.size > 1 and needs_derivatives(shared):
-        shared = _Shared.apply(plan.ring, *shared)
-    of_shared = attention(plan.shared, beside, *shared, None, return_lse=True)
+    if plan.ring.size > 1 and needs_derivatives((shared_k, shared_v)):
+        shared_k, shared_v = _Shared.apply(plan.ring, shared_k, shared_v)
+    of_shared = attention(plan.shared, beside, shared_k, shared_v, None, return_lse=True)
     return merge_attention(*of_ring, *of_shared)
 
 
@@ -114,6 +114,8 @@ class _Joint(Function):
         dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
         asked = ctx.needs_input_grad[1:]
         if not is_first_order():
+            # views: both q can be one tensor, whose gradients autograd will add
+            given = [None if t is None else t.view_as(t) for t in given]
             leaves = [t for t, wanted in zip(given, asked) if wanted]
             along = dout, torch.zeros_like(lse) if dlse is None else dlse
             grads = torch.autograd.grad(_apart(plan, *given), leaves, along, create_graph=True)

@@ -179,6 +179,16 @@ def test_they_can_be_differentiated_twice():
     assert torch.autograd.gradgradcheck(attend, given)
 
 
+def test_first_derivatives_are_the_same_where_there_will_be_second_ones():
+    given = [t.clone().requires_grad_() for t in drawn()[:5]]
+    out = ring_attn(*given[:3], shared_keys=(given[3], given[4]), kernel="eager", causal=True)
+    grads = [
+        torch.autograd.grad(out.sin().sum(), given, retain_graph=True, create_graph=twice)
+        for twice in (False, True)
+    ]
+    assert max(map(relative_error, *grads)) < 1e-14
+
+
 def second(ring: Ring) -> list[Tensor]:
     """The gradient of a penalty on gradients of shared keys, which is the whole's."""
     at = positions("contiguous", rank=ring.rank, ring_size=ring.size, length=N)

@@ -179,6 +179,8 @@ def _differentiable(
     dlse: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of sinks and parts as functions that can be differentiated again."""
+    # views: a tensor can be given twice, and autograd will add its gradients
+    sinks, parts = None if sinks is None else sinks.view_as(sinks), [t.view_as(t) for t in parts]
     given = [t for t, asked in zip((sinks, *parts), needed) if asked and t is not None]
     found = iter(torch.autograd.grad(_plain(parts, sinks), given, (dout, dlse), create_graph=True))
     return tuple([next(found) if asked else None for asked in needed])

@@ -59,11 +59,13 @@ def test_merging_can_be_differentiated_twice() -> None:
 # --- shared keys ---
 
 
-def shared(ring: Ring, kernel: str | None, transport: str | None, ulysses: int) -> dict[str, str]:
+def shared(
+    ring: Ring, kernel: str | None, transport: str | None, ulysses: int, causal: bool = True
+) -> dict[str, str]:
     """Of one rank's results, those that are worse than their dtype allows."""
     whole = [t.cpu() for t in drawn((B, N, H, D), *[(B, N, G, D)] * 2, *[(B, S, G, D)] * 2)]
     dout = drawn((B, N, H, D))[0].cpu()
-    mask = torch.arange(S) < torch.tensor([[S], [9]])
+    mask = torch.arange(S) < torch.tensor([[S], [S if kernel == "sdpa-cudnn" else 9]])
     beside = torch.cat((torch.ones(B, N) > 0, mask), 1)
     at_keys = torch.cat((torch.arange(N), torch.full((S,), -1)))
     answers = []
@@ -71,7 +73,7 @@ def shared(ring: Ring, kernel: str | None, transport: str | None, ulysses: int) 
         leaves = [t.bfloat16().to(dtype).requires_grad_() for t in whole]
         q, *kv = leaves
         keys, values = torch.cat((kv[0], kv[2]), 1), torch.cat((kv[1], kv[3]), 1)
-        how: dict[str, Any] = dict(causal=True, positions=(torch.arange(N), at_keys))
+        how: dict[str, Any] = dict(causal=causal, positions=(torch.arange(N), at_keys))
         out, _ = dense_attention(q, keys, values, key_mask=beside, **how)
         grads = torch.autograd.grad(out, leaves, dout.bfloat16().to(dtype))
         answers.append([out.detach(), *grads])
@@ -79,7 +81,8 @@ def shared(ring: Ring, kernel: str | None, transport: str | None, ulysses: int) 
     own = [t[:, at] for t in whole[:3]] + whole[3:]
     leaves = [t.to("cuda", torch.bfloat16).requires_grad_() for t in own]
     out = ring_attn(
-        *leaves[:3], shared_keys=(leaves[3], leaves[4]), shared_key_mask=mask.cuda(), causal=True,
+        *leaves[:3], shared_keys=(leaves[3], leaves[4]), causal=causal,
+        shared_key_mask=None if mask.all() else mask.cuda(),
         layout="zigzag", group=ring, kernel=kernel, transport=transport, ulysses=ulysses,
     )  # fmt: skip
     grads = torch.autograd.grad(out, leaves, dout[:, at].to("cuda", torch.bfloat16))
@@ -94,9 +97,49 @@ def shared(ring: Ring, kernel: str | None, transport: str | None, ulysses: int) 
     return {name: why for name, why in zip(names, said) if why is not None}
 
 
-@pytest.mark.parametrize("kernel", [None, "triton", "eager"])
-def test_shared_keys_on_one_gpu(kernel: str | None) -> None:
-    assert not shared(Ring.alone(), kernel, None, 1)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kernel", [None, "triton", "eager", "sdpa-cudnn"])
+def test_shared_keys_on_one_gpu(kernel: str | None, causal: bool) -> None:
+    if kernel == "sdpa-cudnn" and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("cuDNN's kernel is for Hopper and later")
+    assert not shared(Ring.alone(), kernel, None, 1, causal)
+
+
+def test_graphs_replay_the_rings_part_beside_shared_keys() -> None:
+    leaves = [t.bfloat16() for t in drawn((B, N, H, D), *[(B, N, G, D)] * 2, *[(B, S, G, D)] * 2)]
+    plan = RingPlan.make(
+        *leaves[:3], shared_keys=(leaves[3], leaves[4]), causal=True, group=Ring.alone()
+    )
+    graphed = plan.in_graphs()
+    for number in range(4):
+        found = []
+        for each in (plan, graphed):
+            given = [(t + number).requires_grad_() for t in leaves]
+            out = ring_attn(*given[:3], shared_keys=(given[3], given[4]), plan=each)
+            found.append([out, *torch.autograd.grad(out.square().sum(), given)])
+        assert all(relative_error(a, b) < 1e-2 for a, b in zip(*found)), number
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kernel", ["sdpa-cudnn", "sdpa-flash", "triton"])
+def test_parts_of_kernels_that_know_no_gradient_of_lse(kernel: str, dtype: torch.dtype) -> None:
+    if kernel == "sdpa-cudnn" and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("cuDNN's kernel is for Hopper and later")
+    leaves = [t.to(dtype) for t in drawn((B, N, H, D), *[(B, N, G, D)] * 2)]
+    dout, dlse = drawn((B, N, H, D))[0].to(dtype), drawn((B, H, N))[0]
+    dout[:, ::3] = 0  # of which lse alone has a gradient
+    found = []
+    for wide in (False, True):
+        q, k, v = given = [(t.double() if wide else t).detach().requires_grad_() for t in leaves]
+        how: dict[str, Any] = dict(kernel="eager" if wide else kernel, group=Ring.alone())
+        parts: list[Tensor] = []
+        for part in (slice(100), slice(100, N)):
+            parts += ring_attn(q, k[:, part], v[:, part], cross=True, return_lse=True, **how)
+        both = merge_attention(*parts)
+        grads = torch.autograd.grad(both, given, (dout.to(both[0]), dlse.to(both[1])))
+        found.append([*both, *grads])
+    for got, want in zip(*found):
+        assert relative_error(got, want) < 4 * torch.finfo(dtype).eps
 
 
 def shared_over_all(kernel: str | None, transport: str | None, ulysses: int) -> dict[str, str]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import merge_attention
+from ring_attention_pytorch.runtime import merging
 from tests.support.interpreter import needs_triton
 from tests.support.reference import dense_attention, relative_error
 
@@ -72,6 +73,13 @@ def test_merging_can_be_differentiated_twice():
     assert torch.autograd.gradgradcheck(merged, leaves)
 
 
+def test_a_part_that_is_given_twice_has_the_gradient_of_each_place():
+    out, lse = torch.ones(1, 1, 1, 2).requires_grad_(), torch.zeros(1, 1, 1).requires_grad_()
+    parts, along = (out, lse, out, lse), (torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
+    found = merging._differentiable([False, True, False, True, False], None, parts, *along)
+    assert found[1].tolist() == found[3].tolist() == [[[[0.5, 0.5]]]]
+
+
 @pytest.mark.parametrize("far", [0.0, 90.0, 1e4, 1e30])
 def test_nothing_overflows_however_far_two_lse_are_apart(far):
     out, lse = torch.ones(1, 1, 1, 2, requires_grad=True), torch.zeros(1, 1, 1, requires_grad=True)
@@ -128,7 +136,6 @@ def test_sinks_that_are_not_of_each_head_are_refused():
 
 def worst_of_kernels(number: int, dtype: torch.dtype) -> list[str]:
     """Results of our kernels, of so many parts, that are not the plain ones' in float64."""
-    from ring_attention_pytorch.runtime import merging
     from ring_attention_pytorch.runtime._triton_rowwise import fused_merge_
 
     merging.merge_ = fused_merge_

@@ -59,12 +59,17 @@ def features(n: int = N) -> dict[str, Feature]:
 
 
 FEATURES = features()
+PARTS: dict[str, Feature] = {  # several calls of a kernel, merged
+    "shared keys": dict(shared=5, shared_masked=True),
+    "merged parts": dict(parts=3),
+}
+EVERY = FEATURES | PARTS
 
 
 def together(names: Iterable[str], n: int = N, **sizes: int) -> Feature:
     merged: Feature = dict(length=n, **sizes)
     for name in names:
-        merged |= features(n)[name]
+        merged |= (features(n) | PARTS)[name]
     return merged
 
 

@@ -30,7 +30,7 @@ ASKED = (None, "ring", "gather")  # transports that a call can name
 # what each tensor's and result's second dimension is along, if that is tokens; and of lse the last
 OF_QUERIES = ("q", "dq", "out", "dout", "documents")
 OF_ALL = (  # the same on every rank
-    "sinks", "dsinks", "alibi", "shared_k", "shared_v", "shared_mask", "dshared_k", "dshared_v",
+    "sinks", "dsinks", "alibi", "shared_k", "shared_v", "shared_mask",
 )  # fmt: skip
 
 
@@ -296,6 +296,8 @@ class Case(language.Case):
 
     def tokens(self, name: str, rank: int, size: int) -> Tokens:
         queries, keys = self.places(rank, size)
+        if name in ("dshared_k", "dshared_v"):  # sums already, on each rank
+            return 1, torch.arange(self.shared)
         if name in OF_ALL:
             return None
         if name in ("lse", "dlse"):
