@@ -162,11 +162,9 @@ class Documents:
 
     def positions(self, segments: Segments) -> Tensor:
         """Return each held token's position in its document, int64 `[n]`."""
-        positions = torch.empty(count(segments), dtype=torch.long)
-        for pieces in self.pieces(segments).values():
-            for start, segment in pieces:
-                positions[start : start + segment.length] = segment_positions((segment,))
-        return positions
+        at = segment_positions(segments)
+        runs = torch.searchsorted(torch.tensor(self.starts), at, right=True) - 1
+        return at - torch.tensor(self.offsets)[runs]
 
     def head(self, length: int) -> "Documents":
         """Return the documents of the first `length` tokens."""

@@ -37,7 +37,6 @@ class RingMask:
         self.forward: Any = forward
         self.visible: Visible = visible or _ALL
         self.error: ValueError | None = error
-        self.compared = False  # True once ranks have compared it
 
     def __getattr__(self, name: str) -> Any:
         raise _looked_into(name)

@@ -265,9 +265,8 @@ class RingForward:
         error = mask.error or error_of(partial(check_call, mask.visible, given))
         if error is None and self.check_positions and not self.call.are_placed(layer, positions):
             error = ValueError(_NO_POSITIONS)
-        if error is not None or not mask.compared:
-            mask.compared = True
-            self.agree_in_block(error, mask=[*mask.visible])
+        if error is not None:
+            self.agree_in_block(error)  # the masks are compared with the plan
 
     def check_whole(
         self, given: Tensor | None, q_length: int, kv_length: int, offsets: tuple[Any, Any]

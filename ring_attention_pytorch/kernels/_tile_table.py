@@ -11,6 +11,9 @@ from torch import Tensor
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.runtime.graph_pool import outside_graph_pool
 from ring_attention_pytorch.runtime.interfaces import Tiles
+from ring_attention_pytorch.runtime.uploads import uploaded
+
+_ALIGNED = 4  # ints: kernels are compiled for tables that begin at a multiple of 16 bytes
 
 
 class TileTable(NamedTuple):
@@ -53,12 +56,14 @@ def _make_table(
     every: int | None,
     device: torch.device,
 ) -> TileTable:
-    def upload() -> list[Tensor]:
-        # from pageable memory: the copy ends before this returns, so any stream may read the table
-        return [t.to(device, torch.int32) for t in _tables(tiles, side, block, every)]
-
-    of_tiles, of_blocks = outside_graph_pool(upload, device)
-    return TileTable(of_tiles, of_blocks, len(of_blocks))
+    of_tiles, of_blocks = _tables(tiles, side, block, every)
+    filler = of_tiles.new_zeros(-of_tiles.numel() % _ALIGNED)
+    both = torch.cat((of_tiles.flatten(), filler, of_blocks.flatten())).int()
+    there = outside_graph_pool(lambda: uploaded(both, device), device)
+    at = of_tiles.numel() + len(filler)
+    return TileTable(
+        there[: of_tiles.numel()].view_as(of_tiles), there[at:].view_as(of_blocks), len(of_blocks)
+    )
 
 
 def _tables(

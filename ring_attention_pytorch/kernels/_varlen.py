@@ -28,6 +28,7 @@ from ring_attention_pytorch.kernels._flash import aligned, from_bottom_right
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.graph_pool import outside_graph_pool
 from ring_attention_pytorch.runtime.interfaces import Tiles
+from ring_attention_pytorch.runtime.uploads import uploaded
 
 _MOST = 256  # sequences per call: with more, flash-attn 4 looks them up in another way
 _FEW = 2  # so few tiles are calls of their own: with lengths the kernel is a twentieth slower
@@ -247,8 +248,7 @@ def _on_device(lists: Sequence[Sequence[int]], device: torch.device) -> list[Ten
     """Copy lists to the device as int32 in one copy, each aligned for kernels."""
     each = [torch.tensor(numbers, dtype=torch.int32) for numbers in lists]
     padded = [F.pad(t, (0, -len(t) % _ALIGNED)) for t in each]
-    # from pageable memory: the copy ends before this returns, so any stream may read it
-    moved = torch.cat(padded).to(device).split([len(t) for t in padded])
+    moved = uploaded(torch.cat(padded), device).split([len(t) for t in padded])
     return [t[: len(numbers)] for t, numbers in zip(moved, lists)]
 
 

@@ -11,7 +11,7 @@ would recompute checkpointed layers with that one.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -57,6 +57,8 @@ class Placement:
         whole_mask: identifies the masks of whole batches; None if it has not been compared.
         digest: identifies whole batches, the same on all ranks; None likewise.
         wholes: results of whole sequences made in the block: means over all ranks, gathered parts.
+        plans: of calls in the block without a plan, by cache key. Its ranks agreed on each when it
+            was first needed here; later layers take it as if it were given.
     """
 
     ring: Ring
@@ -67,6 +69,7 @@ class Placement:
     whole_mask: int | None = None
     digest: int | None = None
     wholes: list[str] = field(default_factory=list, repr=False)
+    plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @cached_property
     def held(self) -> int:
@@ -79,6 +82,9 @@ class Placement:
 
     def __exit__(self, *_: object) -> None:
         _open.remove((threading.get_ident(), self))
+        if self.plans:
+            self.plans.clear()  # they keep memory
+            self.ring.steps.passed_by.clear()
         _ended.add(self)
 
     def check_call(self, ring: Ring, n: int, given: Mapping[str, Any]) -> None:

@@ -5,19 +5,22 @@ Each owner of plans has a `PlanCache`:
     whose                                        plans of                     how many
     this process (`find`)                        calls without a plan         8 kinds
     a plan                                       its layers                   256
+    a batch's block (`of_block`)                 calls in it without a plan   all, until it ends
     a module with `in_graphs=True`               batches, with graphs         4 kinds
     a cache, a batch's block, a routing plan,    all that use it              all, while it exists
     a chunk of a prompt, a group that decodes
 
 Layers without a plan share one of this process, and so do batches with equal cache keys. Ranks
 exchange notes for each of these nonetheless: another rank may want something different. They use a
-cached plan only if all of them have found the one that they made together.
+cached plan only if all of them have found the one that they made together. In a batch's block they
+do so for the first layer of a kind; the others use its plan as one that was given.
 """
 
 import atexit
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 
@@ -26,7 +29,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ring_attention_pytorch.plan.options import Call
-from ring_attention_pytorch.plan.placement import placed
+from ring_attention_pytorch.plan.placement import current, placed
 from ring_attention_pytorch.plan.proposal import Proposal, memory_left
 from ring_attention_pytorch.ranks.agreement import with_type_name
 from ring_attention_pytorch.ranks.ring import Ring
@@ -104,9 +107,15 @@ atexit.register(_plans.clear)  # before process groups go
 
 
 def cache_key(
-    ring: Ring, given: tuple[Tensor, ...], options: Mapping[str, Any], also: Mapping[str, Any]
+    ring: Ring,
+    given: tuple[Tensor, ...],
+    options: Mapping[str, Any],
+    also: Mapping[str, Any],
+    memory: bool = True,
 ) -> Hashable:
     """Return all that a plan depends on; None if it may depend on more, as on tensors' values.
+
+    Without `memory` it leaves out how much of that is free.
 
     >>> q = torch.empty(1, 6, 2, 4)
     >>> alike = [cache_key(Ring(), (q, q, q), dict(causal=on), {}) for on in (True, True, False)]
@@ -123,7 +132,7 @@ def cache_key(
         of_shared = tuple(map(_seen, shared))
         values = tuple([of_shared if value is shared else value for value in values])
     types = tuple(map(type, values))
-    chooses = options.get("transport") is None and options.get("memory") is None
+    chooses = memory and options.get("transport") is None and options.get("memory") is None
     if any(map(is_functorch_wrapped_tensor, given)) or _has_tensors(types):
         return None
     drawn = options.get("dropout") or options.get("mask_mod") is not None
@@ -140,6 +149,29 @@ def cache_key(
     except TypeError:  # a list of borders, say
         return None
     return key
+
+
+def of_block(
+    ring: Ring,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    options: Mapping[str, Any],
+    also: Mapping[str, Any],
+) -> tuple[dict[Hashable, Any], Hashable]:
+    """Return the plans of the batch's block, and such a call's key there; None if it has none.
+
+    The batch's own mask is no part of the key: all calls in the block have that one. Nor is the
+    free memory, which differs between ranks and layers.
+    """
+    if (block := current()) is None:
+        return {}, None
+    with suppress(Exception):  # `find` reports it
+        options = placed(ring, qkv[0], options)
+        own = options.get("key_mask")
+        if own is not None and own is block.key_mask:
+            options = {**options, "key_mask": None}
+        key = cache_key(ring, qkv, options, also, memory=False)
+        return block.plans, key and (key, own is None)
+    return block.plans, None
 
 
 # a rank's part in the agreement on a plan: the cache key, a proposal, and its cached plan, if there

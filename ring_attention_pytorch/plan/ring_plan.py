@@ -23,13 +23,8 @@ from ring_attention_pytorch.plan.checks import Expected, Signature, check_tensor
 from ring_attention_pytorch.plan.masks import Seen, by_sample, positions_seen, reached, seen_by_any
 from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.packing import whole_packing
-from ring_attention_pytorch.plan.placement import (
-    OwnMask,
-    Placement,
-    attention_ring,
-    block_of,
-)
-from ring_attention_pytorch.plan.plan_cache import PlanCache, find, keep
+from ring_attention_pytorch.plan.placement import OwnMask, Placement, attention_ring, block_of
+from ring_attention_pytorch.plan.plan_cache import PlanCache, find, keep, of_block
 from ring_attention_pytorch.plan.prepare import (
     TransportChoice,
     place_tokens,
@@ -156,19 +151,26 @@ class RingPlan:
         """
         # within a transform of torch.func new tensors are wrapped, and have no memory to send
         with torch._C._DisableFuncTorch(), spanned("ring attention, plan", q.device):
-            ring = attention_ring(group)
-            key, mine, kept, wrong = find(ring, (q, k, v), options, also or {})
+            ring, qkv = attention_ring(group), (q, k, v)
+            known, again = of_block(ring, qkv, options, also or {})
+            if (plan := known.get(again)) is not None:
+                return plan
+            key, mine, kept, wrong = find(ring, qkv, options, also or {})
             number = 0 if kept is None else kept.agreed.number
             own = {**mine.own, "plan": number}
             lengths = agree(ring, "ring attention", mine.must_match, own, wrong)
             if kept is not None and all(rank["plan"] == number for rank in lengths):
-                return kept
-            if kept is not None:  # by another rank it was not found
-                mine = mine._replace(shaped=tuple(map(like_autocast, (q, k, v))))
-            with ring.call("making a plan"):
-                plan = cls._agreed(ring, mine, lengths)
-            if key is not None:
-                keep(key, mine, plan)
+                plan = kept
+            else:
+                if kept is not None:  # by another rank it was not found
+                    mine = mine._replace(shaped=tuple(map(like_autocast, qkv)))
+                with ring.call("making a plan"):
+                    plan = cls._agreed(ring, mine, lengths)
+                if key is not None:
+                    keep(key, mine, plan)
+            if again is not None:  # later layers in the block don't agree any more
+                known[again] = plan
+                ring.steps.passed_by.add("ring attention")
             return plan
 
     @classmethod
@@ -351,11 +353,8 @@ class RingPlan:
             return None
         known = self._shared.calls
         if back not in known:
-            calls = 0
-            for keys in self.schedule.positions(back, self.place):
-                _, visible = self.tiles(keys)[0]
-                calls += bool(visible)
-            known[back] = calls
+            blocks = self.schedule.positions(back, self.place)
+            known[back] = sum(bool(self.tiles(keys)[0][1]) for keys in blocks)
         return known[back]
 
     @property

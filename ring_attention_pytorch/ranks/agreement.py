@@ -125,7 +125,8 @@ def agree(
     """Return the `own` numbers of each rank of the ring, once `same` is the same on all of them.
 
     `check` raises if this rank finds an error by itself. Then every rank of the group raises it,
-    and none is left waiting. Error texts number ranks by the group. `everywhere` must be the same
+    and none is left waiting; except in a batch's block whose ranks have agreed on this call before:
+    there it is as with a plan. Error texts number ranks by the group. `everywhere` must be the same
     in all rings of the group, because it decides the next exchange. A `MustMatch` has both, and can
     be passed again.
 
@@ -134,6 +135,9 @@ def agree(
             all ranks.
     """
     own, error = dict(own or {}), error_of(check)
+    if error is not None and caller in ring.steps.passed_by:  # nobody else would come
+        ring.report_failure(f"raised ValueError: {error}")
+        raise ValueError(f"{caller}: {error}")
     problem = ring.problem if error is None else _shortened(str(error))
     if ring.size == 1 and ring.group is None:
         ring.steps.compare(caller)
@@ -144,7 +148,7 @@ def agree(
     wrong = b"null" if problem is None else json.dumps(problem).encode()
     head = b"%d %d %s" % (ring.steps.notes, ring.size, wrong)
     mine = b"\n".join((head, must_match.text, _written(*own.items())))
-    notes = ring.gather_notes(caller, mine)
+    notes = ring.gather_notes(caller, mine, problem or "")
     if problem is None and notes.count(mine) == len(notes):  # nothing to parse
         return [own] * ring.size
     read = [read_note(caller, *each) for each in enumerate(notes)]

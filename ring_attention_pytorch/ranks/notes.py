@@ -42,7 +42,7 @@ from ring_attention_pytorch.ranks.machines import machine_name, numbered
 FIRST = 4096  # bytes that are always exchanged
 _MARK = b"ring-attention-pytorch 3\n"
 _HEAD = struct.Struct(f">{len(_MARK)}sHQ")  # mark, bytes of the subject, bytes of the note
-_LONGEST_SUBJECT = 200
+_LONGEST_SUBJECT = 600  # bytes
 _LONGEST = 1 << 28  # bytes of a note; every rank stores the notes of all
 
 _MOST = 16  # ranks of a group with links, which connect each pair

@@ -276,15 +276,18 @@ class Ring:
             known(self.group)
         return self.steps.begin(operation, plan)
 
-    def gather_notes(self, subject: str, note: bytes) -> list[bytes]:
+    def gather_notes(self, subject: str, note: bytes, why: str = "") -> list[bytes]:
         """Return the note of every rank of the group, exchanged over the host: no GPU waits.
+
+        `why` is an error of this rank, for ranks with another subject, which don't read its note.
 
         Raises:
             ValueError: ranks have different subjects; the same text on all ranks.
             RingError: a device has found ranks out of step, not yet reported; on all ranks.
         """
         message = self.steps.compare(subject).encode() + b"\0" + note
-        notes = exchange(self.gather_bytes, f"{subject}\n{call_site()}", message)
+        about = f"{subject}\n{call_site()}" + (f"\n({why})" if why else "")
+        notes = exchange(self.gather_bytes, about, message)
         troubles, ends, found = zip(*(each.partition(b"\0") for each in notes))
         if not all(ends):
             raise unreadable(subject, ends.index(b""), "it does not say how its devices are")

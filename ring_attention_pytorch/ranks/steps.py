@@ -49,6 +49,8 @@ class Steps:
         self.under_way: list[object] = []  # transfers not yet waited for
         self._left: list[object] = []  # transfers of a call that failed
         self.guards: list[Guard] = []  # checks that devices make
+        # callers that agree no more until a batch's block ends: an error of one rank is its own
+        self.passed_by: set[str] = set()
 
     @property
     def notes(self) -> int:
