@@ -414,7 +414,7 @@ class RingTransformer(Generation, nn.Module):
         if self.force_regular_attn:
             return ()
         layers = {(attn.window, attn.rate): attn for attn in self._attentions}
-        also = {"dropout of layers": [attn.rate for attn in self._attentions]}
+        also = {"dropout of layers": tuple(attn.rate for attn in self._attentions)}
         options = dict(documents=batch.packing, layout=batch.layout, also=also)
         plans = {}
         for kind, attn in layers.items():

@@ -5,7 +5,7 @@ Each owner of plans has a `PlanCache`:
     whose                                        plans of                     how many
     this process (`find`)                        calls without a plan         8 kinds
     a plan                                       its layers                   256
-    a batch's block (`OfBlock`)                  calls in it without a plan   all, until it ends
+    a batch's block (`of_block`)                 calls in it without a plan   all, until it ends
     a module with `in_graphs=True`               batches, with graphs         4 kinds
     a cache, a batch's block, a routing plan,    all that use it              all, while it exists
     a chunk of a prompt, a group that decodes
@@ -107,9 +107,15 @@ atexit.register(_plans.clear)  # before process groups go
 
 
 def cache_key(
-    ring: Ring, given: tuple[Tensor, ...], options: Mapping[str, Any], also: Mapping[str, Any]
+    ring: Ring,
+    given: tuple[Tensor, ...],
+    options: Mapping[str, Any],
+    also: Mapping[str, Any],
+    memory: bool = True,
 ) -> Hashable:
     """Return all that a plan depends on; None if it may depend on more, as on tensors' values.
+
+    Without `memory` it leaves out how much of that is free.
 
     >>> q = torch.empty(1, 6, 2, 4)
     >>> alike = [cache_key(Ring(), (q, q, q), dict(causal=on), {}) for on in (True, True, False)]
@@ -118,15 +124,6 @@ def cache_key(
     >>> cache_key(Ring(), (q, q, q), dict(dropout=0.5), {}) is None
     True
     """
-    key = _key_of_calls(ring, given, options, also)
-    chooses = options.get("transport") is None and options.get("memory") is None
-    return key and (key, memory_left(given[0], ring.size) if chooses else 0)
-
-
-def _key_of_calls(
-    ring: Ring, given: tuple[Tensor, ...], options: Mapping[str, Any], also: Mapping[str, Any]
-) -> Hashable:
-    """Return all of a cache key but the free memory, which differs between ranks and layers."""
     values, sinks = tuple(options.values()), options.get("sinks")
     shared = options.get("shared_keys")
     if isinstance(sinks, Tensor):
@@ -135,6 +132,7 @@ def _key_of_calls(
         of_shared = tuple(map(_seen, shared))
         values = tuple([of_shared if value is shared else value for value in values])
     types = tuple(map(type, values))
+    chooses = memory and options.get("transport") is None and options.get("memory") is None
     if any(map(is_functorch_wrapped_tensor, given)) or _has_tensors(types):
         return None
     drawn = options.get("dropout") or options.get("mask_mod") is not None
@@ -143,7 +141,8 @@ def _key_of_calls(
     key = (
         (ring.group, ring.first, ring.size, ring.rank),
         tuple([(t.shape, t.dtype, t.device, t.layout, t.requires_grad) for t in given]),
-        tuple(options), values, types, tuple(also.items()), *settings(given[0].device.type),
+        tuple(options), values, types, tuple(also.items()),
+        memory_left(given[0], ring.size) if chooses else 0, *settings(given[0].device.type),
     )  # fmt: skip
     try:
         hash(key)
@@ -152,42 +151,27 @@ def _key_of_calls(
     return key
 
 
-class OfBlock:
-    """The plan of a call in a batch's block, once its ranks have agreed on one for such calls.
+def of_block(
+    ring: Ring,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    options: Mapping[str, Any],
+    also: Mapping[str, Any],
+) -> tuple[dict[Hashable, Any], Hashable]:
+    """Return the plans of the batch's block, and such a call's key there; None if it has none.
 
-    The batch's own mask is no part of the key: all calls in the block have that one. Outside of a
-    block, and for calls that depend on more, there is none.
+    The batch's own mask is no part of the key: all calls in the block have that one. Nor is the
+    free memory, which differs between ranks and layers.
     """
-
-    def __init__(
-        self,
-        ring: Ring,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        options: Mapping[str, Any],
-        also: Mapping[str, Any],
-    ) -> None:
-        self.ring: Ring = ring
-        self.block: Any = current()
-        self.key: Hashable = None
-        if self.block is not None:
-            with suppress(Exception):  # `find` reports it
-                options = placed(ring, qkv[0], options)
-                own = options.get("key_mask")
-                if own is not None and own is self.block.key_mask:
-                    options = {**options, "key_mask": None}
-                key = _key_of_calls(ring, qkv, options, also)
-                self.key = key and (key, own is None)
-
-    @property
-    def plan(self) -> Any:
-        return None if self.key is None else self.block.plans.get(self.key)
-
-    def keep(self, plan: _Plan, caller: str) -> _Plan:
-        """Keep the plan, if later layers may take it: they don't agree as `caller` any more."""
-        if self.key is not None:
-            self.block.plans[self.key] = plan
-            self.ring.steps.passed_by.add(caller)
-        return plan
+    if (block := current()) is None:
+        return {}, None
+    with suppress(Exception):  # `find` reports it
+        options = placed(ring, qkv[0], options)
+        own = options.get("key_mask")
+        if own is not None and own is block.key_mask:
+            options = {**options, "key_mask": None}
+        key = cache_key(ring, qkv, options, also, memory=False)
+        return block.plans, key and (key, own is None)
+    return block.plans, None
 
 
 # a rank's part in the agreement on a plan: the cache key, a proposal, and its cached plan, if there

@@ -23,13 +23,8 @@ from ring_attention_pytorch.plan.checks import Expected, Signature, check_tensor
 from ring_attention_pytorch.plan.masks import Seen, by_sample, positions_seen, reached, seen_by_any
 from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.packing import whole_packing
-from ring_attention_pytorch.plan.placement import (
-    OwnMask,
-    Placement,
-    attention_ring,
-    block_of,
-)
-from ring_attention_pytorch.plan.plan_cache import OfBlock, PlanCache, find, keep
+from ring_attention_pytorch.plan.placement import OwnMask, Placement, attention_ring, block_of
+from ring_attention_pytorch.plan.plan_cache import PlanCache, find, keep, of_block
 from ring_attention_pytorch.plan.prepare import (
     TransportChoice,
     place_tokens,
@@ -50,7 +45,6 @@ from ring_attention_pytorch.runtime.tape import Tape
 from ring_attention_pytorch.schedule.pieces import Workload
 from ring_attention_pytorch.schedule.steps import Schedule
 
-_CALLER = "ring attention"
 _LAYERS = 256  # layers whose plans a plan caches
 _Results = TypeVar("_Results", bound=tuple[Any, ...])
 
@@ -124,7 +118,7 @@ class RingPlan:
         object.__setattr__(self, "recordings", recordings)
 
     @classmethod
-    @typed(report_to_group(_CALLER, ring_of=attention_ring), apart=True)
+    @typed(report_to_group("ring attention", ring_of=attention_ring), apart=True)
     def make(
         cls,
         q: Tensor,
@@ -158,22 +152,26 @@ class RingPlan:
         # within a transform of torch.func new tensors are wrapped, and have no memory to send
         with torch._C._DisableFuncTorch(), spanned("ring attention, plan", q.device):
             ring, qkv = attention_ring(group), (q, k, v)
-            here = OfBlock(ring, qkv, options, also or {})
-            if here.plan is not None:
-                return here.plan
+            known, again = of_block(ring, qkv, options, also or {})
+            if (plan := known.get(again)) is not None:
+                return plan
             key, mine, kept, wrong = find(ring, qkv, options, also or {})
             number = 0 if kept is None else kept.agreed.number
             own = {**mine.own, "plan": number}
-            lengths = agree(ring, _CALLER, mine.must_match, own, wrong)
+            lengths = agree(ring, "ring attention", mine.must_match, own, wrong)
             if kept is not None and all(rank["plan"] == number for rank in lengths):
-                return here.keep(kept, _CALLER)
-            if kept is not None:  # by another rank it was not found
-                mine = mine._replace(shaped=tuple(map(like_autocast, (q, k, v))))
-            with ring.call("making a plan"):
-                plan = cls._agreed(ring, mine, lengths)
-            if key is not None:
-                keep(key, mine, plan)
-            return here.keep(plan, _CALLER)
+                plan = kept
+            else:
+                if kept is not None:  # by another rank it was not found
+                    mine = mine._replace(shaped=tuple(map(like_autocast, qkv)))
+                with ring.call("making a plan"):
+                    plan = cls._agreed(ring, mine, lengths)
+                if key is not None:
+                    keep(key, mine, plan)
+            if again is not None:  # later layers in the block don't agree any more
+                known[again] = plan
+                ring.steps.passed_by.add("ring attention")
+            return plan
 
     @classmethod
     def _agreed(cls, ring: Ring, mine: Proposal, lengths: list[dict[str, int]]) -> "RingPlan":
@@ -355,11 +353,8 @@ class RingPlan:
             return None
         known = self._shared.calls
         if back not in known:
-            calls = 0
-            for keys in self.schedule.positions(back, self.place):
-                _, visible = self.tiles(keys)[0]
-                calls += bool(visible)
-            known[back] = calls
+            blocks = self.schedule.positions(back, self.place)
+            known[back] = sum(bool(self.tiles(keys)[0][1]) for keys in blocks)
         return known[back]
 
     @property

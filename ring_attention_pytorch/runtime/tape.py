@@ -41,6 +41,8 @@ _READING = {
 }
 
 
+_PLAIN = {int, bool, torch.Size, torch.dtype, torch.device, torch.layout}  # what Python may see
+
 # operations without side effects: a tape drops them if the result is not used
 _PURE = {
     *("__getitem__", "detach", "empty", "flatten", "narrow", "new_empty", "permute"),
@@ -231,6 +233,8 @@ class _Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _READING or (name == "__getitem__" and _has_bools(args[1])):
             self.refused = True
+        if type(out) in _PLAIN:  # most are of a shape or a dtype
+            return out
         if _has_tensors(out) or (out is None and name != "__get__"):
             self.record(func, args, kwargs or {}, out)
         return out
@@ -378,7 +382,7 @@ def _has_bools(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.bool
 
 
-def _role(constant: Any) -> Hashable:
+def _role(constant: Any) -> Any:
     """Return what a constant is: an operation itself, of anything else its type."""
     if isinstance(constant, Tensor):
         return constant.dtype, constant.device
