@@ -161,14 +161,12 @@ def with_lse_gradient(
 ) -> None:
     """Compute the whole backward by a `backward` that supports only the gradient of out.
 
-    dlse adds p * dlse to a score's gradient. Where the range of the dtype allows, out moves so that
-    delta has it; the tensors are made once, for all blocks of keys. In float16 a second call
-    computes it, with v = 0 and out * dout = -dlse, which is scaled to at most 1.
+    dlse adds p * dlse to a score's gradient. A second call computes it, with v = 0 and
+    out * dout = -dlse, which is scaled to at most 1 so that it fits in 16 bits.
     """
-    if saved.dlse is None or not saved.dlse.numel() or saved.out.dtype != torch.float16:
-        backward(saved.of_out_alone, keys, tiles, terms, grads)
-        return
     backward(saved, keys, tiles, terms, grads)
+    if saved.dlse is None or not saved.dlse.numel():
+        return
     size = saved.dlse.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
     out = torch.zeros_like(saved.out)
     out[..., 0] = 1

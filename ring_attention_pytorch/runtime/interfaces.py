@@ -22,7 +22,7 @@ from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.deferred import Deferred
 from ring_attention_pytorch.runtime.dropout import Dropout
-from ring_attention_pytorch.runtime.rowwise import sum_of_products, without_lse_gradient
+from ring_attention_pytorch.runtime.rowwise import sum_of_products
 from ring_attention_pytorch.schedule.steps import Schedule
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -110,14 +110,6 @@ class Residuals:
         """
         delta = sum_of_products(self.dout, self.out)
         return delta if self.dlse is None else delta - self.dlse
-
-    @cached_property
-    def of_out_alone(self) -> "Residuals":
-        """Residuals without dlse that have the same delta; not in float16, whose range is small."""
-        if self.dlse is None or not self.dlse.numel():
-            return self
-        out, dout = without_lse_gradient(self.out, self.dout, self.dlse)
-        return Residuals(self.q, out, self.lse, dout, None)
 
     def samples(self, which: slice) -> "Residuals":
         """Return the residuals of some samples."""

@@ -144,28 +144,6 @@ def sum_of_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def without_lse_gradient(out: Tensor, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return out and dout, in bfloat16 or wider, whose delta is that of out, dout and dlse.
-
-    delta is the row sum of dout * out, minus dlse. So out moves along dout; nothing else in
-    backward reads out. A dout too small for that gets 2 ** -60 of dlse in its first column, which
-    is less than dlse's own rounding. Shapes are `[b, n, h, d]` and `[b, h, n]`.
-
-    >>> ones = torch.ones(1, 1, 1, 2)
-    >>> without_lse_gradient(ones, ones, torch.full((1, 1, 1), 2.0))
-    (tensor([[[[0., 0.]]]]), tensor([[[[1., 1.]]]]))
-    """
-    wide, least = dout.to(accumulation_dtype(dout.dtype)), dlse.abs().transpose(1, 2) * 2.0**-60
-    size = wide.abs().amax(-1) if wide.shape[-1] else least
-    first = torch.where(size < least, least, wide[..., 0])
-    wide = torch.cat((first.unsqueeze(-1), wide[..., 1:]), -1)
-    tiny = torch.finfo(wide.dtype).tiny
-    size = size.maximum(least).clamp(min=tiny)
-    unit = wide / size.unsqueeze(-1)
-    share = dlse.transpose(1, 2) / size / unit.square().sum(-1).clamp(min=tiny)
-    return (out - share.unsqueeze(-1) * unit).to(out.dtype), wide.to(dout.dtype)
-
-
 def has_triton() -> bool:
     """True if Triton is installed, for the fused passes over memory."""
     try:
