@@ -30,6 +30,7 @@ from ring_attention_pytorch.plan.placement import placed
 from ring_attention_pytorch.plan.proposal import Proposal, memory_left
 from ring_attention_pytorch.ranks.agreement import with_type_name
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime.codec import Codec
 from ring_attention_pytorch.runtime.graphs import graphs_refusal
 
 _KINDS = 8
@@ -152,14 +153,17 @@ def find(
     qkv: tuple[Tensor, Tensor, Tensor],
     options: Mapping[str, Any],
     also: Mapping[str, Any],
+    codec: Codec | None = None,
 ) -> Found:
     """Find the proposal for such a call, and its cached plan; or make the proposal."""
+    if codec is not None:
+        also = {**also, "codec": str(codec)}
     try:
         options = placed(ring, qkv[0], options)
         key = cache_key(ring, qkv, options, also)
         found = None if key is None else _plans.get(key)
         if found is None:
-            return key, Proposal.of(Call(*qkv, ring.size), options, also), None, None
+            return key, Proposal.of(Call(*qkv, ring.size, codec), options, also), None, None
         _plans.move_to_end(key)
         return key, *found, None
     except Exception as error:  # any exception: all ranks must raise

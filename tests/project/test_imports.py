@@ -32,6 +32,7 @@ BELOW["warm_up"] = {"attention", "plan", "ranks", "runtime"}
 BELOW["inference"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["decoding"] = BELOW["functional"] | {"inference"}
 BELOW["recurrent"] = {"geometry", "runtime", "ranks", "comm", "plan", "tensor_kinds"}
+BELOW["latent"] = {"runtime", "ranks", "plan", "attention", "tensor_kinds"}
 BELOW["nn"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["routing"] = BELOW["nn"] | {"nn"}
 BELOW["summaries"] = BELOW["nn"] | {"nn", "decoding"}

@@ -118,6 +118,9 @@ ROUTED_MODEL = dict(
     causal=True,
 )
 QKV = dict(q=Q, k=Q, v=Q)
+LATENTS = dict(
+    q_nope=Q, q_rope=Q[..., :2], latent=ONE, k_rope=ONE[..., :2], w_up=torch.randn(2, 11, 16)
+)
 FIRST = Q.transpose(1, 2)
 GATES = Q[..., 0].sigmoid()
 Attention = R.ConditionalRoutedAttention
@@ -125,6 +128,10 @@ Attention = R.ConditionalRoutedAttention
 CALLS: dict[str, Callable[[], Call]] = {
     "ring_attn": to(R.ring_attn, **QKV),
     "ulysses_attn": to(R.ulysses_attn, R.ring_attn, **QKV),
+    "mla_ring_attn": to(R.mla_ring_attn, R.ring_attn, **LATENTS),
+    "mla_plan": to(R.mla_plan, R.ring_attn, **LATENTS),
+    "tied_ring_attn": to(R.tied_ring_attn, R.ring_attn, q=Q, kv=Q),
+    "tied_plan": to(R.tied_plan, R.ring_attn, q=Q, kv=Q),
     "top_keys": to(R.top_keys, scores=torch.rand(2, 4), positions=torch.arange(4), k=2),
     "merge_attention": lambda: Call(partial(R.merge_attention, Q, Q[..., 0].mT), {}),
     "chunk_tokens": lambda: Call(partial(R.chunk_tokens, AsItWas(2, 2)), dict(tokens=2)),
@@ -356,7 +363,9 @@ def _route_back() -> Call:
 RIGHT: dict[str, str] = {
     "window": "0", "max_lookback_seq_len": "0", "SummaryAttention.max_lookback_seq_len": "",
     "scale": "0 0.0 -1 -1.0", "dropout": "0 0.0", "attn_dropout": "0 0.0", "ring_attn.memory": "0",
-    "ulysses_attn.memory": "0", "RingPlan.make.memory": "0", "rank": "0", "shard_batch.rank": "",
+    "ulysses_attn.memory": "0", "RingPlan.make.memory": "0",
+    "mla_ring_attn.memory": "0", "mla_plan.memory": "0", "tied_ring_attn.memory": "0",
+    "tied_plan.memory": "0", "rank": "0", "shard_batch.rank": "",
     "circular_rank_left.rank": "0 -1", "circular_rank_right.rank": "0 -1", "pos": "0 -1",
     "num": "0 -1", "ignore_index": "0 -1", "temperature": "0 0.0", "eos": "0", "select": "0",
     "layer": "0", "source": "0", "sequence": "0", "token": "0", "RingCache.rollback.n": "0",
@@ -401,7 +410,7 @@ WITHIN = {
     "rotate_summaries", "scores",
     # of caches
     "advance", "check_last", "check_layer", "check_new", "even_lengths", "lengths_in",
-    "memory", "prepare", "taken_as", "state_note",
+    "memory", "prepare", "taken_as", "state_note", "values",
     # of caches of transformers, which it calls by itself
     "attend", "batch_repeat_interleave", "batch_select_indices", "crop", "expect", "length",
     "mask", "new_length", "reorder_cache", "reset",

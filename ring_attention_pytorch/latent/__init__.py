@@ -1,0 +1,10 @@
+"""Attention whose keys and values travel in a shorter form: latents, and keys that are values."""
+
+from ring_attention_pytorch.latent.attention import (
+    mla_plan,
+    mla_ring_attn,
+    tied_plan,
+    tied_ring_attn,
+)
+
+__all__ = ["mla_plan", "mla_ring_attn", "tied_plan", "tied_ring_attn"]
