@@ -6,5 +6,6 @@ from ring_attention_pytorch.latent.attention import (
     tied_plan,
     tied_ring_attn,
 )
+from ring_attention_pytorch.latent.decoding import mla_attn_with_cache
 
-__all__ = ["mla_plan", "mla_ring_attn", "tied_plan", "tied_ring_attn"]
+__all__ = ["mla_attn_with_cache", "mla_plan", "mla_ring_attn", "tied_plan", "tied_ring_attn"]

@@ -267,10 +267,10 @@ def _encoded(
     raise wrong
 
 
-def _latents(
+def check_latents(
     q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, w_up: Tensor
-) -> Encoded:
-    """Encode for `mla_ring_attn`; raise ValueError if shapes, dtypes or devices don't fit."""
+) -> LatentKeys:
+    """Return the codec of these tensors; raise ValueError if they don't fit one another."""
     named = dict(q_nope=q_nope, q_rope=q_rope, latent=latent, k_rope=k_rope, w_up=w_up)
     got = ", ".join(f"{name} {list(t.shape)}" for name, t in named.items())
     dims = tuple(t.ndim for t in named.values())
@@ -287,10 +287,16 @@ def _latents(
         )
     kinds = {(t.dtype, t.device) for t in named.values()}
     if len(kinds) > 1:
-        raise ValueError(
-            f"tensors must have one dtype and one device, got {sorted(map(str, kinds))}"
-        )
-    codec = LatentKeys(rank, d_nope, d_rope, rows - d_nope)
+        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ValueError(f"tensors must have one dtype and one device, got {found}")
+    return LatentKeys(rank, d_nope, d_rope, rows - d_nope)
+
+
+def _latents(
+    q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, w_up: Tensor
+) -> Encoded:
+    """Encode for `mla_ring_attn`; raise ValueError if shapes, dtypes or devices don't fit."""
+    codec = check_latents(q_nope, q_rope, latent, k_rope, w_up)
     keys = rearrange(latent, "b m r -> b m 1 r"), rearrange(k_rope, "b m d -> b m 1 d")
     return Encoded(torch.cat((q_nope, q_rope), dim=-1), keys, codec, {"w_up": w_up})
 
