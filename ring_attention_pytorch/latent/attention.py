@@ -116,7 +116,8 @@ def mla_ring_attn(
     given: dict[str, Any] = dict(group=group, plan=plan, return_lse=return_lse, **options)
     tensors = q_nope, q_rope, latent, k_rope, w_up
     if is_compiling():
-        return run_apart(mla_ring_attn, *tensors, **given)
+        apart: Any = mla_ring_attn  # overloaded
+        return run_apart(apart, *tensors, **given)
     return _attend("mla_ring_attn", _latents, tensors, given)
 
 
@@ -191,7 +192,8 @@ def tied_ring_attn(
     """
     given: dict[str, Any] = dict(group=group, plan=plan, return_lse=return_lse, **options)
     if is_compiling():
-        return run_apart(tied_ring_attn, q, kv, **given)
+        apart: Any = tied_ring_attn  # overloaded
+        return run_apart(apart, q, kv, **given)
     return _attend("tied_ring_attn", _tied, (q, kv), given)
 
 

@@ -37,8 +37,8 @@ def decoding(plan: RingPlan, params: Tensors, sums: Tensors = ()) -> RingPlan:
 
 def coded_forward(plan: RingPlan, *given: Tensor | Any) -> Result:
     """Compute (out, lse) of (q, two encoded tensors, sinks, the codec's parameters)."""
-    *rows, sinks = given[:4]
-    return forward(decoding(plan, given[4:]), *rows, sinks)
+    q, first, second, sinks, *params = given
+    return forward(decoding(plan, tuple(params)), q, first, second, sinks)
 
 
 def coded_backward(plan: RingPlan, *given: Tensor | Any) -> Gradients:

@@ -17,6 +17,8 @@ from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Ring
 
+Projected = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
 
 def _report_to_cache(given: dict[str, Any], error: ValueError) -> None:
     cache = given.get("cache")
@@ -89,16 +91,14 @@ class RingLatentAttention(nn.Module):
         Raises:
             ValueError: as `mla_plan`; on all ranks.
         """
-        b, n, h = *x.shape[:2], self.heads
-        one = x.new_empty(())
-        shapes = (
-            (b, n, h, self.d_nope),
-            (b, n, h, self.d_rope),
-            (b, n, self.rank),
-            (b, n, self.d_rope),
-        )
+        b, n, h, one = *x.shape[:2], self.heads, x.new_empty(())
         return mla_plan(
-            *(one.expand(shape) for shape in shapes), one.expand(self.up.shape), **options
+            one.expand(b, n, h, self.d_nope),
+            one.expand(b, n, h, self.d_rope),
+            one.expand(b, n, self.rank),
+            one.expand(b, n, self.d_rope),
+            one.expand(self.up.shape),
+            **options,
         )
 
     @typed(report_to_group("RingLatentAttention", agreed=("plan", ...)))
@@ -166,7 +166,7 @@ class RingLatentAttention(nn.Module):
         ring.report_failure(f"raised ValueError: {error}")
         raise ValueError(f"RingLatentAttention: {error}")
 
-    def _projected(self, x: Tensor, places: Tensor) -> tuple[Tensor, ...]:
+    def _projected(self, x: Tensor, places: Tensor) -> Projected:
         """Return q_nope, q_rope, latent, k_rope and `up`, of tokens at these places."""
         normed, angles = self.norm(x), self.rotary(places)
         q = rearrange(self.to_q(normed), "b n (h d) -> b n h d", h=self.heads)

@@ -28,7 +28,7 @@ class Signature(tuple):
     NAMES = ("batch", "n", "m", "heads", "key heads", "d", "d_v", "dtype", "device", "codec")
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, codec: Codec | None = None) -> "Signature":
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, *, codec: Codec | None = None) -> "Signature":
         b, n, h, d = q.shape
         _, m, h_kv, d_v = v.shape
         found = b, n, m, h, h_kv, d, d_v, str(q.dtype), q.device.type
@@ -150,7 +150,7 @@ def check_tensors(
     if wanted.sinks != (sinks is not None):
         made, got = ("with", "none") if wanted.sinks else ("without", "some")
         raise ValueError(f"the plan was made {made} sinks, got {got}; make one for such calls")
-    if (found := Signature.of(*qkv, codec)) != wanted.signature:
+    if (found := Signature.of(*qkv, codec=codec)) != wanted.signature:
         raise ValueError(
             f"the plan was made for {wanted.signature!r}; got {found!r}; make one for these"
         )

@@ -167,12 +167,13 @@ class RingPlan:
         heads = swap_heads(ring, mine, Workload(*segments, *masks), lengths[0]["seed"])
         kernel, transport, chosen = settle_transport(ring, mine, heads, lengths, len(samples) == 1)
         unreached = reached(heads.blocks, transport.fabric.ring.rank, q.device)
+        signature = Signature.of(q, k, v, codec=mine.codec)
         return cls(
             ring=ring,
             query_segments=segments[0],
             layout=options.layout,
-            codec=(codec := mine.codec),
-            expected=Expected(Signature.of(q, k, v, codec), options.sinks is not None, q.device),
+            codec=mine.codec,
+            expected=Expected(signature, options.sinks is not None, q.device),
             seen=Seen(visible, samples, packing, options.placed, unreached),
             kernel=kernel,
             transport=transport,

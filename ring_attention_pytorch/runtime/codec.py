@@ -128,8 +128,8 @@ class Decoding(NamedTuple):
             encoded, of_params = self.codec.pull_back((keys.k, keys.v), params, (dk, dv))
             for total, part in zip(grads[1:], encoded):
                 total.add(tokens, part)
-            for total, part in zip(self.sums, of_params):
-                total[heads or slice(None)] += part
+            for so_far, part in zip(self.sums, of_params):
+                so_far[heads or slice(None)] += part
 
     def _groups(
         self, q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods

@@ -6,14 +6,14 @@ LATENT = [
     Mutant(
         "a group of heads adds to the gradient of the first one's parameters",
         "runtime/codec.py:Decoding.backward",
-        "total[heads or slice(None)] += part",
-        "total[: len(part)] += part",
+        "so_far[heads or slice(None)] += part",
+        "so_far[: len(part)] += part",
     ),
     Mutant(
         "parameters have the gradient of the last block alone",
         "runtime/codec.py:Decoding.backward",
-        "total[heads or slice(None)] += part",
-        "total[heads or slice(None)] = part.to(total.dtype)",
+        "so_far[heads or slice(None)] += part",
+        "so_far[heads or slice(None)] = part.to(so_far.dtype)",
     ),
     Mutant(
         "groups of heads read the first one's delta",

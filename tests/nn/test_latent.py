@@ -54,16 +54,17 @@ def test_it_is_multi_head_latent_attention():
     assert max(map(relative_error, found, grads)) < 1e-6
 
 
-def of_rank(ring, options) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    layer, x, dout = made(None)
+def of_rank(ring, given, options) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    layer, x, dout = given
     at = positions("zigzag", rank=ring.rank, ring_size=ring.size, length=N)
     return at, alone(layer, x[:, at], dout[:, at], group=ring, layout="zigzag", **options)
 
 
 @pytest.mark.parametrize("options", [{}, dict(cu_seqlens=[0, 5, N]), dict(window=4)])
 def test_ranks_compute_what_one_process_does(options):
-    out, dx, *want = alone(*made(None), **options)
-    found, _ = threads.run(3, lambda ring: of_rank(ring, options))
+    given = made(None)
+    out, dx, *want = alone(*given, **options)
+    found, _ = threads.run(3, lambda ring: of_rank(ring, given, options))
     for at, (mine, of_x, *_) in found:
         assert relative_error(mine, out[:, at]) < 1e-10
         assert relative_error(of_x, dx[:, at]) < 1e-10
@@ -72,8 +73,7 @@ def test_ranks_compute_what_one_process_does(options):
         assert relative_error(total, grad) < 1e-10
 
 
-def decoded(ring) -> torch.Tensor:
-    layer, x, _ = made()
+def decoded(ring, layer, x) -> torch.Tensor:
     cache = layer.make_cache(2, page=2, group=ring)
     parts = [layer.decode(x[:, :4], cache)]
     for token in range(4, N):
@@ -83,8 +83,9 @@ def decoded(ring) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_decoding_equals_the_whole_sequence(size):
-    want, *_ = alone(*made())
-    for found in threads.run(size, decoded)[0]:
+    layer, x, dout = made()
+    want, *_ = alone(layer, x, dout)
+    for found in threads.run(size, lambda ring: decoded(ring, layer, x))[0]:
         assert relative_error(found, want) < 1e-10
 
 
