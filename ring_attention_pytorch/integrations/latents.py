@@ -44,7 +44,7 @@ key_states[..., self.qk_nope_head_dim :].copy_(k_rot)
 return key_states, value_states
 """
 Pair = tuple[Tensor, Tensor]
-_given: "WeakKeyDictionary[nn.Module, Pair]" = WeakKeyDictionary()  # by layers that will attend
+given: "WeakKeyDictionary[nn.Module, Pair]" = WeakKeyDictionary()  # by layers that will attend
 
 
 def prepare(modules: Sequence[nn.Module]) -> None:
@@ -64,11 +64,11 @@ def _replace(kind: Any, theirs: Any) -> None:
         return
 
     @wraps(theirs)
-    def expand_kv(layer: Any, latent: Tensor, k_rope: Tensor, *args: Any, **given: Any) -> Any:
-        whole = is_compiling() or args or given or current() is None
+    def expand_kv(layer: Any, latent: Tensor, k_rope: Tensor, *args: Any, **more: Any) -> Any:
+        whole = is_compiling() or args or more or current() is None
         if whole or layer.config._attn_implementation not in names or refusal(layer):
-            return theirs(layer, latent, k_rope, *args, **given)
-        _given[layer] = latent, k_rope
+            return theirs(layer, latent, k_rope, *args, **more)
+        given[layer] = latent, k_rope
         return latent, k_rope
 
     expand_kv.of_ring = True  # type: ignore[attr-defined]
@@ -104,7 +104,7 @@ def taken(layer: nn.Module, key: Tensor, value: Tensor) -> bool:
     Raises:
         ValueError: the layer has changed them since it would have expanded them.
     """
-    latents = _given.pop(layer, None)
+    latents = given.pop(layer, None)
     if latents is None:
         return False
     if latents[0] is not key or latents[1] is not value:

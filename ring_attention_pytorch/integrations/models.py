@@ -243,7 +243,7 @@ class RingForward:
         """
         self._attended = self.call.attended = True
         qkv = given[0].transpose(1, 2), given[1].transpose(1, 2), given[2].transpose(1, 2)
-        if latents.taken(layer, *given[1:]):
+        if latents.given and latents.taken(layer, *given[1:]):
             options = {"group": self.ring, **self.options, **mask._asdict(), **scores}
             return latents.attend(layer, qkv, self._plans, sinks, options)
         q, k, v = [t.to(autocast_dtype(t)) for t in qkv]

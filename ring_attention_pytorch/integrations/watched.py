@@ -136,7 +136,8 @@ def parts_of(module: nn.Module) -> Parts:
     models = [m for m in named.values() if isinstance(m, PreTrainedModel)]
     head = last_token_head(next(iter(models), None))
     recurrent = recurrent_layers(named)
-    prepare([*named.values()])
+    if with_latents := [m for m in named.values() if hasattr(type(m), "expand_kv")]:
+        prepare(with_latents)
     return Parts(models, places_of(named), head, with_router_loss(models), recurrent)
 
 

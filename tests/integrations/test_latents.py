@@ -102,7 +102,7 @@ def test_a_projection_that_is_not_plain_is_expanded_by_the_model():
 def test_a_layer_that_changes_latents_is_an_error():
     layer, t = nn.Linear(1, 1), torch.zeros(1)
     assert not latents.taken(layer, t, t)
-    latents._given[layer] = t, t
+    latents.given[layer] = t, t
     with pytest.raises(ValueError, match="Linear changes keys"):
         latents.taken(layer, t + 1, t)
     assert not latents.taken(layer, t, t)
