@@ -276,6 +276,7 @@ def check_latents(
     named = dict(q_nope=q_nope, q_rope=q_rope, latent=latent, k_rope=k_rope, w_up=w_up)
     got = ", ".join(f"{name} {list(t.shape)}" for name, t in named.items())
     dims = tuple(t.ndim for t in named.values())
+    d_nope = d_rope = rank = rows = 0
     fits = dims == (4, 4, 3, 3, 3) and q_nope.shape[:3] == q_rope.shape[:3]
     if fits:
         (h, rows, rank), d_nope, d_rope = w_up.shape, q_nope.shape[-1], q_rope.shape[-1]

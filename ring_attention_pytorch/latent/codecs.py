@@ -7,7 +7,6 @@ DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +30,9 @@ class LatentKeys:
     d_rope: int
     d_v: int
 
-    by_heads: ClassVar[bool] = True
+    @property
+    def by_heads(self) -> bool:
+        return True
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -76,7 +77,9 @@ class TiedKeys:
 
     d_v: int
 
-    by_heads: ClassVar[bool] = False
+    @property
+    def by_heads(self) -> bool:
+        return False
 
     @property
     def widths(self) -> tuple[int, int]:
