@@ -11,8 +11,16 @@ from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.explain import explain_cache
+from ring_attention_pytorch.latent import (
+    mla_attn_with_cache,
+    mla_plan,
+    mla_ring_attn,
+    tied_plan,
+    tied_ring_attn,
+)
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.chunks import chunk_tokens
+from ring_attention_pytorch.nn.latent import RingLatentAttention
 from ring_attention_pytorch.nn.recurrent import GatedDeltaNet, Mamba2
 from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
@@ -90,6 +98,7 @@ __all__ = [
     "RingCache",
     "RingCollator",
     "RingError",
+    "RingLatentAttention",
     "RingPlan",
     "RingRotaryEmbedding",
     "RingTransformer",
@@ -112,6 +121,9 @@ __all__ = [
     "explain_plan",
     "fail_together",
     "merge_attention",
+    "mla_attn_with_cache",
+    "mla_plan",
+    "mla_ring_attn",
     "observe",
     "positions",
     "ring_attn",
@@ -134,6 +146,8 @@ __all__ = [
     "soft_topk",
     "summarize",
     "summary_attn",
+    "tied_plan",
+    "tied_ring_attn",
     "top_keys",
     "tree_attn_decode",
     "ulysses_attn",

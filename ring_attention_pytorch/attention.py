@@ -62,7 +62,8 @@ def forward(plan: RingPlan, *given: *Given, into: Result | None = None) -> Resul
     """
     q, k, v, sinks = given
     reset_side_streams(q.device)
-    result = OutputAccumulator(q, v, plan.calls(back=False) if sinks is None else None, into)
+    calls = plan.calls(back=False) if sinks is None else None
+    result = OutputAccumulator(q, plan.values(v), calls, into)
     with torch.autocast(q.device.type, enabled=False):
         for keys in plan.transport.stream(plan.keys(k, v)):
             for samples, tiles in plan.tiles(keys.segments):  # samples with the same mask

@@ -22,6 +22,10 @@ _CALLS = 4  # the first one, two that are recorded, one that replays the recordi
 
 def warm_up(plan: RingPlan, given: Sequence[Tensor], sinks: Tensor | None) -> None:
     """Implement `RingPlan.warm_up`."""
+    if plan.codec is not None:
+        raise ValueError(
+            f"warm_up has no parameters of {plan.codec}; run one call of the layer, with backward"
+        )
     differentiable = torch.is_grad_enabled()
     same = {"plan": plan.number, "grad mode": differentiable, "sinks": sinks is not None}
     agree(plan.ring, "warming up a plan", same, check=lambda: _check(plan.signature, given))

@@ -192,8 +192,11 @@ class Ulysses:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        d_v: int | None = None,
     ) -> tuple["Ulysses", tuple[Segments, ...], tuple[Segments, ...]]:
         """Make it for `segments` of queries and keys like these; all ranks call this together.
+
+        `d_v` is the head size of results, v's by default.
 
         Also returned: the segments of queries and of keys that each rank of `ring` then holds.
         """
@@ -212,7 +215,8 @@ class Ulysses:
             landed.append(tuple(positions for positions, _ in landings))
         together = SubRing(ring, range(first, first + degree))
         rest = SubRing(ring, range(place, ring.size, degree))
-        by = fabric_among(together, most_bytes((spreads[0], spreads[1]), q, k, v), q.device)
+        most = most_bytes((spreads[0], spreads[1]), q, k, v, d_v)
+        by = fabric_among(together, most, q.device)
         (queries, keys), (rows, cols) = spreads, landed
         return cls(together, rest, queries, keys, by, ring.steps.notes), rows, cols
 
@@ -350,7 +354,11 @@ def _neighbours(heads: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
 
 
 def most_bytes(
-    spreads: tuple[HeadPartition, HeadPartition], q: Tensor, k: Tensor, v: Tensor
+    spreads: tuple[HeadPartition, HeadPartition],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_v: int | None = None,
 ) -> int:
     """Return the most bytes any rank sends at once: q, k and v; their gradients; out and lse."""
     places = len(spreads[0].lengths)
@@ -362,7 +370,8 @@ def most_bytes(
     by_token = [like(q, rows, q.shape[2]), *(like(t, cols, t.shape[2]) for t in (k, v))]
     by_head = [like(q, places * rows, heads), *(like(t, places * cols, few) for t in (k, v))]
     lse = Part((q.shape[0], places * rows, heads), accumulation_dtype(q.dtype))
-    results = [like(v, places * rows, heads), lse]
+    out = Part((q.shape[0], places * rows, heads, d_v or v.shape[3]), q.dtype)
+    results = [out, lse]
     return max(Form.of_parts(tuple(parts)).nbytes for parts in (by_token, by_head, results))
 
 

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ring_attention_pytorch.arguments import check_least, checked
 from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.integrations import latents
 from ring_attention_pytorch.integrations.cache import CachedMask
 from ring_attention_pytorch.integrations.cache_layers import CachedLength
 from ring_attention_pytorch.integrations.calls import SCORES, check_call, names
@@ -233,13 +234,20 @@ class RingForward:
     def attend(
         self,
         layer: nn.Module,
-        qkv: tuple[Tensor, ...],
+        given: tuple[Tensor, Tensor, Tensor],
         mask: Visible,
         sinks: Tensor | None,
         scores: Mapping[str, Any],
     ) -> Tensor:
-        """Compute attention of this rank's tokens `[b, n, h, d]`, by a plan cached per shape."""
+        """Compute attention of this rank's tokens `[b, h, n, d]`, by a plan cached per shape.
+
+        Returned are `[b, n, h, d_v]`. Layers can give latents in place of keys and values.
+        """
         self._attended = self.call.attended = True
+        qkv = given[0].transpose(1, 2), given[1].transpose(1, 2), given[2].transpose(1, 2)
+        if latents.given and latents.taken(layer, *given[1:]):
+            options = {"group": self.ring, **self.options, **mask._asdict(), **scores}
+            return latents.attend(layer, qkv, self._plans, sinks, options)
         q, k, v = [t.to(autocast_dtype(t)) for t in qkv]
         kind = (q.shape, k.shape, v.shape, q.dtype, q.device, mask, sinks is None, *scores.values())
         plan = self._plans.get(kind)
@@ -372,5 +380,4 @@ def _attention(
         needed().agree_in_block(error)
     forward, visible = attention_mask.forward, attention_mask.visible
     forward.check(module, attention_mask, given, positions)
-    qkv = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    return forward.attend(module, qkv, visible, sinks, scores), None
+    return forward.attend(module, (query, key, value), visible, sinks, scores), None

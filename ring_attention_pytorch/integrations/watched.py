@@ -20,6 +20,7 @@ from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
+from ring_attention_pytorch.integrations.latents import prepare
 from ring_attention_pytorch.integrations.layers import check_reading
 from ring_attention_pytorch.integrations.losses import (
     check_entropy,
@@ -135,6 +136,8 @@ def parts_of(module: nn.Module) -> Parts:
     models = [m for m in named.values() if isinstance(m, PreTrainedModel)]
     head = last_token_head(next(iter(models), None))
     recurrent = recurrent_layers(named)
+    if with_latents := [m for m in named.values() if hasattr(type(m), "expand_kv")]:
+        prepare(with_latents)
     return Parts(models, places_of(named), head, with_router_loss(models), recurrent)
 
 

@@ -11,6 +11,7 @@ from ring_attention_pytorch.geometry.layouts import Layout, all_segments
 from ring_attention_pytorch.geometry.segments import Segment, Segments, count
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import check_name
+from ring_attention_pytorch.runtime.codec import Codec
 from ring_attention_pytorch.runtime.scores import check_per_head
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -24,13 +25,16 @@ AUTOCAST_DEVICES = frozenset(
 class Signature(tuple):
     """Batch, query and key length, heads, key heads, head sizes, dtype and device of one call."""
 
-    NAMES = ("batch", "n", "m", "heads", "key heads", "d", "d_v", "dtype", "device")
+    NAMES = ("batch", "n", "m", "heads", "key heads", "d", "d_v", "dtype", "device", "codec")
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "Signature":
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, *, codec: Codec | None = None) -> "Signature":
         b, n, h, d = q.shape
         _, m, h_kv, d_v = v.shape
-        return cls((b, n, m, h, h_kv, d, d_v, str(q.dtype), q.device.type))
+        found = b, n, m, h, h_kv, d, d_v, str(q.dtype), q.device.type
+        if codec is None:
+            return cls(found)
+        return cls((*found[:6], codec.d_v, *found[7:], str(codec)))
 
     def __repr__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in zip(self.NAMES, self))
@@ -88,6 +92,21 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k, v must be dense and have values, got {q.layout} on {q.device}")
 
 
+def check_encoded(q: Tensor, k: Tensor, v: Tensor, codec: Codec) -> None:
+    """Raise ValueError if this rank's tensors, k and v encoded, are invalid by themselves."""
+    shapes = _shapes(q, k, v)
+    if not q.ndim == k.ndim == v.ndim == 4 or not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"q and encoded keys must be [b, tokens, heads, size], got {shapes}")
+    if k.shape[1:3] != v.shape[1:3] or (k.shape[3], v.shape[3]) != codec.widths:
+        raise ValueError(
+            f"encoded keys must be two [b, m, g, w], w of {codec.widths}, for {codec}, got {shapes}"
+        )
+    codec.check(q, (k, v))
+    for each in (k, v):
+        wide = each.new_empty(()).expand(*each.shape[:2], q.shape[2], q.shape[3])
+        check_qkv(q, wide, wide)
+
+
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError if shapes or dtypes of this rank's tensors don't go together."""
     if not q.ndim == k.ndim == v.ndim == 4:
@@ -117,15 +136,21 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def check_tensors(
-    wanted: Expected, qkv: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None
+    wanted: Expected,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+    codec: Codec | None = None,
 ) -> None:
-    """Raise ValueError if a call's tensors are not such as a plan is for."""
-    check_qkv(*qkv)
+    """Raise ValueError if a call's tensors, and its codec, are not such as a plan is for."""
+    if codec is None:
+        check_qkv(*qkv)
+    else:
+        check_encoded(*qkv, codec)
     check_per_head("sinks", qkv[0], sinks)
     if wanted.sinks != (sinks is not None):
         made, got = ("with", "none") if wanted.sinks else ("without", "some")
         raise ValueError(f"the plan was made {made} sinks, got {got}; make one for such calls")
-    if (found := Signature.of(*qkv)) != wanted.signature:
+    if (found := Signature.of(*qkv, codec=codec)) != wanted.signature:
         raise ValueError(
             f"the plan was made for {wanted.signature!r}; got {found!r}; make one for these"
         )

@@ -10,6 +10,7 @@ from ring_attention_pytorch.geometry.tiles import tiles, visible_pairs
 from ring_attention_pytorch.plan.over_machines import is_relayed, of_machines
 from ring_attention_pytorch.plan.picture import picture as drawn
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.runtime.codec import groups_of_a_call
 from ring_attention_pytorch.runtime.graphs import graphs_refusal, has_graphs
 from ring_attention_pytorch.schedule.cost import (
     Cost,
@@ -140,8 +141,26 @@ def _head(plan: RingPlan) -> list[str]:
         if plan.ulysses.by.name:
             line += f", out of {plan.ulysses.by.name}"
         lines.append(line)
+    lines += _of_codec(plan)
     keys = blocks.keys[place]
     return [*lines, f"own keys: {count(keys)}, {_pairs(plan, keys)}"]
+
+
+def _of_codec(plan: RingPlan) -> list[str]:
+    """Describe what a token takes on the wire, and the memory of decoded keys, if there are any."""
+    codec, shape, program = plan.codec, plan.chosen.shape, plan.schedule.forward
+    if codec is None:
+        return []
+    heads = shape.heads if codec.by_heads else shape.key_heads
+    token = shape.batch * (shape.d + shape.d_v) * shape.itemsize
+    longest = max(count(program.segments(part, plan.place)) for part in program.parts)
+    groups = groups_of_a_call(codec, plan.terms, heads, longest * token)
+    size = heads // groups
+    return [
+        f"keys travel as {codec}: {_bytes(shape.token_bytes)} a token instead of "
+        f"{_bytes(heads * token)}; a block is decoded here for {_plural(size, 'head')} at once, "
+        f"at most {_bytes(size * longest * token)}"
+    ]
 
 
 def _mask(plan: RingPlan) -> str:

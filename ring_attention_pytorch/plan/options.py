@@ -44,6 +44,7 @@ from ring_attention_pytorch.plan.shared import (
     check_with_shared,
     shared_note,
 )
+from ring_attention_pytorch.runtime.codec import Codec
 from ring_attention_pytorch.runtime.digests import digest_of_function
 from ring_attention_pytorch.runtime.dropout import check_dropout
 from ring_attention_pytorch.runtime.interfaces import MaskMod
@@ -57,6 +58,7 @@ class Call(NamedTuple):
     k: Tensor
     v: Tensor
     ring_size: int
+    codec: Codec | None = None  # which encodes k and v
 
 
 Check = Callable[["Options", Call], None]

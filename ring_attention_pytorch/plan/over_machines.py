@@ -15,6 +15,7 @@ from ring_attention_pytorch.comm.fabric_relays import Relays
 from ring_attention_pytorch.comm.ulysses import key_heads, land
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.plan.options import Options
+from ring_attention_pytorch.runtime.codec import Codec
 from ring_attention_pytorch.runtime.rowwise import wire_dtype
 from ring_attention_pytorch.schedule.hardware import H200
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
@@ -50,8 +51,12 @@ class Way(NamedTuple):
         return name if self.degree == 1 else f"ulysses={self.degree}, {name}"
 
 
-def shape_of(q: Tensor, k: Tensor, v: Tensor, degree: int = 1) -> KVShape:
+def shape_of(
+    q: Tensor, k: Tensor, v: Tensor, degree: int = 1, codec: Codec | None = None
+) -> KVShape:
     """Return the shapes that a transport works for, if so many neighbours share the heads.
+
+    With a codec k and v are encoded.
 
     >>> import torch
     >>> q, k = torch.empty(1, 5, 8, 4), torch.empty(1, 5, 2, 4)
@@ -62,7 +67,8 @@ def shape_of(q: Tensor, k: Tensor, v: Tensor, degree: int = 1) -> KVShape:
     if degree > 1:
         heads, grouped = heads // degree, len(key_heads(heads, grouped, degree)[0])
     wide = wire_dtype(q.dtype) != q.dtype
-    return KVShape(b, heads, grouped, d, v.shape[3], q.dtype.itemsize, wide)
+    d_v, encoded = (v.shape[3], 0) if codec is None else (codec.d_v, sum(codec.widths))
+    return KVShape(b, heads, grouped, d, d_v, q.dtype.itemsize, wide, encoded)
 
 
 def degrees(machines: Machines, heads: int) -> Iterator[int]:
@@ -78,14 +84,19 @@ def degrees(machines: Machines, heads: int) -> Iterator[int]:
             yield degree
 
 
-def ways(blocks: Workload, machines: Machines, qkv: tuple[Tensor, ...]) -> list[Way]:
+def ways(
+    blocks: Workload,
+    machines: Machines,
+    qkv: tuple[Tensor, ...],
+    codec: Codec | None = None,
+) -> list[Way]:
     """Return all ways to send keys, by the bytes that cross. On one machine there are none."""
     if not any(machines):
         return []
     q, k, v = qkv
     found = []
     for degree in degrees(machines, q.shape[2]):
-        shape, work, there = shape_of(q, k, v, degree), blocks, machines[::degree]
+        shape, work, there = shape_of(q, k, v, degree, codec), blocks, machines[::degree]
         if degree > 1:
             work = blocks._replace(queries=_landed(blocks.queries, degree),
                                    keys=_landed(blocks.keys, degree))  # fmt: skip
@@ -113,7 +124,11 @@ def _swapped(blocks: Workload, shape: KVShape, degree: int) -> int:
 
 
 def degree_over_machines(
-    options: Options, blocks: Workload, machines: Machines, qkv: tuple[Tensor, ...]
+    options: Options,
+    blocks: Workload,
+    machines: Machines,
+    qkv: tuple[Tensor, ...],
+    codec: Codec | None = None,
 ) -> int:
     """Return how many neighbours swap heads: as the option says, or as few bytes cross then.
 
@@ -133,7 +148,7 @@ def degree_over_machines(
         return options.ulysses
     if options.transport == "ring":
         return 1
-    found = [way for way in ways(blocks, machines, qkv) if way.transport == "gather"]
+    found = [way for way in ways(blocks, machines, qkv, codec) if way.transport == "gather"]
     if not found:
         return 1
     plain = next(way for way in found if way.degree == 1 and not way.relayed)
@@ -191,14 +206,14 @@ def of_machines(plan: Any, named: Callable[[float], str]) -> list[str]:
         f"between machines: this rank sends {named(found.forward[me])} forward and "
         f"{named(found.backward[me])} backward, all ranks together {named(found.total)}",
     ]
-    b, n, m, heads, grouped, d, d_v, dtype, _ = plan.signature
+    b, n, m, heads, grouped, d, d_v, dtype, *_ = plan.signature
     shapes = (b, n, heads, d), (b, m, grouped, d), (b, m, grouped, d_v)
     like = getattr(torch, dtype.removeprefix("torch."))
     qkv = tuple(torch.empty(shape, dtype=like, device="meta") for shape in shapes)
     taken = Way(plan.chosen.name, plan.degree, is_relayed(plan), 0)
     others = [
         f"{way} {named(way.crossing)}"
-        for way in ways(plan.shards, machines, qkv)
+        for way in ways(plan.shards, machines, qkv, plan.codec)
         if str(way) != str(taken)
     ]
     return [*lines, f"by {taken}; others would send: {', '.join(others[:_SHOWN])}"]

@@ -33,6 +33,7 @@ from ring_attention_pytorch.plan.placement import current, placed
 from ring_attention_pytorch.plan.proposal import Proposal, memory_left
 from ring_attention_pytorch.ranks.agreement import with_type_name
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime.codec import Codec
 from ring_attention_pytorch.runtime.graphs import graphs_refusal
 
 _KINDS = 8
@@ -174,6 +175,11 @@ def of_block(
     return block.plans, None
 
 
+def with_codec(also: Mapping[str, Any], codec: Codec | None) -> Mapping[str, Any]:
+    """Add a codec to what else a plan depends on; without one there is nothing to add."""
+    return also if codec is None else {**also, "codec": str(codec)}
+
+
 # a rank's part in the agreement on a plan: the cache key, a proposal, and its cached plan, if there
 # is one; or the error
 Found: TypeAlias = tuple[Hashable, Proposal, Any, ValueError | None]
@@ -184,6 +190,7 @@ def find(
     qkv: tuple[Tensor, Tensor, Tensor],
     options: Mapping[str, Any],
     also: Mapping[str, Any],
+    codec: Codec | None = None,
 ) -> Found:
     """Find the proposal for such a call, and its cached plan; or make the proposal."""
     try:
@@ -191,7 +198,7 @@ def find(
         key = cache_key(ring, qkv, options, also)
         found = None if key is None else _plans.get(key)
         if found is None:
-            return key, Proposal.of(Call(*qkv, ring.size), options, also), None, None
+            return key, Proposal.of(Call(*qkv, ring.size, codec), options, also), None, None
         _plans.move_to_end(key)
         return key, *found, None
     except Exception as error:  # any exception: all ranks must raise

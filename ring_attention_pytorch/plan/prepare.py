@@ -114,10 +114,11 @@ def swap_heads(ring: Ring, mine: Proposal, blocks: Workload, seed: int) -> Heads
         Dropout(options.dropout, seed) if options.dropout else None,
     )
     own = own_mask(options.key_mask)
-    degree = degree_over_machines(options, blocks, ring.machines, (q, k, v))
+    degree = degree_over_machines(options, blocks, ring.machines, (q, k, v), mine.codec)
     if not 1 < degree <= ring.size:
         return Heads(blocks, blocks, terms, own.values, own, None)
-    ulysses, queries, keys = Ulysses.make(ring, degree, blocks[:2], q, k, v)
+    d_v = v.shape[3] if mine.codec is None else mine.codec.d_v
+    ulysses, queries, keys = Ulysses.make(ring, degree, blocks[:2], q, k, v, d_v)
     shards, blocks = blocks, blocks._replace(queries=queries, keys=keys)
     key_mask = None if own.values is None else ulysses.whole_mask(own.values)
     return Heads(shards, blocks, ulysses.of_heads(terms), key_mask, own, ulysses)
@@ -148,7 +149,7 @@ def settle_transport(
     options, blocks, ulysses = mine.options, heads.blocks, heads.ulysses
     q, k, v = mine.shaped
     degree = ring.size // len(blocks.keys)  # of Ulysses
-    shape = shape_of(q, k, v, degree)
+    shape = shape_of(q, k, v, degree, mine.codec)
     memory, named = options.memory, options.transport
     if named is None and memory is None:
         memory = min(rank["room"] for rank in lengths)
@@ -183,7 +184,8 @@ def settle_transport(
     if light is not None and together is not None:
         machine = with_another(_with_calls_of(light, machine), kernel.name, light.name)
         kernel = light
-    concurrent = same_mask and (overlapping.schedule.own_low_priority or small)
+    overlaps = overlapping.schedule.own_low_priority or small
+    concurrent = same_mask and overlaps and mine.codec is None  # decoded keys are freed after it
     other = together and overlapping
     chosen = TransportChoice(name, machine, memory, at_once, shape, other, concurrent, by_kernel)
     return kernel, together or overlapping, chosen

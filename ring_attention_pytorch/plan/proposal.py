@@ -20,13 +20,15 @@ from ring_attention_pytorch.kernels import (
 )
 from ring_attention_pytorch.plan.checks import (
     agreed_shapes,
+    check_encoded,
     check_qkv,
     like_autocast,
 )
 from ring_attention_pytorch.plan.options import Call, Options
 from ring_attention_pytorch.ranks.agreement import MustMatch
+from ring_attention_pytorch.runtime.codec import Codec, values_like
 from ring_attention_pytorch.runtime.dropout import own_seed
-from ring_attention_pytorch.runtime.interfaces import KernelRequest
+from ring_attention_pytorch.runtime.interfaces import KernelRequest, Traits
 from ring_attention_pytorch.runtime.scores import (
     columns,
     widened,
@@ -53,6 +55,7 @@ class Proposal(NamedTuple):
     for_long: SelectedKernel | None = None  # for a few long ones, a call for each, likewise
     shaped: tuple[Tensor, ...] = ()
     shared: "Proposal | None" = None  # of the same queries, and keys that all ranks hold
+    codec: Codec | None = None  # which encodes k and v
 
     @classmethod
     def of(cls, call: Call, given: Mapping[str, Any], also: Mapping[str, Any]) -> "Proposal":
@@ -63,15 +66,19 @@ class Proposal(NamedTuple):
         """
         options = Options.read(given)
         q, k, v = map(like_autocast, call[:3])
-        like = Call(q, k, v, call.ring_size)
-        check_qkv(q, k, v)
+        like = Call(q, k, v, *call[3:])
+        if call.codec is None:
+            check_qkv(q, k, v)
+        else:
+            check_encoded(q, k, v, call.codec)
+            check_coded(call.codec, options)
         options.check_for(like)
         return cls._right(like, options, also)
 
     @classmethod
     def _right(cls, call: Call, options: Options, also: Mapping[str, Any]) -> "Proposal":
         """Make the proposal after all checks; raise ValueError if the kernel can't do it."""
-        q, k, v, size = call
+        q, k, v, size, codec = call
         scale = options.scale
         if scale is None:
             scale = q.shape[-1] ** -0.5
@@ -80,12 +87,15 @@ class Proposal(NamedTuple):
         if options.key_bias is not None:
             more = columns(q, k, options.key_bias)
             q, k = widened(q, more), widened(k, more)
-        request = KernelRequest.of(q, v, **options.features(), packed=options.packed)
-        kernel = choose(options.kernel, request)
-        light = fewest_launches(request) if options.kernel is None and size > 1 else None
+        values = v if codec is None else values_like(codec, v)
+        request = KernelRequest.of(q, values, **options.features(), packed=options.packed)
+        kernel, free = choose(options.kernel, request), options.kernel is None
+        if codec is not None:  # it decodes before each call: no call overlaps another
+            kernel, free = kernel._replace(traits=Traits(square=kernel.traits.square)), False
+        light = fewest_launches(request) if free and size > 1 else None
         pieces = request._replace(packed=options.packed or options.placed)
-        short = for_short_documents(pieces) if options.kernel is None else None
-        long = for_long_documents(request) if options.kernel is None else None
+        short = for_short_documents(pieces) if free else None
+        long = for_long_documents(request) if free else None
         chooses = options.transport is None
         same = {
             **agreed_shapes(q, k, v),
@@ -118,6 +128,7 @@ class Proposal(NamedTuple):
             for_long=long,
             shaped=(q, k, v),
             shared=shared,
+            codec=codec,
         )
 
     @classmethod
@@ -138,6 +149,16 @@ class Proposal(NamedTuple):
             bucket_size=options.bucket_size,
         )
         return cls._right(Call(q, k, v, 1), alone, {}), replace(options, shared_keys=(k, v))
+
+
+def check_coded(codec: Codec, options: Options) -> None:
+    """Raise ValueError if options are given that need keys and values as they are."""
+    given = [name for name in ("key_bias", "shared_keys") if getattr(options, name) is not None]
+    if given:
+        raise ValueError(
+            f"{' and '.join(given)} need keys and values that travel as they are, "
+            f"got {codec}; expand them and call ring_attn"
+        )
 
 
 def _facts(like: Tensor) -> dict[str, int]:

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar, Unpack
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -20,11 +19,12 @@ from ring_attention_pytorch.geometry.segments import Segments, segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.plan.checks import Expected, Signature, check_tensors, like_autocast
+from ring_attention_pytorch.plan.first_calls import Own, Worked
 from ring_attention_pytorch.plan.masks import Seen, by_sample, positions_seen, reached, seen_by_any
 from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.packing import whole_packing
-from ring_attention_pytorch.plan.placement import OwnMask, Placement, attention_ring, block_of
-from ring_attention_pytorch.plan.plan_cache import PlanCache, find, keep, of_block
+from ring_attention_pytorch.plan.placement import OwnMask, attention_ring, block_of
+from ring_attention_pytorch.plan.plan_cache import find, keep, of_block, with_codec
 from ring_attention_pytorch.plan.prepare import (
     TransportChoice,
     place_tokens,
@@ -34,6 +34,7 @@ from ring_attention_pytorch.plan.prepare import (
 from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.ranks.agreement import agree, in_the_same_call, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring
+from ring_attention_pytorch.runtime.codec import Codec, values_like
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.graphs import graphs_refusal, has_graphs, with_graphs
 from ring_attention_pytorch.runtime.handles import check_layer, handle_of_layer, new_handle
@@ -55,26 +56,6 @@ class Agreed(NamedTuple):
     number: int = 0  # the ranks' number for this plan
     of_layer: str = ""  # " of layer 3", as calls of that layer are named
     always: bool = False  # exchange notes in each call, not only for the plan
-
-
-@dataclass(eq=False)
-class Worked:
-    """Results of first calls, shared by plans that differ only in dropout."""
-
-    tiles: dict[Segments, list[Any]] = field(default_factory=dict)
-    calls: dict[bool, int] = field(default_factory=dict)  # of the kernel, by direction
-    placements: WeakSet[Placement] = field(default_factory=WeakSet)  # where it may be used
-    passed: set[tuple[Any, ...]] = field(default_factory=set)  # signatures that are checked
-
-
-@dataclass(eq=False)
-class Own:
-    """Results of first calls, and plans of layers, that no other plan shares."""
-
-    tiles: dict[Segments, list[Any]] = field(default_factory=dict)  # under this plan's mask
-    layers: "PlanCache[RingPlan]" = field(default_factory=PlanCache)
-    records: dict[str, Record] = field(default_factory=dict)  # of observed calls, by direction
-    made: dict[str, Any] = field(default_factory=dict)  # for layers of other kinds, by kind
 
 
 @dataclass(frozen=True)
@@ -101,6 +82,7 @@ class RingPlan:
     own_mask: OwnMask  # as it was given, before any all-to-all
     agreed: Agreed = field(default=Agreed(), compare=False)
     shared: "RingPlan | None" = field(default=None, compare=False, repr=False)  # of keys on all
+    codec: Codec | None = None  # by which keys are encoded while they travel
     handle: int = field(init=False, compare=False, repr=False)  # its number in traced graphs
     replay: Replay = field(init=False, compare=False, repr=False)  # how its calls can be replayed
     recordings: Recordings | None = field(init=False, compare=False, repr=False)
@@ -111,7 +93,7 @@ class RingPlan:
         object.__setattr__(self, "handle", new_handle(self))
         taped = self.kernel.traits.taped and self.terms.mask_mod is None
         replay = self.transport.fabric.replay.both(
-            Replay(self.expected.device.type == "cuda", taped)
+            Replay(self.expected.device.type == "cuda" and self.codec is None, taped)
         )
         recordings = Recordings(Tape, replay.follow) if replay.tape else None
         object.__setattr__(self, "replay", replay)
@@ -127,6 +109,7 @@ class RingPlan:
         *,
         group: Group = None,
         also: Mapping[str, Any] | None = None,
+        codec: Codec | None = None,
         **options: Unpack[PlanOptions],
     ) -> "RingPlan":
         """Make a plan for tensors like these; values of q, k, v and sinks don't matter.
@@ -136,6 +119,8 @@ class RingPlan:
         Args:
             q, k, v, group: as for `ring_attn`.
             also: other values, by name, that all ranks must have the same.
+            codec: how keys and values are encoded while they travel; then k and v are encoded.
+                `mla_plan` and `tied_plan` give one.
             options: the options of `ring_attn`, by name (`plan.options.Options`).
 
         Returns:
@@ -151,11 +136,11 @@ class RingPlan:
         """
         # within a transform of torch.func new tensors are wrapped, and have no memory to send
         with torch._C._DisableFuncTorch(), spanned("ring attention, plan", q.device):
-            ring, qkv = attention_ring(group), (q, k, v)
-            known, again = of_block(ring, qkv, options, also or {})
+            ring, qkv, also = attention_ring(group), (q, k, v), with_codec(also or {}, codec)
+            known, again = of_block(ring, qkv, options, also)
             if (plan := known.get(again)) is not None:
                 return plan
-            key, mine, kept, wrong = find(ring, qkv, options, also or {})
+            key, mine, kept, wrong = find(ring, qkv, options, also, codec)
             number = 0 if kept is None else kept.agreed.number
             own = {**mine.own, "plan": number}
             lengths = agree(ring, "ring attention", mine.must_match, own, wrong)
@@ -189,11 +174,13 @@ class RingPlan:
         heads = swap_heads(ring, mine, Workload(*segments, *masks), lengths[0]["seed"])
         kernel, transport, chosen = settle_transport(ring, mine, heads, lengths, len(samples) == 1)
         unreached = reached(heads.blocks, transport.fabric.ring.rank, q.device)
+        signature = Signature.of(q, k, v, codec=mine.codec)
         return cls(
             ring=ring,
             query_segments=segments[0],
             layout=options.layout,
-            expected=Expected(Signature.of(q, k, v), options.sinks is not None, q.device),
+            codec=mine.codec,
+            expected=Expected(signature, options.sinks is not None, q.device),
             seen=Seen(visible, samples, packing, options.placed, unreached),
             kernel=kernel,
             transport=transport,
@@ -331,6 +318,10 @@ class RingPlan:
             return keys
         return keys.without_unseen(self.seen.reached)
 
+    def values(self, v: Tensor) -> Tensor:
+        """Return v, or, if it is encoded, values of the head size that kernels get."""
+        return v if self.codec is None else values_like(self.codec, v)
+
     def tiles(self, keys: Segments) -> list[tuple[slice, Tiles]]:
         """List samples with the same mask, and the tiles of own queries and these keys."""
         known = self._shared.tiles
@@ -432,7 +423,14 @@ class RingPlan:
             )
         return block
 
-    def check(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> None:
+    def check(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
+        codec: Codec | None = None,
+    ) -> None:
         """Raise ValueError if the plan was made for other tensors than these."""
         block, passed = block_of(q), self._shared.passed
         if block is not None and block in self._shared.placements:
@@ -441,6 +439,7 @@ class RingPlan:
             q.shape, q.dtype, q.device, q.layout, k.shape, k.dtype, k.device, k.layout,
             v.shape, v.dtype, v.device, v.layout,
             None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.layout),
+            codec,
         )  # fmt: skip
         if block is None and key in passed:
             return
@@ -448,7 +447,7 @@ class RingPlan:
             if block is not None:
                 block.check_plan(self)
             if key not in passed:
-                check_tensors(self.expected, (q, k, v), sinks)
+                check_tensors(self.expected, (q, k, v), sinks, codec)
         except ValueError as error:
             self.ring.report_failure(
                 f"raised ValueError: {error}"

@@ -215,6 +215,15 @@ class OutputAccumulator(_Accumulator):
         part._wide = out[which], lse[which]
         return part
 
+    def heads(self, which: slice | None) -> "OutputAccumulator":
+        """Return an accumulator of some heads, in the same memory; None is all of them."""
+        if which is None:
+            return self
+        out, lse = self._update()
+        part = OutputAccumulator(self._like[:, :, which], out)
+        part._wide = out[:, :, which], lse[:, which]
+        return part
+
     def add_sinks(self, sinks: Tensor) -> None:
         """Merge a key that every query sees, of score `sinks` [h] and value 0.
 
@@ -387,6 +396,17 @@ class GradAccumulator(_Accumulator):
             return self
         part = GradAccumulator(self._like[which], deferred=self.deferred)
         part._wide = (self.begin_update()[which],)
+        return part
+
+    def heads(self, which: slice | None) -> "GradAccumulator":
+        """Return an accumulator of some heads, in the same memory, that puts nothing off.
+
+        None is all of them: the accumulator itself.
+        """
+        if which is None:
+            return self
+        part = GradAccumulator(self._like[:, :, which])
+        part._wide = (self.begin_update()[:, :, which],)
         return part
 
     def finalize(self) -> Tensor:

@@ -118,6 +118,16 @@ class Residuals:
         given = (self.q, self.out, self.lse, self.dout, self.dlse)
         return Residuals(*(_of(t, which) for t in given))
 
+    def heads(self, which: slice | None) -> "Residuals":
+        """Return the residuals of some heads, with their delta; None is all of them."""
+        if which is None:
+            return self
+        q, out, dout = (t[:, :, which] for t in (self.q, self.out, self.dout))
+        dlse = None if self.dlse is None else self.dlse[:, which]
+        found = Residuals(q, out, self.lse[:, which], dout, dlse)
+        vars(found)["delta"] = self.delta[:, which]  # computed once, for all heads
+        return found
+
 
 class Grads(NamedTuple):
     """Accumulators of the gradients of this rank's queries, and of these keys and values.

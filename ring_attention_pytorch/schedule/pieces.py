@@ -66,11 +66,13 @@ class KVShape(NamedTuple):
     d_v: int
     itemsize: int
     wide: bool = False  # parts of gradients travel in the accumulator's dtype
+    encoded: int = 0  # numbers of one key head and its value, if a codec encodes them
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one key and its value, over all heads and samples."""
-        return self.batch * self.key_heads * (self.d + self.d_v) * self.itemsize
+        width = self.encoded or self.d + self.d_v
+        return self.batch * self.key_heads * width * self.itemsize
 
     @property
     def wide_bytes(self) -> int:

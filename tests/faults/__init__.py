@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 _INSTALLED = all(find_spec(name) for name in ("transformers", "accelerate"))
 BATTERIES = (
-    "attention", "compiled", "doctor", "failing", "inference", "kept", "original", "recurrent",
-    "routing", "schedules", "second_order", "silent", "summaries", "training",
+    "attention", "compiled", "doctor", "failing", "inference", "kept", "latent", "original",
+    "recurrent", "routing", "schedules", "second_order", "silent", "summaries", "training",
     *(["integrations"] if _INSTALLED else []),
 )  # fmt: skip

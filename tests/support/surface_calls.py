@@ -19,6 +19,7 @@ Q = torch.randn(1, 4, 2, 8)
 IDS = torch.tensor([[1, 2, 3, 4]])
 ROUTED = dict(dim=16, num_heavy_tokens_q=2, num_heavy_tokens_kv=2, light_window_size=2)
 SIZES: dict[str, Any] = dict(dim=16, dim_head=8, heads=2)
+LATENT_SIZES: dict[str, Any] = dict(dim=16, heads=2, rank=8, d_nope=4, d_rope=2, d_v=4)
 MODEL: dict[str, Any] = dict(num_tokens=9, depth=1, causal=True, **SIZES)
 
 
@@ -67,6 +68,10 @@ def to(function: Callable[..., Any], *more: Callable[..., Any], **right: Any) ->
 
 def plan() -> Any:
     return R.RingPlan.make(Q, Q, Q, causal=True)
+
+
+def latent_layer() -> Any:
+    return R.RingLatentAttention(**LATENT_SIZES)
 
 
 def summary_plan() -> Any:
@@ -118,6 +123,9 @@ ROUTED_MODEL = dict(
     causal=True,
 )
 QKV = dict(q=Q, k=Q, v=Q)
+LATENTS = dict(
+    q_nope=Q, q_rope=Q[..., :2], latent=ONE, k_rope=ONE[..., :2], w_up=torch.randn(2, 11, 16)
+)
 FIRST = Q.transpose(1, 2)
 GATES = Q[..., 0].sigmoid()
 Attention = R.ConditionalRoutedAttention
@@ -125,6 +133,22 @@ Attention = R.ConditionalRoutedAttention
 CALLS: dict[str, Callable[[], Call]] = {
     "ring_attn": to(R.ring_attn, **QKV),
     "ulysses_attn": to(R.ulysses_attn, R.ring_attn, **QKV),
+    "mla_ring_attn": to(R.mla_ring_attn, R.ring_attn, **LATENTS),
+    "mla_attn_with_cache": lambda: Call(
+        R.mla_attn_with_cache, LATENTS | dict(cache=R.RingCache(1, 1, 18, value_dim=16))
+    ),
+    "RingLatentAttention": to(R.RingLatentAttention, **LATENT_SIZES),
+    "RingLatentAttention.forward": lambda: Call(
+        latent_layer().forward, dict(x=ONE, plan=latent_layer().make_plan(ONE))
+    ),
+    "RingLatentAttention.make_plan": of(latent_layer, "make_plan", x=ONE),
+    "RingLatentAttention.make_cache": of(latent_layer, "make_cache", sequences=1),
+    "RingLatentAttention.decode": lambda: Call(
+        latent_layer().decode, dict(x=ONE, cache=latent_layer().make_cache(1))
+    ),
+    "mla_plan": to(R.mla_plan, R.ring_attn, **LATENTS),
+    "tied_ring_attn": to(R.tied_ring_attn, R.ring_attn, q=Q, kv=Q),
+    "tied_plan": to(R.tied_plan, R.ring_attn, q=Q, kv=Q),
     "top_keys": to(R.top_keys, scores=torch.rand(2, 4), positions=torch.arange(4), k=2),
     "merge_attention": lambda: Call(partial(R.merge_attention, Q, Q[..., 0].mT), {}),
     "chunk_tokens": lambda: Call(partial(R.chunk_tokens, AsItWas(2, 2)), dict(tokens=2)),
@@ -363,7 +387,10 @@ def _route_back() -> Call:
 RIGHT: dict[str, str] = {
     "window": "0", "max_lookback_seq_len": "0", "SummaryAttention.max_lookback_seq_len": "",
     "scale": "0 0.0 -1 -1.0", "dropout": "0 0.0", "attn_dropout": "0 0.0", "ring_attn.memory": "0",
-    "ulysses_attn.memory": "0", "RingPlan.make.memory": "0", "rank": "0", "shard_batch.rank": "",
+    "ulysses_attn.memory": "0", "RingPlan.make.memory": "0",
+    "mla_ring_attn.memory": "0", "mla_plan.memory": "0", "tied_ring_attn.memory": "0",
+    "tied_plan.memory": "0", "RingLatentAttention.make_plan.memory": "0",
+    "RingLatentAttention.rank": "", "rank": "0", "shard_batch.rank": "",
     "circular_rank_left.rank": "0 -1", "circular_rank_right.rank": "0 -1", "pos": "0 -1",
     "num": "0 -1", "ignore_index": "0 -1", "temperature": "0 0.0", "eos": "0", "select": "0",
     "layer": "0", "source": "0", "sequence": "0", "token": "0", "RingCache.rollback.n": "0",
@@ -408,7 +435,7 @@ WITHIN = {
     "rotate_summaries", "scores",
     # of caches
     "advance", "check_last", "check_layer", "check_new", "even_lengths", "lengths_in",
-    "memory", "prepare", "taken_as", "state_note",
+    "memory", "prepare", "taken_as", "state_note", "values",
     # of caches of transformers, which it calls by itself
     "attend", "batch_repeat_interleave", "batch_select_indices", "crop", "expect", "length",
     "mask", "new_length", "reorder_cache", "reset",

@@ -1,0 +1,177 @@
+"""Multi-head latent attention as a module."""
+
+from typing import Any, Unpack
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from ring_attention_pytorch.arguments import check_least, checked, checks_of
+from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.latent.attention import CodedPlanOptions, mla_plan, mla_ring_attn
+from ring_attention_pytorch.latent.decoding import mla_attn_with_cache
+from ring_attention_pytorch.nn.norm import RMSNorm
+from ring_attention_pytorch.nn.rotary import THETA, RingRotaryEmbedding, apply_rotary_pos_emb
+from ring_attention_pytorch.plan.placement import attention_ring
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.agreement import report_to_group, typed
+from ring_attention_pytorch.ranks.ring import Ring
+
+Projected = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _report_to_cache(given: dict[str, Any], error: ValueError) -> None:
+    cache = given.get("cache")
+    if isinstance(cache, RingCache):
+        cache.ring.report_failure(f"raised ValueError: {error}")
+
+
+class RingLatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-AI 2024) of a sequence that is spread over ranks.
+
+    Ranks exchange a latent of `rank` numbers and a rotated key of `d_rope` for each token.
+
+    Args:
+        dim: model width.
+        heads: of queries, and of expanded keys and values.
+        rank: of the latent.
+        d_nope, d_rope, d_v: head sizes: of the part without rotation, of the rotated part (even),
+            and of values.
+        query_rank: of a latent of queries; None projects them at once.
+        theta: of the rotary embedding.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    >>> layer, x = RingLatentAttention(16, heads=2, rank=8, d_nope=4, d_rope=2, d_v=4), None
+    >>> x = torch.randn(1, 9, 16)
+    >>> layer(x, plan=layer.make_plan(x, causal=True)).shape
+    torch.Size([1, 9, 16])
+    """
+
+    @checked
+    def __init__(
+        self,
+        dim: int,
+        *,
+        heads: int = 8,
+        rank: int = 128,
+        d_nope: int = 64,
+        d_rope: int = 32,
+        d_v: int = 64,
+        query_rank: int | None = None,
+        theta: int | float = THETA,
+    ):
+        super().__init__()
+        sizes = dict(dim=dim, heads=heads, rank=rank, d_nope=d_nope, d_rope=d_rope, d_v=d_v)
+        with checks_of("RingLatentAttention"):
+            check_least(1, **sizes, query_rank=1 if query_rank is None else query_rank)
+        self.heads, self.rank, self.d_nope, self.d_rope, self.d_v = heads, rank, d_nope, d_rope, d_v
+        self.norm: RMSNorm = RMSNorm(dim)
+        self.rotary: RingRotaryEmbedding = RingRotaryEmbedding(d_rope, theta=theta)
+        width = heads * (d_nope + d_rope)
+        self.to_q: nn.Module = nn.Linear(dim, width, bias=False)
+        if query_rank is not None:
+            down = nn.Linear(dim, query_rank, bias=False)
+            up = nn.Linear(query_rank, width, bias=False)
+            self.to_q = nn.Sequential(down, RMSNorm(query_rank), up)
+        self.to_latent: nn.Linear = nn.Linear(dim, rank + d_rope, bias=False)
+        self.latent_norm: RMSNorm = RMSNorm(rank)
+        self.up: nn.Parameter = nn.Parameter(torch.randn(heads, d_nope + d_v, rank) * rank**-0.5)
+        self.to_out: nn.Linear = nn.Linear(heads * d_v, dim, bias=False)
+
+    @typed(report_to_group("ring attention", ring_of=attention_ring))
+    def make_plan(self, x: Tensor, **options: Unpack[CodedPlanOptions]) -> RingPlan:
+        """Make a plan for tokens like these `[b, n, dim]`; all layers of the same sizes share it.
+
+        Args:
+            x: this rank's tokens; values don't matter.
+            options: as for `mla_plan`.
+
+        Raises:
+            ValueError: as `mla_plan`; on all ranks.
+        """
+        b, n, h, one = *x.shape[:2], self.heads, x.new_empty(())
+        return mla_plan(
+            one.expand(b, n, h, self.d_nope),
+            one.expand(b, n, h, self.d_rope),
+            one.expand(b, n, self.rank),
+            one.expand(b, n, self.d_rope),
+            one.expand(self.up.shape),
+            **options,
+        )
+
+    @typed(report_to_group("RingLatentAttention", agreed=("plan", ...)))
+    def forward(self, x: Tensor, *, plan: RingPlan) -> Tensor:
+        """Compute the layer for this rank's tokens.
+
+        Args:
+            x: `[b, n, dim]`.
+            plan: from `make_plan`.
+
+        Returns:
+            `[b, n, dim]`.
+
+        Raises:
+            ValueError: x doesn't fit the plan.
+        """
+        self._check(x, plan.ring)
+        given = self._projected(x, plan.positions(x.device, in_documents=True))
+        return self.to_out(mla_ring_attn(*given, plan=plan).flatten(2))
+
+    @typed(_report_to_cache)
+    @torch.no_grad()
+    def decode(self, x: Tensor, cache: RingCache, layer: int = 0) -> Tensor:
+        """Append tokens to a cache of latents, and compute the layer for them; no gradients.
+
+        Args:
+            x: `[sequences, n, dim]`, the same on every rank.
+            cache: from `make_cache`, or `RingCache(sequences, 1, rank + d_rope, value_dim=rank)`.
+            layer: the layer of the cache.
+
+        Returns:
+            `[sequences, n, dim]`, the same on every rank.
+
+        Raises:
+            ValueError: the cache is another, or has no room; on every rank.
+        """
+        self._check(x, cache.ring)
+        with checks_of("RingLatentAttention"):
+            cache.check_layer(layer)
+        begins = (cache.lengths_of[layer] - cache.starts).unsqueeze(1)
+        places = begins + torch.arange(x.shape[1], device=x.device)
+        given = self._projected(x, places)
+        return self.to_out(mla_attn_with_cache(*given, cache, layer=layer).flatten(2))
+
+    @checked
+    def make_cache(self, sequences: int, **options: Any) -> RingCache:
+        """Make a cache of this layer's latents, or of several like it.
+
+        Args:
+            sequences, options: as for `RingCache`; its dtype and device are the layer's by default.
+
+        Raises:
+            ValueError: as `RingCache`; on every rank.
+        """
+        like = dict(dtype=self.up.dtype, device=self.up.device)
+        sizes = 1, self.rank + self.d_rope
+        return RingCache(sequences, *sizes, value_dim=self.rank, **{**like, **options})
+
+    def _check(self, x: Tensor, ring: Ring) -> None:
+        """Raise ValueError unless x is `[b, n, dim]`; ranks that wait for this one hear of it."""
+        dim = self.norm.gamma.shape[0]
+        if x.ndim == 3 and x.shape[2] == dim and x.is_floating_point() and not x.is_meta:
+            return
+        error = f"x must be floating [b, n, {dim}] with values, got {x.dtype} {list(x.shape)}"
+        ring.report_failure(f"raised ValueError: {error}")
+        raise ValueError(f"RingLatentAttention: {error}")
+
+    def _projected(self, x: Tensor, places: Tensor) -> Projected:
+        """Return q_nope, q_rope, latent, k_rope and `up`, of tokens at these places."""
+        normed, angles = self.norm(x), self.rotary(places)
+        q = rearrange(self.to_q(normed), "b n (h d) -> b n h d", h=self.heads)
+        q_nope, q_rope = q.split((self.d_nope, self.d_rope), dim=-1)
+        latent, k_rope = self.to_latent(normed).split((self.rank, self.d_rope), dim=-1)
+        k_rope = apply_rotary_pos_emb(angles, rearrange(k_rope, "b n d -> b n 1 d"))[:, :, 0]
+        q_rope = apply_rotary_pos_emb(angles, q_rope)
+        return q_nope, q_rope, self.latent_norm(latent), k_rope, self.up

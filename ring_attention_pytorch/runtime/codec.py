@@ -1,0 +1,159 @@
+"""Codecs: the form in which keys and values travel, and a kernel that decodes it.
+
+    transport    moves two tensors of each token, whatever they mean
+    attention    the two loops of attention.py, whose keys are encoded, with another kernel:
+    Decoding     decodes a block, calls the plan's kernel on it, and pulls the gradients back
+
+Encoded keys take the places of k and v in a `KVBlock`, and their gradients those of dk and dv. No
+transport, fabric or loop knows of codecs.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
+from ring_attention_pytorch.runtime.interfaces import (
+    Grads,
+    KVBlock,
+    Residuals,
+    ScoreMods,
+    Tiles,
+)
+from ring_attention_pytorch.runtime.rowwise import wire_dtype
+
+Pair = tuple[Tensor, Tensor]
+Tensors = tuple[Tensor, ...]
+
+MOST_DECODED = 256 << 20  # bytes of keys and values that are decoded at once, if heads allow it
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """The interface of a codec: two tensors `[b, m, g, w]` of a token's keys and values.
+
+    Codecs are compared and hashed by value, and ranks compare their texts. `widths` are the two w;
+    `d_v` is the head size of decoded values. Parameters have heads first; if `by_heads`, heads can
+    be decoded apart, each from its own part of the parameters.
+    """
+
+    @property
+    def widths(self) -> tuple[int, int]: ...
+
+    @property
+    def d_v(self) -> int: ...
+
+    @property
+    def by_heads(self) -> bool: ...
+
+    def check(self, q: Tensor, encoded: Pair) -> None:
+        """Raise ValueError if the sizes of q and of encoded keys are not such as it is for."""
+
+    def decode(self, encoded: Pair, params: Tensors) -> Pair:
+        """Return k `[b, m, h_kv, d]` and v `[b, m, h_kv, d_v]`."""
+        ...
+
+    def pull_back(self, encoded: Pair, params: Tensors, grads: Pair) -> tuple[Pair, Tensors]:
+        """Return the gradients of the encoded keys and of the parameters, for `grads` (dk, dv)."""
+        ...
+
+
+def values_like(codec: Codec, encoded: Tensor) -> Tensor:
+    """Return values without memory, of the shape in which a kernel gets them but for the heads."""
+    return encoded.new_empty(()).expand(*encoded.shape[:3], codec.d_v)
+
+
+def groups_of_heads(heads: int, head_bytes: int, most: int) -> int:
+    """Return into how many equal groups heads are divided so that one takes at most `most` bytes.
+
+    >>> groups_of_heads(128, 8192 * 320 * 2, most=256 << 20), groups_of_heads(12, 7, most=20)
+    (4, 6)
+    """
+    fitting = (n for n in range(1, heads + 1) if heads % n == 0 and heads // n * head_bytes <= most)
+    return next(fitting, heads)
+
+
+def groups_of_a_call(codec: Codec, terms: ScoreMods, heads: int, head_bytes: int) -> int:
+    """Return into how many groups the heads of a block are divided, of `head_bytes` each.
+
+    Terms that count heads get all of them at once, as do codecs that can't decode heads apart.
+    """
+    counted = (terms.alibi, terms.mask_mod, terms.dropout) != (None, None, None)
+    if counted or not codec.by_heads:
+        return 1
+    return groups_of_heads(heads, head_bytes, MOST_DECODED)
+
+
+class Decoding(NamedTuple):
+    """A kernel for encoded keys, in one call.
+
+    It decodes a block and calls `kernel` on it: group by group of heads, if all of them would take
+    much memory, each in the memory of the one before. `sums` are the gradients of the parameters so
+    far, in a wide dtype.
+    """
+
+    kernel: Any  # a `kernels.SelectedKernel`
+    codec: Any  # a `Codec`
+    params: Tensors
+    sums: Tensors = ()
+
+    def forward(
+        self,
+        q: Tensor,
+        keys: KVBlock,
+        tiles: Tiles,
+        terms: ScoreMods,
+        result: OutputAccumulator,
+    ) -> None:
+        """Merge attention to these encoded keys into `result`."""
+        for heads in self._groups(q, keys, tiles, terms):
+            kv, _ = self._decoded(keys, heads)
+            self.kernel.forward(_of_heads(q, heads), kv, tiles, terms, result.heads(heads))
+            del kv  # before the next group is decoded
+
+    def backward(
+        self, saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, grads: Grads
+    ) -> None:
+        """Add the gradients of these tiles to `grads`, whose dk and dv are of encoded keys."""
+        tokens = slice(0, keys.k.shape[1])
+        for heads in self._groups(saved.q, keys, tiles, terms):
+            kv, params = self._decoded(keys, heads)
+            of_kv = [GradAccumulator(t, calls=1, dtype=wire_dtype(t.dtype)) for t in kv[:2]]
+            of_heads = Grads(grads.dq.heads(heads), *of_kv)
+            self.kernel.backward(saved.heads(heads), kv, tiles, terms, of_heads)
+            del kv
+            dk, dv = (total.finalize() for total in of_kv)
+            del of_kv, of_heads
+            encoded, of_params = self.codec.pull_back((keys.k, keys.v), params, (dk, dv))
+            for total, part in zip(grads[1:], encoded):
+                total.add(tokens, part)
+            for so_far, part in zip(self.sums, of_params):
+                so_far[heads or slice(None)] += part
+
+    def _groups(
+        self, q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods
+    ) -> Iterator[slice | None]:
+        """Yield slices of the heads; None for all of them at once. Nothing without tiles."""
+        if not tiles:
+            return
+        b, m, *_ = keys.k.shape
+        heads = q.shape[2]
+        head_bytes = b * m * (q.shape[3] + self.codec.d_v) * q.element_size()
+        number = groups_of_a_call(self.codec, terms, heads, head_bytes)
+        if number == 1:
+            yield None
+            return
+        size = heads // number
+        for first in range(0, heads, size):
+            yield slice(first, first + size)
+
+    def _decoded(self, keys: KVBlock, heads: slice | None) -> tuple[KVBlock, Tensors]:
+        """Return the block with keys and values of these heads, and the heads' parameters."""
+        params = self.params if heads is None else tuple(p[heads] for p in self.params)
+        k, v = self.codec.decode((keys.k, keys.v), params)
+        return keys._replace(k=k, v=v), params
+
+
+def _of_heads(t: Tensor, heads: slice | None) -> Tensor:
+    return t if heads is None else t[:, :, heads]

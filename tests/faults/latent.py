@@ -1,0 +1,34 @@
+"""Faults planted into attention to encoded keys, and a battery that must find each."""
+
+from collections.abc import Callable, Iterable
+
+from tests.faults import hunt
+from tests.faults.mutant import planted
+
+MUTANTS = planted("LATENT")
+ANSWERS_FOR = ("latent/", "runtime/codec.py")
+
+
+def battery() -> Iterable[Callable[[], None]]:
+    """Cases that fail where something is wrong."""
+    import torch
+
+    from tests.latent import test_attention, test_decoding
+    from tests.support import threads
+
+    torch.set_num_threads(1)
+    threads.PATIENCE = 10.0
+    yield lambda: test_decoding.test_generation_equals_attention_to_expanded_keys(2)
+    yield lambda: test_attention.test_swapped_heads_and_shared_memory_and_groups_of_heads(
+        "copies", False
+    )
+    for seed in range(16):
+        yield (
+            lambda seed=seed: (
+                test_attention.test_random_cases_equal_dense_attention_to_expanded_keys(seed)
+            )
+        )
+
+
+if __name__ == "__main__":
+    hunt.main("tests.faults.latent")

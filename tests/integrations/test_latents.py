@@ -1,0 +1,119 @@
+"""Layers of transformers with latent keys: equal to one process, and ranks send latents."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.kimi_linear import modeling_kimi_linear
+
+from ring_attention_pytorch import shard_batch
+from ring_attention_pytorch.integrations import latents
+from ring_attention_pytorch.integrations.transformers import register, ring_forward
+from tests.support import families
+from tests.support.tiny_models import family_of, model_of
+
+KINDS = [
+    modeling_deepseek_v2.DeepseekV2Attention,
+    modeling_deepseek_v3.DeepseekV3Attention,
+    modeling_kimi_linear.KimiLinearAttention,
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_families_expand_latents_as_the_codec_decodes_them(kind):
+    theirs = kind.expand_kv
+    assert latents.is_known(getattr(theirs, "__wrapped__", theirs))
+    assert not latents.is_known(kind.forward)
+    assert not latents.is_known(len)
+
+
+def counted(names: list[str]) -> dict[str, Any]:
+    """For a pool: what families compute, and how often attention was to latents."""
+    found = {}
+    for name in names:
+        with mock.patch.object(latents, "attend", wraps=latents.attend) as attend:
+            found[name] = families.examined(family_of(name)), attend.call_count > 0
+    return found
+
+
+def right(pools, names: list[str]) -> None:
+    found = pools(3).answers(counted, names)
+    for name in names:
+        cells = families.together([(kind, each[name][0]) for kind, each in found])
+        assert families.verdict(cells) == "equal", (name, cells)
+        assert all(each[name][1] for _, each in found), name
+
+
+def test_deepseek_v3_equals_one_process_and_attends_to_latents(pools):
+    right(pools, ["DeepseekV3ForCausalLM"])
+
+
+@pytest.mark.thorough
+def test_so_do_others(pools):
+    right(pools, ["DeepseekV2ForCausalLM", "MiniCPM3ForCausalLM", "Glm4MoeLiteForCausalLM"])
+
+
+def step(model: nn.Module, checkpoint: bool = False) -> list[torch.Tensor]:
+    """The loss of a step in a ring of one, and the gradients."""
+    ids = torch.arange(24).view(2, 12) % 7 + 3
+    model.zero_grad()
+    if checkpoint:
+        model.train().gradient_checkpointing_enable()
+    with ring_forward(shard_batch({"input_ids": ids, "labels": ids})) as inputs:
+        loss = model(**inputs).loss
+        loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def tiny() -> nn.Module:
+    register()
+    return model_of(family_of("DeepseekV3ForCausalLM"), "ring")
+
+
+def test_checkpoints_recompute_attention_to_latents():
+    model = tiny()
+    with mock.patch.object(latents, "attend", wraps=latents.attend) as attend:
+        plain, calls = step(model.train()), attend.call_count
+        again = step(model, checkpoint=True)
+        assert attend.call_count == 3 * calls > 0
+    torch.testing.assert_close(again, plain)
+
+
+def test_a_projection_that_is_not_plain_is_expanded_by_the_model():
+    model = tiny()
+    plain = step(model)
+    for module in model.modules():
+        if hasattr(module, "kv_b_proj"):
+            assert latents.refusal(module) is None
+            module.kv_b_proj.register_forward_hook(lambda *_: None)
+            assert "no plain projection" in latents.refusal(module)
+    with mock.patch.object(latents, "attend", wraps=latents.attend) as attend:
+        torch.testing.assert_close(step(model), plain)
+        assert not attend.called
+
+
+def test_a_layer_that_changes_latents_is_an_error():
+    layer, t = nn.Linear(1, 1), torch.zeros(1)
+    assert not latents.taken(layer, t, t)
+    latents.given[layer] = t, t
+    with pytest.raises(ValueError, match="Linear changes keys"):
+        latents.taken(layer, t + 1, t)
+    assert not latents.taken(layer, t, t)
+
+
+def test_a_method_that_is_not_known_is_left_alone_and_said(caplog):
+    class Other(nn.Module):
+        def expand_kv(self, kv_nope, k_rot):
+            return kv_nope, k_rot
+
+    theirs = Other.expand_kv
+    latents.prepare([Other()])
+    assert Other.expand_kv is theirs
+    assert "Other expands latents in a way that is not known" in caplog.text

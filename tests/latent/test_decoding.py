@@ -1,0 +1,67 @@
+"""Decoding with a cache of latents over rings of threads, against attention to expanded keys."""
+
+import pytest
+import torch
+
+from ring_attention_pytorch import RingCache, mla_attn_with_cache
+from ring_attention_pytorch.geometry.layouts import positions
+from tests.support import threads
+from tests.support.latent_cases import D_ROPE, RANK, Case, expanded
+from tests.support.reference import dense_attention, relative_error
+
+CASE = Case(1, length=19)
+
+
+def given() -> list[torch.Tensor]:
+    found = CASE.tensors()
+    return [found[name] for name in CASE.names]
+
+
+def part(at: torch.Tensor | slice) -> list[torch.Tensor]:
+    *sharded, w_up = given()
+    return [*(t[:, at] for t in sharded), w_up]
+
+
+def generated(ring) -> tuple[torch.Tensor, int]:
+    """A prompt that all ranks have, a chunk that they share, and then a token at a time."""
+    cache = RingCache(2, 1, RANK + D_ROPE, value_dim=RANK, page=2, dtype=torch.float64, group=ring)
+    found = [mla_attn_with_cache(*part(slice(0, 5)), cache)]
+    at = 5 + positions("zigzag", rank=ring.rank, ring_size=ring.size, length=8)
+    mine = mla_attn_with_cache(*part(at), cache, layout="zigzag")
+    whole = torch.zeros(2, 8, *mine.shape[2:], dtype=torch.float64)
+    whole[:, at - 5] = mine
+    ring.total(whole)
+    found.append(whole)
+    for token in range(13, 19):
+        found.append(mla_attn_with_cache(*part(slice(token, token + 1)), cache))
+    return torch.cat(found, dim=1), cache.nbytes
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_generation_equals_attention_to_expanded_keys(size):
+    named = dict(zip(CASE.names, given()))
+    want, _ = dense_attention(*expanded(named), causal=True)
+    ranks, _ = threads.run(size, generated)
+    for out, _ in ranks:
+        assert relative_error(out, want) < 1e-12
+
+
+def test_a_token_takes_its_latent_twice_and_its_rotated_key():
+    cache = RingCache(1, 1, 576, value_dim=512, capacity=64, dtype=torch.bfloat16)
+    assert cache.nbytes == 64 * (576 + 512) * 2
+
+
+def wrong(ring, change) -> str:
+    cache = RingCache(2, 1, RANK + D_ROPE, value_dim=RANK, dtype=torch.float64, group=ring)
+    args = part(slice(0, 3))
+    with pytest.raises(ValueError, match="mla_attn_with_cache") as error:
+        mla_attn_with_cache(*(change(args) if ring.rank else args), cache)
+    return str(error.value)
+
+
+def test_all_ranks_raise_for_one():
+    texts, _ = threads.run(2, lambda ring: wrong(ring, lambda a: [*a[:4], a[4][:2]]))
+    assert all("must agree, got" in text for text in texts)
+    cache = RingCache(2, 1, RANK, value_dim=RANK, dtype=torch.float64)
+    with pytest.raises(ValueError, match="the cache must be of latents"):
+        mla_attn_with_cache(*part(slice(0, 3)), cache)

@@ -1,0 +1,97 @@
+"""`RingLatentAttention` over rings of threads, against one process; and its decoding."""
+
+import pytest
+import torch
+
+from ring_attention_pytorch import RingLatentAttention
+from ring_attention_pytorch.geometry.layouts import positions
+from tests.support import threads
+from tests.support.reference import relative_error
+
+SIZES = dict(heads=4, rank=6, d_nope=4, d_rope=2, d_v=3)
+N = 17
+
+
+def made(query_rank: int | None = 5) -> tuple[RingLatentAttention, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    layer = RingLatentAttention(8, query_rank=query_rank, **SIZES).double()
+    return layer, torch.randn(2, N, 8).double(), torch.randn(2, N, 8).double()
+
+
+def alone(layer, x, dout, **options) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    out = layer(x, plan=layer.make_plan(x, causal=True, **options))
+    return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], dout)]
+
+
+def by_hand(layer, x) -> torch.Tensor:
+    """The layer without this package's attention, rotation and positions."""
+    h = layer.norm(x)
+    q = layer.to_q(h).view(2, N, 4, 6)
+    latent, rotated = layer.to_latent(h).split((6, 2), -1)
+    both = torch.einsum("b n r, h d r -> b n h d", layer.latent_norm(latent), layer.up)
+    angle = torch.arange(N).double()[:, None]  # d_rope of 2: one frequency, 1
+
+    def turned(t):
+        a, b = t[..., :1], t[..., 1:]
+        cos, sin = (f(angle).view(N, *(1,) * (t.ndim - 2)) for f in (torch.cos, torch.sin))
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    rotated = turned(rotated)[:, :, None].expand(-1, -1, 4, -1)
+    k, q = torch.cat((both[..., :4], rotated), -1), torch.cat((q[..., :4], turned(q[..., 4:])), -1)
+    scores = torch.einsum("b i h d, b j h d -> b h i j", q, k) * 6**-0.5
+    hidden = torch.ones(N, N, dtype=torch.bool).triu(1)
+    p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return layer.to_out(torch.einsum("b h i j, b j h d -> b i h d", p, both[..., 4:]).flatten(2))
+
+
+def test_it_is_multi_head_latent_attention():
+    layer, x, dout = made()
+    want = by_hand(layer, x)
+    grads = torch.autograd.grad(want, [*layer.parameters()], dout)
+    out, _, *found = alone(layer, x, dout)
+    assert relative_error(out, want.detach()) < 1e-6  # angles are float32
+    assert max(map(relative_error, found, grads)) < 1e-6
+
+
+def of_rank(ring, given, options) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    layer, x, dout = given
+    at = positions("zigzag", rank=ring.rank, ring_size=ring.size, length=N)
+    return at, alone(layer, x[:, at], dout[:, at], group=ring, layout="zigzag", **options)
+
+
+@pytest.mark.parametrize("options", [{}, dict(cu_seqlens=[0, 5, N]), dict(window=4)])
+def test_ranks_compute_what_one_process_does(options):
+    given = made(None)
+    out, dx, *want = alone(*given, **options)
+    found, _ = threads.run(3, lambda ring: of_rank(ring, given, options))
+    for at, (mine, of_x, *_) in found:
+        assert relative_error(mine, out[:, at]) < 1e-10
+        assert relative_error(of_x, dx[:, at]) < 1e-10
+    for number, grad in enumerate(want):
+        total = sum(results[2 + number] for _, results in found)
+        assert relative_error(total, grad) < 1e-10
+
+
+def decoded(ring, layer, x) -> torch.Tensor:
+    cache = layer.make_cache(2, page=2, group=ring)
+    parts = [layer.decode(x[:, :4], cache)]
+    for token in range(4, N):
+        parts.append(layer.decode(x[:, token : token + 1], cache))
+    return torch.cat(parts, dim=1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_decoding_equals_the_whole_sequence(size):
+    layer, x, dout = made()
+    want, *_ = alone(layer, x, dout)
+    for found in threads.run(size, lambda ring: decoded(ring, layer, x))[0]:
+        assert relative_error(found, want) < 1e-10
+
+
+def test_tokens_of_another_width_are_refused():
+    layer, x, _ = made()
+    with pytest.raises(ValueError, match=r"x must be floating \[b, n, 8\]"):
+        layer(x[..., :7], plan=layer.make_plan(x))
+    with pytest.raises(ValueError, match=r"x must be floating \[b, n, 8\]"):
+        layer.decode(x[0], layer.make_cache(2))
