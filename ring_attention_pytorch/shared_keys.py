@@ -116,7 +116,7 @@ class _Joint(Function):
         if not is_first_order():
             # views: both q can be one tensor, whose gradients autograd will add
             given = [None if t is None else t.view_as(t) for t in given]
-            leaves = [t for t, wanted in zip(given, asked) if wanted]
+            leaves = [t for t, wanted in zip(given, asked) if wanted and t is not None]
             along = dout, torch.zeros_like(lse) if dlse is None else dlse
             grads = torch.autograd.grad(_apart(plan, *given), leaves, along, create_graph=True)
             found = iter(grads)
