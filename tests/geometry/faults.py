@@ -37,7 +37,7 @@ ATTENTION = [
         "if not (below and beside and b[2:] == _FULL)", "if not beside",
     ),
     Mutant(
-        "a needed distance forgotten", "geometry/tiles.py:needed_distances",
+        "a needed distance forgotten", "geometry/tiles.py:_needed_distances",
         "for t in ranks[1:]", "for t in ranks[1:-1]",
     ),
     Mutant(
