@@ -1,5 +1,6 @@
 """Writes docs/kernels.md from the kernels' capabilities: `python docs/write_kernels.py`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -162,9 +163,16 @@ def row(name: str, can: Capabilities) -> list[str]:
     dtypes = "any" if can.dtypes is None else ", ".join(SHORT[d] for d in can.dtypes)
     package = "-" if can.package is None else f"{can.package.name} >= {can.package.min_version}"
     return [
-        f"`{name}`", WHAT[name], where, dtypes, sizes + (", d = d_v" if can.one_head_dim else ""),
+        f"`{name}`", WHAT[name], where, dtypes, sizes + unequal(can.unequal_head_dims),
         *("yes" if feature in can.features else "-" for feature in COLUMNS), package,
     ]  # fmt: skip
+
+
+def unequal(pairs: Sequence[tuple[int, int]] | None) -> str:
+    """Say which head sizes of values may differ from the queries'."""
+    if pairs is None:
+        return ""
+    return ", d = d_v" + "".join(f" or {d}/{d_v}" for d, d_v in pairs)
 
 
 def commands() -> str:

@@ -161,8 +161,10 @@ def refusal(name: str, case: KernelRequest) -> str | None:
         return f"has no head size above {can.max_head_dim}, {sizes}"
     if case.d % can.head_dim_multiple or case.d_v % can.head_dim_multiple:
         return f"needs head sizes that are multiples of {can.head_dim_multiple}, {sizes}"
-    if can.one_head_dim and case.d != case.d_v:
-        return f"needs one head size for q, k and v, {sizes}"
+    unequal = can.unequal_head_dims
+    if case.d != case.d_v and unequal is not None and (case.d, case.d_v) not in unequal:
+        known = "".join(f", or {d} and {d_v}" for d, d_v in unequal)
+        return f"needs one head size for q, k and v{known}, {sizes}"
     for feature in sorted(FEATURES - can.features):
         if getattr(case, feature):
             return f"has no {_WORDS.get(feature, feature)}"

@@ -27,7 +27,7 @@ CAN = Capabilities(
     min_capability=(8, 0),
     max_head_dim=256,
     head_dim_multiple=8,
-    one_head_dim=True,
+    unequal_head_dims=(),
     features=FEATURES - {"key_mask", "unusual_scale", "alibi", "mask_mod", "dropout"},
     package=Dependency("flash-attn", "flash_attn.flash_attn_interface", "2.8", built=True),
 )

@@ -35,7 +35,7 @@ CAN = Capabilities(
     max_capability=(11, 9),
     max_head_dim=128,
     head_dim_multiple=64,  # for 16 and 80 4.0.0b36 silently gives wrong gradients
-    one_head_dim=True,
+    unequal_head_dims=(),
     varlen=True,
     traits=Traits(preemptible=True, taped=True),
     features=FEATURES - {"key_mask", "unusual_scale", "alibi", "mask_mod", "dropout"},

@@ -18,7 +18,7 @@ CAN = Capabilities(
     min_capability=(8, 0),
     max_head_dim=256,
     head_dim_multiple=8,
-    one_head_dim=True,
+    unequal_head_dims=(),
     traits=Traits(taped=True),
     features=FEATURES - {"key_mask", "softclamp", "unusual_scale", "alibi", "mask_mod", "dropout"},
 )

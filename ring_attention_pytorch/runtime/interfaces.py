@@ -8,7 +8,7 @@
 have `accumulation_dtype`: at least float32, and float64 for float64.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -291,7 +291,7 @@ class Capabilities(NamedTuple):
     max_capability: tuple[int, int] | None = None
     max_head_dim: int | None = None  # head size
     head_dim_multiple: int = 1  # head sizes must be multiples of it
-    one_head_dim: bool = False  # d and d_v must be equal
+    unequal_head_dims: Sequence[tuple[int, int]] | None = None  # d and d_v that differ; None: any
     varlen: bool = False  # computes many tiles in a few calls: the first choice for documents
     traits: Traits = Traits()
     features: frozenset[str] = FEATURES
