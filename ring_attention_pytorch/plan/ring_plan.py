@@ -144,9 +144,8 @@ class RingPlan:
             number = 0 if kept is None else kept.agreed.number
             own = {**mine.own, "plan": number}
             lengths = agree(ring, "ring attention", mine.must_match, own, wrong)
-            if kept is not None and all(rank["plan"] == number for rank in lengths):
-                plan = kept
-            else:
+            plan = kept
+            if kept is None or any(rank["plan"] != number for rank in lengths):
                 if kept is not None:  # by another rank it was not found
                     mine = mine._replace(shaped=tuple(map(like_autocast, qkv)))
                 with ring.call("making a plan"):
@@ -161,8 +160,7 @@ class RingPlan:
     @classmethod
     def _agreed(cls, ring: Ring, mine: Proposal, lengths: list[dict[str, int]]) -> "RingPlan":
         """Make the plan that all ranks agreed on; `lengths` are every rank's numbers."""
-        q, k, v = mine.shaped
-        options = mine.options
+        (q, k, v), options = mine.shaped, mine.options
         visible = Mask(options.causal, options.window)
         segments = place_tokens(ring, options, visible, lengths)
         packing = None
