@@ -13,8 +13,8 @@ class Config(NamedTuple):
 
     `tma`: load inputs by the tensor memory accelerator, if the GPU has one and they are aligned.
     `pack`: the most query heads of one key head that share a block's rows. With `tma`, backward to
-    keys needs 32 rows at least: it loads lse and delta into memory that must be aligned to 128
-    bytes.
+    keys has 32 rows at least: 16 ended in a misaligned address on an H200, probably because lse
+    and delta are then loaded into 64 bytes, where TMA needs memory that is aligned to 128.
     """
 
     rows: int
