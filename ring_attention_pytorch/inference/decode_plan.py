@@ -299,7 +299,8 @@ class DecodePlan:
     @property
     def _between(self) -> tuple[int, int]:
         """Return the numbers between messages, as strides of out and lse."""
-        return (self.rows * (self.width + 1),) * 2
+        numbers = self.rows * (self.width + 1)
+        return numbers, numbers
 
     @property
     def _strides(self) -> tuple[int, int]:

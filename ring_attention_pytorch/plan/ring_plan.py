@@ -144,7 +144,7 @@ class RingPlan:
             number = 0 if kept is None else kept.agreed.number
             own = {**mine.own, "plan": number}
             lengths = agree(ring, "ring attention", mine.must_match, own, wrong)
-            plan = kept
+            plan: Any = kept
             if kept is None or any(rank["plan"] != number for rank in lengths):
                 if kept is not None:  # by another rank it was not found
                     mine = mine._replace(shaped=tuple(map(like_autocast, qkv)))
