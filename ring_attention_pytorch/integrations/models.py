@@ -174,8 +174,7 @@ class RingForward:
         self.batch: ShardedBatch = batch
         self.ring: Ring = batch.ring
         self.options: dict[str, Any] = options
-        if (error := error_of(partial(_check, batch, options))) is not None:
-            agree(self.ring, "ring_forward", {}, check=error)  # others hear of it in theirs
+        agree(self.ring, "ring_forward", {}, check=partial(_check, batch, options))
         self.loss_group: Group = loss_group
         self.check_positions: bool = check_positions
         self.num_items: Tensor | None = None

@@ -148,7 +148,7 @@ def agree(
     wrong = b"null" if problem is None else json.dumps(problem).encode()
     head = b"%d %d %s" % (ring.steps.notes, ring.size, wrong)
     mine = b"\n".join((head, must_match.text, _written(*own.items())))
-    notes = ring.gather_notes(caller, mine, problem or "")
+    notes = ring.gather_notes(caller, mine, problem)
     if problem is None and notes.count(mine) == len(notes):  # nothing to parse
         return [own] * ring.size
     read = [read_note(caller, *each) for each in enumerate(notes)]

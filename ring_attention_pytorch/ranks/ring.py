@@ -272,7 +272,7 @@ class Ring:
             known(self.group)
         return self.steps.begin(operation, plan)
 
-    def gather_notes(self, subject: str, note: bytes, why: str = "") -> list[bytes]:
+    def gather_notes(self, subject: str, note: bytes, why: str | None = None) -> list[bytes]:
         """Return the note of every rank of the group, exchanged over the host: no GPU waits.
 
         `why` is an error of this rank, for ranks with another subject, which don't read its note.

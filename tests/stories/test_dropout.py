@@ -162,9 +162,9 @@ def test_a_layer_may_rest_while_others_drop():
 def test_each_layer_of_the_model_draws_by_a_seed_of_its_own(monkeypatch):
     module, seeds = "ring_attention_pytorch.nn.attention.ring_attn", []
 
-    def watched(*args: object, plan: RingPlan) -> Tensor:
+    def watched(*args: object, plan: RingPlan, **more: object) -> Tensor:
         seeds.append(plan.terms.dropout.seed)
-        return ring_attn(*args, plan=plan)
+        return ring_attn(*args, plan=plan, **more)
 
     monkeypatch.setattr(module, watched)
     transformer()(IDS)
