@@ -4,7 +4,7 @@ SURVIVORS = {
     "geometry/layouts.py:positions:call dropped:0": "all_segments refuses the same, and alike",
     "ranks/agreement.py:_check_same:condition dropped:0": "one member is like itself: a shortcut",
     "ranks/agreement.py:agree:condition dropped:5":
-        "a ring of one in a larger group, which takes processes: tests/stories/test_one_rank.py",
+        "a ring of one in a larger group: only tests with processes have one",
     "runtime/accumulate.py:OutputAccumulator.finalize:always:2": "a result is copied once more",
     "runtime/accumulate.py:_Accumulator._update_memory:comparison:5":
         "a running sum that is a part is the only one, and is taken for the sum",
