@@ -138,8 +138,8 @@ class RingPlan:
         with torch._C._DisableFuncTorch(), spanned("ring attention, plan", q.device):
             ring, qkv, also = attention_ring(group), (q, k, v), with_codec(also or {}, codec)
             known, again = of_block(ring, qkv, options, also)
-            if (plan := known.get(again)) is not None:
-                return plan
+            if (agreed := known.get(again)) is not None:
+                return agreed
             key, mine, kept, wrong = find(ring, qkv, options, also, codec)
             number = 0 if kept is None else kept.agreed.number
             own = {**mine.own, "plan": number}
