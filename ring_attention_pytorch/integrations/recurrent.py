@@ -292,11 +292,7 @@ def _mamba2(  # noqa: PLR0913 - the parameters of transformers
 ) -> Tensor | tuple[Tensor, Tensor | None]:
     states = dict(initial_states=initial_states, return_final_states=return_final_states)
     within.check(given, z=z, **states)
-    if dt_bias is not None:
-        dt = dt + dt_bias.to(dt.dtype)
-    if dt_softplus:
-        dt = F.softplus(dt)
-    dt = dt.clamp(*dt_limit)
+    dt = _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
     x = hidden_states.to(accumulation_dtype(hidden_states.dtype))
     out, last = ring_mamba2(
         x, dt, A, B, C, plan=within.plan(x), skip=D,
@@ -325,10 +321,7 @@ def _mamba1(  # noqa: PLR0913 - the parameters of transformers
             f"{_CALLER}: transformers' Mamba 1 has no state at the start of a prompt's later "
             "parts; leave chunk_size out"
         )
-    if delta_bias is not None:
-        dt = dt + delta_bias.to(dt.dtype)[:, None]
-    if delta_softplus:
-        dt = F.softplus(dt)
+    dt = _steps(dt, None if delta_bias is None else delta_bias[:, None], delta_softplus)
     x = hidden_states.mT
     out, last = selective_scan(
         x.to(accumulation_dtype(x.dtype)), dt.mT, A, B.mT, C.mT, plan=within.plan(x), skip=D,
@@ -336,6 +329,11 @@ def _mamba1(  # noqa: PLR0913 - the parameters of transformers
     )  # fmt: skip
     out = out.mT if z is None else out.mT * F.silu(z)
     return (out, last) if return_last_state else out
+
+
+def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    return F.softplus(dt) if softplus else dt
 
 
 def _not_fused(within: Any, *_: Any, **given: Any) -> None:

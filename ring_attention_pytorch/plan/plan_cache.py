@@ -175,11 +175,6 @@ def of_block(
     return block.plans, None
 
 
-def with_codec(also: Mapping[str, Any], codec: Codec | None) -> Mapping[str, Any]:
-    """Add a codec to what else a plan depends on; without one there is nothing to add."""
-    return also if codec is None else {**also, "codec": str(codec)}
-
-
 # a rank's part in the agreement on a plan: the cache key, a proposal, and its cached plan, if there
 # is one; or the error
 Found: TypeAlias = tuple[Hashable, Proposal, Any, ValueError | None]

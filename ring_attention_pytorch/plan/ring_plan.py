@@ -24,7 +24,7 @@ from ring_attention_pytorch.plan.masks import Seen, by_sample, positions_seen, r
 from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.packing import whole_packing
 from ring_attention_pytorch.plan.placement import OwnMask, attention_ring, block_of
-from ring_attention_pytorch.plan.plan_cache import find, keep, of_block, with_codec
+from ring_attention_pytorch.plan.plan_cache import find, keep, of_block
 from ring_attention_pytorch.plan.prepare import (
     TransportChoice,
     place_tokens,
@@ -136,16 +136,16 @@ class RingPlan:
         """
         # within a transform of torch.func new tensors are wrapped, and have no memory to send
         with torch._C._DisableFuncTorch(), spanned("ring attention, plan", q.device):
-            ring, qkv, also = attention_ring(group), (q, k, v), with_codec(also or {}, codec)
+            ring, qkv = attention_ring(group), (q, k, v)
+            also = {**(also or {}), **({} if codec is None else {"codec": str(codec)})}
             known, again = of_block(ring, qkv, options, also)
             if (agreed := known.get(again)) is not None:
                 return agreed
             key, mine, kept, wrong = find(ring, qkv, options, also, codec)
-            number = 0 if kept is None else kept.agreed.number
-            own = {**mine.own, "plan": number}
+            own = {**mine.own, "plan": 0 if kept is None else kept.agreed.number}
             lengths = agree(ring, "ring attention", mine.must_match, own, wrong)
             plan: Any = kept
-            if kept is None or any(rank["plan"] != number for rank in lengths):
+            if kept is None or any(rank["plan"] != own["plan"] for rank in lengths):
                 if kept is not None:  # by another rank it was not found
                     mine = mine._replace(shaped=tuple(map(like_autocast, qkv)))
                 with ring.call("making a plan"):
