@@ -6,16 +6,17 @@
 
 Times are medians in milliseconds, of the slowest rank, forward and backward together. `merges` has
 GPU time, all bytes that are read and written once a second beside those of a copy, and errors
-against float64; `halves` two merged calls beside one. `shared` has the time over that of the video
-alone, of its keys and the text's in one tensor, and joined in each call; `counted` the GPU's work
-with and without text, by kernel; `diffusion` the time over two causal calls by the same kernel;
-`steps` that over causal attention, with the tiles of a direction and the launches of attention in
-both. `errors` compares shared keys with dense attention in float64.
+against float64; `halves` two merged calls beside one. `shared` has times by turns over that of the
+video alone, of its keys and the text's in one tensor, and joined in each call; `counted` the GPU's
+work with and without text, by kernel; `diffusion` the time over two causal calls by the same
+kernel; `steps` that over causal attention, with the tiles of a direction and the launches of
+attention in both. `errors` compares shared keys with dense attention in float64.
 """
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from statistics import median
 from typing import Any
 
 import torch
@@ -143,26 +144,49 @@ def shared(o: Namespace, drawn: Drawn) -> Iterator[str]:
         masked = torch.arange(o.text, device=q.device)[None] < o.text - o.text // 3
         for kernel in o.kernels:
             how: dict[str, Any] = dict(kernel=kernel, cross=True)
-            padded = dict(how, shared_key_mask=masked)
             alone = RingPlan.make(q, k, v, **how)
-            times = [timed_shared(o, alone, (q, k, v), None)]
-            named = f"{n} of video here, {o.text} of text, {o.heads[0]}/{key_heads} heads"
-            line = f"{named}, {alone.kernel.name}: {times[0]:.3f} ms"
-            for name, options in (("with shared keys", how), ("padded", padded)):
+            runs = {"alone": with_shared(alone, (q, k, v), None)}
+            for name, mask in (("with shared keys", None), ("padded", masked)):
                 try:
-                    plan = RingPlan.make(q, k, v, shared_keys=text, **options)
+                    plan = RingPlan.make(q, k, v, shared_keys=text, shared_key_mask=mask, **how)
                 except ValueError:  # a named kernel has no masks
-                    line += f", {name} refused"
                     continue
-                times.append(timed_shared(o, plan, (q, k, v), text))
                 by = plan.shared and plan.shared.kernel.name
-                line += f", {name} ({by}) {times[-1] / times[0]:.3f}"
+                runs[f"{name} ({by})"] = with_shared(plan, (q, k, v), text)
             if ranks == 1:
-                times.append(timed_shared(o, None, joined(q, k, v, *text), None, **how))
-                line += f", in one tensor {times[-1] / times[0]:.3f}"
-                times.append(timed_joining(o, (q, k, v, *text), **how))
-                line += f", joined in each call {times[-1] / times[0]:.3f}"
+                whole = joined(q, k, v, *text)
+                one = RingPlan.make(*whole, **how)
+                runs["in one tensor"] = with_shared(one, whole, None)
+                runs["joined in each call"] = with_joined(one, (q, k, v, *text))
+            base, *times = in_turns([*runs.values()], o)
+            line = f"{n} of video here, {o.text} of text, {o.heads[0]}/{key_heads} heads, "
+            line += f"{alone.kernel.name}: {base:.3f} ms"
+            for name, time in zip([*runs][1:], times):
+                line += f", {name} {time / base:.3f}"
             yield line
+
+
+def in_turns(runs: Sequence[Callable[[], Any]], o: Namespace) -> list[float]:
+    """Return the median milliseconds of each, by turns: a GPU's clock falls as it gets warm."""
+    for run in runs:
+        run()
+    turns = [[slowest(run, 1, 1, o.on) / 1e3 for run in runs] for _ in range(o.rounds)]
+    return [median(times) for times in zip(*turns)]
+
+
+def with_shared(
+    plan: RingPlan, qkv: tuple[Tensor, ...], text: tuple[Tensor, Tensor] | None
+) -> Callable[[], Any]:
+    q, k, v = qkv
+    return both_ways(lambda: ring_attn(q, k, v, plan=plan, shared_keys=text), (*qkv, *(text or ())))
+
+
+def with_joined(plan: RingPlan, leaves: Sequence[Tensor]) -> Callable[[], Any]:
+    """Return a call of keys that are joined in it, of whose gradients each gets its own."""
+    q, k, v, tk, tv = leaves
+    return both_ways(
+        lambda: ring_attn(q, torch.cat((k, tk), 1), torch.cat((v, tv), 1), plan=plan), leaves
+    )
 
 
 def counted(o: Namespace, drawn: Drawn) -> Iterator[str]:
@@ -175,10 +199,7 @@ def counted(o: Namespace, drawn: Drawn) -> Iterator[str]:
     for kernel in o.kernels:
         for beside in (None, text):
             plan = RingPlan.make(q, k, v, kernel=kernel, cross=True, shared_keys=beside)
-            work = both_ways(
-                lambda plan=plan, beside=beside: ring_attn(q, k, v, plan=plan, shared_keys=beside),
-                (q, k, v, *(beside or ())),
-            )
+            work = with_shared(plan, (q, k, v), beside)
             work()
             spans = recorded(work, 3, lambda: None)
             about = f"{plan.kernel.name}, {'with' if beside else 'without'} shared keys"
@@ -189,33 +210,6 @@ def counted(o: Namespace, drawn: Drawn) -> Iterator[str]:
 def joined(q: Tensor, k: Tensor, v: Tensor, tk: Tensor, tv: Tensor) -> tuple[Tensor, ...]:
     keys, values = (torch.cat(pair, 1).detach().requires_grad_() for pair in ((k, tk), (v, tv)))
     return q, keys, values
-
-
-def timed_joining(o: Namespace, leaves: Sequence[Tensor], **how: Any) -> float:
-    """Time a call of keys that are joined in it, of whose gradients each gets its own."""
-    plan = RingPlan.make(*joined(*leaves), **how)
-    q, k, v, tk, tv = leaves
-
-    def attend() -> Tensor:
-        return ring_attn(q, torch.cat((k, tk), 1), torch.cat((v, tv), 1), plan=plan)
-
-    return milliseconds(both_ways(attend, leaves), o)
-
-
-def timed_shared(
-    o: Namespace,
-    plan: RingPlan | None,
-    qkv: tuple[Tensor, ...],
-    text: tuple[Tensor, Tensor] | None,
-    **how: Any,
-) -> float:
-    q, k, v = qkv
-    plan = RingPlan.make(q, k, v, **how) if plan is None else plan
-
-    def attend() -> Tensor:
-        return ring_attn(q, k, v, plan=plan, shared_keys=text)
-
-    return milliseconds(both_ways(attend, (*qkv, *(text or ()))), o)
 
 
 def errors(o: Namespace, drawn: Drawn) -> Iterator[str]:

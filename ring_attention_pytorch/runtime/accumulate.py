@@ -102,10 +102,18 @@ class _Accumulator:
         return self._wide
 
     def _update_memory(self) -> tuple[Tensors | None, Tensors]:
-        """Return the result so far, if any, and the memory that the next call must write."""
-        dtype = self._end if self._calls == 1 else self._dtype
+        """Return the result so far, if any, and the memory that the next call must write.
+
+        After parts of another kernel the last call writes one more: they are combined in one pass.
+        """
+        last = self._calls == 1
+        dtype = self._end if last else self._dtype
         if self._calls is not None:
             self._calls -= 1
+        if last and self._parts and self._wide is None and self._into is None:
+            totals = self._anew(self._whole, dtype)
+            self._parts.append((self._whole, totals))
+            return None, totals
         before = None if self.is_empty else self._update()
         if before is not None:
             moves = dtype != self._dtype and self._into is None and before[0].is_contiguous()
@@ -389,6 +397,29 @@ class GradAccumulator(_Accumulator):
         whole._waits += self._waits
         whole.add_all(moved)
         self._parts, self._wide, self._waits = [], None, []
+
+    def split(self, first: "GradAccumulator", second: "GradAccumulator") -> None:
+        """Move all parts to two accumulators: one of the first tokens, and one of the others.
+
+        >>> total = GradAccumulator(torch.zeros(1, 3, 1, 1))
+        >>> total.add(slice(0, 3), torch.arange(3.0).view(1, 3, 1, 1))
+        >>> both = [GradAccumulator(torch.zeros(1, n, 1, 1)) for n in (1, 2)]
+        >>> total.split(*both)
+        >>> [each.finalize().flatten().tolist() for each in both]
+        [[0.0], [1.0, 2.0]]
+        """
+        self._join()
+        parts = self._parts if self._wide is None else [(self._whole, self._wide), *self._parts]
+        border = first._whole.stop
+        for total, begin, end in ((first, 0, border), (second, border, self._whole.stop)):
+            found = []
+            for at, (part,) in parts:
+                low, high = max(at.start, begin), min(at.stop, end)
+                if low < high:
+                    held = part[:, low - at.start : high - at.start]
+                    found.append((slice(low - begin, high - begin), held))
+            total.add_all(found)
+        self._parts, self._wide = [], None
 
     def samples(self, which: slice) -> "GradAccumulator":
         """Return an accumulator of some samples, in the same memory."""
