@@ -70,8 +70,8 @@ def forward(plan: RingPlan, *given: Tensor | Any, into: Result | None = None) ->
     """
     q, k, v, sinks, *shared = given
     reset_side_streams(q.device)
-    calls = plan.calls(back=False, shared=bool(shared)) if sinks is None else None
-    result = OutputAccumulator(q, plan.values(v), calls, into)
+    calls = plan.with_shared.calls[False] if shared else plan.calls(back=False)
+    result = OutputAccumulator(q, plan.values(v), calls if sinks is None else None, into)
     with torch.autocast(q.device.type, enabled=False):
         for of, keys, tiles_of in _blocks(plan, plan.transport.stream(plan.keys(k, v)), shared):
             for samples, tiles in tiles_of:  # samples with the same mask
@@ -91,24 +91,28 @@ def backward(plan: RingPlan, *given: Tensor | Any, into: Gradients | None = None
     q, k, v, sinks, out, lse, dout, dlse, *shared = given
     dq, dk, dv, dsinks, *places = into or (None,) * (4 + len(shared))
     reset_side_streams(q.device)
-    calls, deferred = plan.calls(back=True) if plan.alone else None, Deferred()
+    calls, deferred = plan.calls(back=True), Deferred()
+    of_q = plan.with_shared.calls[True] if shared else calls
     own = Grads(
-        GradAccumulator(q, plan.calls(True, bool(shared)), place=dq, deferred=deferred),
-        *(GradAccumulator(t, calls, place=place) for t, place in ((k, dk), (v, dv))),
+        GradAccumulator(q, of_q, place=dq, deferred=deferred),
+        *(
+            GradAccumulator(t, calls if plan.alone else None, place=place)
+            for t, place in ((k, dk), (v, dv))
+        ),
     )
-    beside = [GradAccumulator(t, place=place) for t, place in zip(shared, places)]
+    of_shared = [GradAccumulator(t, place=place) for t, place in zip(shared, places)]
     with torch.autocast(q.device.type, enabled=False):
         saved = Residuals(q, out, lse, dout, dlse)
         stream = plan.transport.stream_back(plan.keys(k, v), own[1:], deferred)
-        for of, keys, tiles_of, of_keys in _blocks_back(plan, stream, shared, beside, deferred):
+        for of, keys, tiles_of, of_keys in _blocks_back(plan, stream, shared, of_shared, deferred):
             for samples, tiles in tiles_of:
                 rows, kv = saved.samples(samples), keys.samples(samples)
                 grads = Grads(own.dq, *of_keys).samples(samples)
                 of.kernel.backward(rows, kv, tiles, of.terms, grads)
         deferred.do()
         dsinks = None if sinks is None else grad_of_sinks(sinks, saved, dsinks)
-    dq, dk, dv, *of_shared = (total.finalize() for total in (*own, *beside))
-    return dq, dk, dv, dsinks, *of_shared
+    dq, dk, dv, *others = (total.finalize() for total in (*own, *of_shared))
+    return dq, dk, dv, dsinks, *others
 
 
 def _blocks(
@@ -120,7 +124,7 @@ def _blocks(
     more, and a result is merged.
     """
     for keys in stream:
-        found = plan.joined(keys.segments) if shared else None
+        found = plan.with_shared.joined.get(keys.segments) if shared else None
         if found is None:
             yield plan, keys, plan.tiles(keys.segments)
         else:
@@ -135,25 +139,25 @@ def _blocks_back(
     plan: RingPlan,
     stream: Iterable[tuple[KVBlock, Sequence[GradAccumulator]]],
     shared: Sequence[Tensor],
-    beside: Sequence[GradAccumulator],
+    of_shared: Sequence[GradAccumulator],
     deferred: Deferred,
 ) -> Iterator[tuple[RingPlan, KVBlock, list[tuple[slice, Tiles]], Sequence[GradAccumulator]]]:
-    """Yield the blocks of `_blocks`, and accumulators of dk and dv: `beside` for shared keys."""
+    """Yield the blocks of `_blocks`, and accumulators of dk and dv."""
     for keys, of_keys in stream:
-        found = plan.joined(keys.segments) if shared else None
+        found = plan.with_shared.joined.get(keys.segments) if shared else None
         if found is None:
             yield plan, keys, plan.tiles(keys.segments), of_keys
             continue
         both = keys.followed_by(*shared)
         sums = [GradAccumulator(t, 1 if plan.alone else None) for t in both[:2]]
         yield plan, both, found, sums
-        for total, first, second in zip(sums, of_keys, beside):
-            total.split(first, second)
+        for total, first, second in zip(sums, of_keys, of_shared):
+            total.move_to((first, 0), (second, -keys.k.shape[1]))
         shared = ()
     if shared and plan.shared is not None:
         deferred.do()  # their kernel can be another one, which adds to dq at once
         keys = plan.shared.keys(*shared)
-        yield plan.shared, keys, plan.shared.tiles(keys.segments), beside
+        yield plan.shared, keys, plan.shared.tiles(keys.segments), of_shared
 
 
 def attention(

@@ -15,8 +15,7 @@ class Worked:
     """Results of first calls, shared by plans that differ only in dropout."""
 
     tiles: dict[Segments, list[Any]] = field(default_factory=dict)
-    joined: dict[Segments, list[Any] | None] = field(default_factory=dict)  # with shared keys
-    calls: dict[tuple[bool, ...], int] = field(default_factory=dict)  # of the kernel
+    calls: dict[bool, int] = field(default_factory=dict)  # of the kernel, by direction
     placements: WeakSet[Placement] = field(default_factory=WeakSet)  # where it may be used
     passed: set[tuple[Any, ...]] = field(default_factory=set)  # signatures that are checked
 

@@ -15,8 +15,8 @@ from ring_attention_pytorch.comm.transports import make_transport, owners_at_onc
 from ring_attention_pytorch.comm.ulysses import Ulysses
 from ring_attention_pytorch.geometry.documents import BatchDocuments
 from ring_attention_pytorch.geometry.layouts import Layout
-from ring_attention_pytorch.geometry.segments import Segments, count, segment_positions
-from ring_attention_pytorch.geometry.tiles import Mask, tiles, with_shared
+from ring_attention_pytorch.geometry.segments import Segments, segment_positions
+from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.plan.checks import Expected, Signature, check_tensors, like_autocast
 from ring_attention_pytorch.plan.first_calls import Own, Worked
@@ -32,6 +32,7 @@ from ring_attention_pytorch.plan.prepare import (
     swap_heads,
 )
 from ring_attention_pytorch.plan.proposal import Proposal
+from ring_attention_pytorch.plan.shared import WithShared
 from ring_attention_pytorch.ranks.agreement import agree, in_the_same_call, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.codec import Codec, values_like
@@ -325,10 +326,7 @@ class RingPlan:
         """List samples with the same mask, and the tiles of own queries and these keys."""
         known = self._shared.tiles
         if keys not in known:
-            known[keys] = [
-                (samples, self._of_block(keys, samples, mask))
-                for samples, mask in self.seen.samples
-            ]
+            known[keys] = [(at, self._of_block(keys, at, mask)) for at, mask in self.seen.samples]
         shared = known[keys]
         if self.key_mask is None:
             return shared
@@ -337,47 +335,20 @@ class RingPlan:
             own[keys] = [(samples, block.of_another_mask()) for samples, block in shared]
         return own[keys]
 
-    def joined(self, keys: Segments) -> list[tuple[slice, Tiles]] | None:
-        """Return the tiles of own keys followed by shared ones; None of other keys, or if apart.
-
-        One call has both if they have the same kernel and no masks of keys, and the kernel takes
-        many tiles at once or there is but one.
-        """
-        of = self.shared
-        if of is None or keys != self.blocks.keys[self.place] or len(self.seen.samples) > 1:
-            return None
-        if self.key_mask is not None or of.key_mask is not None or self.terms.mask_mod is not None:
-            return None
-        known = self._shared.joined
-        if keys not in known:
-            rows, more = count(self.blocks.queries[self.place]), count(of.blocks.keys[0])
-            found = with_shared(self.tiles(keys)[0][1], rows, count(keys), more)
-            apart = len(found) > 1 and not self.kernel.traits.fuses_merge
-            same = rows and more and of.kernel.name == self.kernel.name
-            known[keys] = [(slice(None), Tiles(found))] if same and not apart else None
-        return known[keys]
-
-    def calls(self, back: bool, shared: bool = False) -> int | None:
-        """Count kernel calls in that direction that have tiles; None where samples differ.
-
-        With `shared` the call of keys that all ranks hold counts, too, if it is one by itself; but
-        of two kinds of kernels only calls of the one that merges by itself.
-        """
+    def calls(self, back: bool) -> int | None:
+        """Count kernel calls in that direction that have tiles; None where samples differ."""
         if len(self.seen.samples) > 1:
             return None
-        of, own, known = self.shared if shared else None, self.blocks.keys[self.place], self._shared
-        found = None if of is None else self.joined(own)
-        key = back, of is not None, found is not None
-        if key not in known.calls:
-            blocks = [*self.schedule.positions(back, self.place)]
-            joins = found is not None and own in blocks
-            calls = sum(bool(self.tiles(keys)[0][1]) or (joins and keys == own) for keys in blocks)
-            if of is not None and not joins:
-                mine, theirs = self.kernel.traits.fuses_merge, of.kernel.traits.fuses_merge
-                more = of.calls(back) or 0
-                calls = calls + more if mine == theirs else calls if mine else more
-            known.calls[key] = calls
-        return known.calls[key]
+        known = self._shared.calls
+        if back not in known:
+            blocks = self.schedule.positions(back, self.place)
+            known[back] = sum(bool(self.tiles(keys)[0][1]) for keys in blocks)
+        return known[back]
+
+    @cached_property
+    def with_shared(self) -> WithShared:
+        """How keys that all ranks hold are computed; the same in all calls that have them."""
+        return WithShared.of(self)
 
     @property
     def signature(self) -> Signature:
@@ -480,9 +451,8 @@ class RingPlan:
             if key not in passed:
                 check_tensors(self.expected, (q, k, v), sinks, codec)
         except ValueError as error:
-            self.ring.report_failure(
-                f"raised ValueError: {error}"
-            )  # for ranks that will wait for this one
+            # for ranks that will wait for this one
+            self.ring.report_failure(f"raised ValueError: {error}")
             raise ValueError(f"ring attention: {error}") from None
         if block is not None:
             self._shared.placements.add(block)

@@ -249,7 +249,7 @@ def test_what_is_not_yet_to_be_read_is_not_read(wide, moved):
     assert parts[0].isnan().all()
     if moved:
         whole = GradAccumulator(parts[0])
-        total.move_to(whole, 0)
+        total.move_to((whole, 0))
         assert parts[0].isnan().all()
     assert torch.equal(whole.finalize(), torch.full((1, N, 2), 9 + 36 / 128).bfloat16())
 
@@ -415,7 +415,7 @@ def test_gradients_are_split_by_tokens():
         if wide:
             total.begin_update()
         both = [GradAccumulator(torch.zeros(2, n, 1, 4)) for n in (4, N - 4)]
-        total.split(both[0], both[1])
+        total.move_to((both[0], 0), (both[1], -4))
         got = torch.cat([each.finalize() for each in both], 1)
         assert relative_error(got, want) < 1e-6
         assert total.is_empty
