@@ -6,15 +6,17 @@
 
 Times are medians in milliseconds, of the slowest rank, forward and backward together. `merges` has
 GPU time, all bytes that are read and written once a second beside those of a copy, and errors
-against float64; `halves` two merged calls beside one. `shared` has the time over that of the video
-alone, and of its keys and the text's in one tensor; `diffusion` that over two causal calls by the
-same kernel; `steps` that over causal attention, with the tiles of a direction and the launches of
+against float64; `halves` two merged calls beside one. `shared` has times by turns over that of the
+video alone, of its keys and the text's in one tensor, and joined in each call; `counted` the GPU's
+work with and without text, by kernel; `diffusion` the time over two causal calls by the same
+kernel; `steps` that over causal attention, with the tiles of a direction and the launches of
 attention in both. `errors` compares shared keys with dense attention in float64.
 """
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.lib.calls import is_first, slowest
-from benchmarks.lib.spans import ATTENTION, covered, recorded
+from benchmarks.lib.spans import ATTENTION, covered, longest, recorded
 from ring_attention_pytorch import RingPlan, merge_attention, ring_attn, shard_sequence
 from ring_attention_pytorch.launch import torchrun_group
 
@@ -142,45 +144,72 @@ def shared(o: Namespace, drawn: Drawn) -> Iterator[str]:
         masked = torch.arange(o.text, device=q.device)[None] < o.text - o.text // 3
         for kernel in o.kernels:
             how: dict[str, Any] = dict(kernel=kernel, cross=True)
-            padded = dict(how, shared_key_mask=masked)
             alone = RingPlan.make(q, k, v, **how)
-            times = [timed_shared(o, alone, (q, k, v), None)]
-            named = f"{n} of video here, {o.text} of text, {o.heads[0]}/{key_heads} heads"
-            line = f"{named}, {alone.kernel.name}: {times[0]:.3f} ms"
-            for name, options in (("with shared keys", how), ("padded", padded)):
+            runs = {"alone": with_shared(alone, (q, k, v), None)}
+            for name, mask in (("with shared keys", None), ("padded", masked)):
                 try:
-                    plan = RingPlan.make(q, k, v, shared_keys=text, **options)
+                    plan = RingPlan.make(q, k, v, shared_keys=text, shared_key_mask=mask, **how)
                 except ValueError:  # a named kernel has no masks
-                    line += f", {name} refused"
                     continue
-                times.append(timed_shared(o, plan, (q, k, v), text))
                 by = plan.shared and plan.shared.kernel.name
-                line += f", {name} ({by}) {times[-1] / times[0]:.3f}"
+                runs[f"{name} ({by})"] = with_shared(plan, (q, k, v), text)
             if ranks == 1:
-                times.append(timed_shared(o, None, joined(q, k, v, *text), None, **how))
-                line += f", in one tensor {times[-1] / times[0]:.3f}"
+                whole = joined(q, k, v, *text)
+                one = RingPlan.make(*whole, **how)
+                runs["in one tensor"] = with_shared(one, whole, None)
+                runs["joined in each call"] = with_joined(one, (q, k, v, *text))
+            base, *times = in_turns([*runs.values()], o)
+            line = f"{n} of video here, {o.text} of text, {o.heads[0]}/{key_heads} heads, "
+            line += f"{alone.kernel.name}: {base:.3f} ms"
+            for name, time in zip([*runs][1:], times):
+                line += f", {name} {time / base:.3f}"
             yield line
+
+
+def in_turns(runs: Sequence[Callable[[], Any]], o: Namespace) -> list[float]:
+    """Return the median milliseconds of each, by turns: a GPU's clock falls as it gets warm."""
+    for run in runs:
+        run()
+    turns = [[slowest(run, 1, 1, o.on) / 1e3 for run in runs] for _ in range(o.rounds)]
+    return [median(times) for times in zip(*turns)]
+
+
+def with_shared(
+    plan: RingPlan, qkv: tuple[Tensor, ...], text: tuple[Tensor, Tensor] | None
+) -> Callable[[], Any]:
+    q, k, v = qkv
+    return both_ways(lambda: ring_attn(q, k, v, plan=plan, shared_keys=text), (*qkv, *(text or ())))
+
+
+def with_joined(plan: RingPlan, leaves: Sequence[Tensor]) -> Callable[[], Any]:
+    """Return a call of keys that are joined in it, of whose gradients each gets its own."""
+    q, k, v, tk, tv = leaves
+    return both_ways(
+        lambda: ring_attn(q, torch.cat((k, tk), 1), torch.cat((v, tv), 1), plan=plan), leaves
+    )
+
+
+def counted(o: Namespace, drawn: Drawn) -> Iterator[str]:
+    """List the GPU's work of a call, forward and backward, without and with shared keys."""
+    if o.device == "cpu":
+        return
+    n, heads = 4 * o.tokens, o.heads[0]
+    q, k, v = (drawn(n, heads, o.dim) for _ in range(3))
+    text = drawn(o.text, heads, o.dim), drawn(o.text, heads, o.dim)
+    for kernel in o.kernels:
+        for beside in (None, text):
+            plan = RingPlan.make(q, k, v, kernel=kernel, cross=True, shared_keys=beside)
+            work = with_shared(plan, (q, k, v), beside)
+            work()
+            spans = recorded(work, 3, lambda: None)
+            about = f"{plan.kernel.name}, {'with' if beside else 'without'} shared keys"
+            yield f"{about}: {covered(spans) / 3e3:.3f} ms of the GPU in {len(spans) // 3} launches"
+            yield from (f"    of three calls {line}" for line in longest(spans, 12))
 
 
 def joined(q: Tensor, k: Tensor, v: Tensor, tk: Tensor, tv: Tensor) -> tuple[Tensor, ...]:
     keys, values = (torch.cat(pair, 1).detach().requires_grad_() for pair in ((k, tk), (v, tv)))
     return q, keys, values
-
-
-def timed_shared(
-    o: Namespace,
-    plan: RingPlan | None,
-    qkv: tuple[Tensor, ...],
-    text: tuple[Tensor, Tensor] | None,
-    **how: Any,
-) -> float:
-    q, k, v = qkv
-    plan = RingPlan.make(q, k, v, **how) if plan is None else plan
-
-    def attend() -> Tensor:
-        return ring_attn(q, k, v, plan=plan, shared_keys=text)
-
-    return milliseconds(both_ways(attend, (*qkv, *(text or ()))), o)
 
 
 def errors(o: Namespace, drawn: Drawn) -> Iterator[str]:
@@ -273,40 +302,55 @@ def launches(run: Callable[[], Any], o: Namespace) -> int | str:
 def diffusion(o: Namespace, drawn: Drawn) -> Iterator[str]:
     """Block diffusion, as in examples/block_diffusion.py; over a ring in zigzag."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    n, step, length = o.tokens, 32, o.tokens * ranks
-    at = shard_sequence(torch.arange(length)[None], layout="zigzag")[0]
+    n, length = o.tokens, o.tokens * ranks
     (q, qc), (k, v, kc, vc) = (
         [drawn(n, heads, o.dim) for _ in range(number)] for heads, number in zip(o.heads, (2, 4))
     )
-    leaves, both = (q, qc, k, v, kc, vc), torch.cat((q, qc), 1)
-    first = at // step * step
-    stand = torch.cat((first - 1, first + step - 1))
+    leaves = (q, qc, k, v, kc, vc)
     for kernel in o.kernels:
-        how: dict[str, Any] = dict(kernel=kernel, layout="zigzag")
-        causal = RingPlan.make(q, k, v, causal=True, **how)
-        # blocks of documents are for the kernel that a plan chooses
-        own = RingPlan.make(q, k, v, cu_seqlens=[*range(0, length + 1, step)], layout="zigzag")
-        placed: dict[str, Any] = dict(query_positions=stand, key_positions=at, cross=True)
-        clean = RingPlan.make(both, kc, vc, causal=True, **placed, **how)
-
-        def blocks(own: RingPlan = own, clean: RingPlan = clean) -> Tensor:
-            near = ring_attn(q, k, v, plan=own, return_lse=True)
-            out, lse = ring_attn(torch.cat((q, qc), 1), kc, vc, plan=clean, return_lse=True)
-            noisy = merge_attention(*near, out[:, :n], lse[..., :n])[0]
-            return torch.cat((noisy, out[:, n:]))
+        causal = RingPlan.make(q, k, v, causal=True, kernel=kernel, layout="zigzag")
 
         def two(causal: RingPlan = causal) -> Tensor:
             return torch.cat((ring_attn(q, k, v, plan=causal), ring_attn(qc, kc, vc, plan=causal)))
 
-        times = [milliseconds(both_ways(each, leaves), o) for each in (two, blocks)]
-        yield (
-            f"block diffusion, {n} of {length} tokens, blocks of {step}, {own.kernel.name} and "
-            f"{clean.kernel.name}, {tiles_of(clean)} tiles: {times[1]:.3f} ms, "
-            f"{times[1] / times[0]:.2f} of two causal calls"
-        )
+        base = milliseconds(both_ways(two, leaves), o)
+        for step in STEPS:
+            own, clean = plans_of_diffusion(leaves, step, length, kernel)
+            line = f"block diffusion, {n} of {length} tokens, blocks of {step}, {own.kernel.name} "
+            line += f"and {clean.kernel.name}, {tiles_of(clean)} tiles"
+            if tiles_of(clean) > MOST and not clean.kernel.traits.fuses_merge:
+                yield f"{line}, not run"
+                continue
+
+            def blocks(own: RingPlan = own, clean: RingPlan = clean) -> Tensor:
+                near = ring_attn(q, k, v, plan=own, return_lse=True)
+                out, lse = ring_attn(torch.cat((q, qc), 1), kc, vc, plan=clean, return_lse=True)
+                noisy = merge_attention(*near, out[:, :n], lse[..., :n])[0]
+                return torch.cat((noisy, out[:, n:]))
+
+            time = milliseconds(both_ways(blocks, leaves), o)
+            yield f"{line}: {time:.3f} ms, {time / base:.2f} of two causal calls"
 
 
-PARTS = {f.__name__: f for f in (merges, halves, shared, diffusion, steps, errors)}
+def plans_of_diffusion(
+    leaves: Sequence[Tensor], step: int, length: int, kernel: str | None
+) -> tuple[RingPlan, RingPlan]:
+    """Return the plans of noisy blocks by themselves, and of both kinds of queries to clean keys.
+
+    Blocks of documents are for the kernel that a plan chooses.
+    """
+    q, qc, k, v, kc, vc = leaves
+    at = shard_sequence(torch.arange(length)[None], layout="zigzag")[0]
+    own = RingPlan.make(q, k, v, cu_seqlens=[*range(0, length, step), length], layout="zigzag")
+    first = at // step * step
+    placed: dict[str, Any] = dict(
+        query_positions=torch.cat((first - 1, first + step - 1)), key_positions=at, cross=True
+    )
+    how: dict[str, Any] = dict(causal=True, kernel=kernel, layout="zigzag", **placed)
+    return own, RingPlan.make(torch.cat((q, qc), 1), kc, vc, **how)
+
+
+PARTS = {f.__name__: f for f in (merges, halves, shared, counted, diffusion, steps, errors)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -333,7 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return torch.randn(1, *shape, device=o.on, dtype=o.dtype).requires_grad_()
 
         for name in o.only:
-            if dist.is_initialized() and name in ("merges", "halves", "steps"):
+            if dist.is_initialized() and name in ("merges", "halves", "counted", "steps"):
                 continue  # of one GPU
             for line in PARTS[name](o, drawn):
                 if is_first() or name == "errors":

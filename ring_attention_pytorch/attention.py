@@ -22,12 +22,14 @@ Words:
     kernel     computes attention on the tiles of one block
     terms      how a score is computed: scale, clamp, slopes, dropout
     result     out and lse of the keys so far, accumulated in a wide dtype, rounded once
+    shared     keys that all ranks hold: a block that does not travel, with a plan of its own
 
 Read on in this order: geometry/layouts.py, geometry/tiles.py, comm/scheduled_transport.py,
 comm/send_recv.py, kernels/eager.py, runtime/accumulate.py. The rest are variants of these, and the
 code that makes the plan (plan/ring_plan.py).
 """
 
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +39,13 @@ from ring_attention_pytorch.plan.placement import check_began_here, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.deferred import Deferred
-from ring_attention_pytorch.runtime.interfaces import Grads, Residuals, grad_of_sinks
+from ring_attention_pytorch.runtime.interfaces import (
+    Grads,
+    KVBlock,
+    Residuals,
+    Tiles,
+    grad_of_sinks,
+)
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.streams import reset_side_streams
 from ring_attention_pytorch.runtime.torch_func import (
@@ -54,52 +62,102 @@ Saved = tuple[*Given, Tensor, Tensor, Tensor, Tensor | None]  # and out, lse, do
 Gradients = tuple[Tensor | Any, ...]  # None where the input was None
 
 
-def forward(plan: RingPlan, *given: *Given, into: Result | None = None) -> Result:
+def forward(plan: RingPlan, *given: Tensor | Any, into: Result | None = None) -> Result:
     """Compute (out, lse) of this rank's (q, k, v, sinks), into the tensors `into` if given.
 
     q `[b, n, h, d]`, k `[b, m, h_kv, d]`, v `[b, m, h_kv, d_v]`, sinks `[h]` or None -> out
-    `[b, n, h, d_v]`, lse `[b, h, n]`.
+    `[b, n, h, d_v]`, lse `[b, h, n]`. Keys and values that all ranks hold can follow.
     """
-    q, k, v, sinks = given
+    q, k, v, sinks, *shared = given
     reset_side_streams(q.device)
-    calls = plan.calls(back=False) if sinks is None else None
-    result = OutputAccumulator(q, plan.values(v), calls, into)
+    calls = plan.with_shared.calls[False] if shared else plan.calls(back=False)
+    result = OutputAccumulator(q, plan.values(v), calls if sinks is None else None, into)
     with torch.autocast(q.device.type, enabled=False):
-        for keys in plan.transport.stream(plan.keys(k, v)):
-            for samples, tiles in plan.tiles(keys.segments):  # samples with the same mask
+        for of, keys, tiles_of in _blocks(plan, plan.transport.stream(plan.keys(k, v)), shared):
+            for samples, tiles in tiles_of:  # samples with the same mask
                 kv, so_far = keys.samples(samples), result.samples(samples)
-                plan.kernel.forward(q[samples], kv, tiles, plan.terms, so_far)
+                of.kernel.forward(q[samples], kv, tiles, of.terms, so_far)
     if sinks is not None:
         result.add_sinks(sinks)
     return result.finalize()
 
 
-def backward(plan: RingPlan, *given: *Saved, into: Gradients | None = None) -> Gradients:
+def backward(plan: RingPlan, *given: Tensor | Any, into: Gradients | None = None) -> Gradients:
     """Compute (dq, dk, dv, dsinks) of this rank's (q, k, v, sinks, out, lse, dout, dlse).
 
-    The gradients are written to the tensors `into`, if given.
+    The gradients are written to the tensors `into`, if given. Shared keys and values can follow:
+    then this rank's parts of their gradients follow, too.
     """
-    q, k, v, sinks, out, lse, dout, dlse = given
-    dq, dk, dv, dsinks = into or (None, None, None, None)
+    q, k, v, sinks, out, lse, dout, dlse, *shared = given
+    dq, dk, dv, dsinks, *places = into or (None,) * (4 + len(shared))
     reset_side_streams(q.device)
     calls, deferred = plan.calls(back=True), Deferred()
+    of_q = plan.with_shared.calls[True] if shared else calls
     own = Grads(
-        GradAccumulator(q, calls, place=dq, deferred=deferred),
+        GradAccumulator(q, of_q, place=dq, deferred=deferred),
         *(
             GradAccumulator(t, calls if plan.alone else None, place=place)
             for t, place in ((k, dk), (v, dv))
         ),
     )
+    of_shared = [GradAccumulator(t, place=place) for t, place in zip(shared, places)]
     with torch.autocast(q.device.type, enabled=False):
         saved = Residuals(q, out, lse, dout, dlse)
-        for keys, of_keys in plan.transport.stream_back(plan.keys(k, v), own[1:], deferred):
-            for samples, tiles in plan.tiles(keys.segments):
+        stream = plan.transport.stream_back(plan.keys(k, v), own[1:], deferred)
+        for of, keys, tiles_of, of_keys in _blocks_back(plan, stream, shared, of_shared, deferred):
+            for samples, tiles in tiles_of:
                 rows, kv = saved.samples(samples), keys.samples(samples)
                 grads = Grads(own.dq, *of_keys).samples(samples)
-                plan.kernel.backward(rows, kv, tiles, plan.terms, grads)
+                of.kernel.backward(rows, kv, tiles, of.terms, grads)
         deferred.do()
         dsinks = None if sinks is None else grad_of_sinks(sinks, saved, dsinks)
-    return *(total.finalize() for total in own), dsinks
+    dq, dk, dv, *others = (total.finalize() for total in (*own, *of_shared))
+    return dq, dk, dv, dsinks, *others
+
+
+def _blocks(
+    plan: RingPlan, stream: Iterable[KVBlock], shared: Sequence[Tensor]
+) -> Iterator[tuple[RingPlan, KVBlock, list[tuple[slice, Tiles]]]]:
+    """Yield blocks with their plan and tiles; shared keys join this rank's own, or are the last.
+
+    In one call they cost no more than their scores. In a call of their own queries are read once
+    more, and a result is merged.
+    """
+    for keys in stream:
+        found = plan.with_shared.joined.get(keys.segments) if shared else None
+        if found is None:
+            yield plan, keys, plan.tiles(keys.segments)
+        else:
+            yield plan, keys.followed_by(*shared), found
+            shared = ()
+    if shared and plan.shared is not None:
+        keys = plan.shared.keys(*shared)
+        yield plan.shared, keys, plan.shared.tiles(keys.segments)
+
+
+def _blocks_back(
+    plan: RingPlan,
+    stream: Iterable[tuple[KVBlock, Sequence[GradAccumulator]]],
+    shared: Sequence[Tensor],
+    of_shared: Sequence[GradAccumulator],
+    deferred: Deferred,
+) -> Iterator[tuple[RingPlan, KVBlock, list[tuple[slice, Tiles]], Sequence[GradAccumulator]]]:
+    """Yield the blocks of `_blocks`, and accumulators of dk and dv."""
+    for keys, of_keys in stream:
+        found = plan.with_shared.joined.get(keys.segments) if shared else None
+        if found is None:
+            yield plan, keys, plan.tiles(keys.segments), of_keys
+            continue
+        both = keys.followed_by(*shared)
+        sums = [GradAccumulator(t, 1 if plan.alone else None) for t in both[:2]]
+        yield plan, both, found, sums
+        for total, first, second in zip(sums, of_keys, of_shared):
+            total.move_to((first, 0), (second, -keys.k.shape[1]))
+        shared = ()
+    if shared and plan.shared is not None:
+        deferred.do()  # their kernel can be another one, which adds to dq at once
+        keys = plan.shared.keys(*shared)
+        yield plan.shared, keys, plan.shared.tiles(keys.segments), of_shared
 
 
 def attention(

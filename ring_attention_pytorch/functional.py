@@ -5,6 +5,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.nn.functional import pad
 
 from ring_attention_pytorch import operators
 from ring_attention_pytorch.arguments import checked, checks_of
@@ -28,7 +29,7 @@ from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, MaskMod
 from ring_attention_pytorch.runtime.merging import merge_attention
 from ring_attention_pytorch.runtime.resolved import resolved
-from ring_attention_pytorch.runtime.scores import check_bias, with_bias
+from ring_attention_pytorch.runtime.scores import check_bias, columns, with_bias
 from ring_attention_pytorch.runtime.torch_func import refuse_export, run_apart, tangents_note
 from ring_attention_pytorch.shared_keys import attend_with_shared
 from ring_attention_pytorch.tensor_kinds import (
@@ -311,11 +312,12 @@ def _attention(
                 check_bias(key_bias, q, k, plan.terms.scale, plan.terms.softclamp)
             except ValueError as error:
                 raise ValueError(f"ring attention: {error}") from None
-    beside = q  # of the shared keys, which have no bias
     if key_bias is not None:
+        if shared is not None:  # these have none
+            shared = pad(shared[0], (0, columns(q, k, key_bias))), shared[1]
         q, k = with_bias(q, k, key_bias, plan.terms.scale)
     if shared is not None or plan.shared is not None:
-        return attend_with_shared(plan, (q, k, v, sinks), beside, shared)
+        return attend_with_shared(plan, (q, k, v, sinks), shared)
     if compiling:
         return operators.attention(plan, q, k, v, sinks)
     return attention(plan, q, k, v, sinks, return_lse=return_lse)

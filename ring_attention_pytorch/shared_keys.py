@@ -1,12 +1,12 @@
 """Keys that all ranks hold, beside those that are spread over the ring: `shared_keys`.
 
     ring attention   this rank's queries, everyone's keys  ─┐
-                                                            ├─ merge_attention ── one softmax
+                                                            ├─ one loop, and one softmax
     no messages      this rank's queries, shared keys      ─┘
 
-Backward gives both parts the merged out and lse, as it gives them to each block of a ring: then no
-part needs a gradient of its own lse, for which some kernels need a second call. After an all-to-all
-of heads, and to be differentiated again or in forward mode, the parts are merged by autograd.
+They are one more block of the loops in `attention.py`, which does not travel and has a plan of its
+own: all queries see it, in one kernel call. After an all-to-all of heads, and to be differentiated
+again or in forward mode, there are two calls, whose results are merged by autograd.
 
 Each rank gives the same shared keys. Their gradients are sums over ranks, and the same bits on all
 of them: one more exchange in backward, after the ring's.
@@ -42,19 +42,17 @@ _CALL = "summing gradients of shared keys"
 
 
 def attend_with_shared(
-    plan: RingPlan, given: Given, q: Tensor, shared: Shared | None
+    plan: RingPlan, given: Given, shared: Shared | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of (q, k, v, sinks) and, of the queries q, keys that all ranks hold.
-
-    Both q are the same but for columns of a bias, which the ring's keys alone have.
+    """Compute (out, lse) of (q, k, v, sinks) and keys that all ranks hold.
 
     Raises:
         ValueError: the plan was made for other tensors, or ranks that compare values differ.
     """
-    check_shared_plan(plan, q, shared)
-    beside = resolved(q), *(resolved(t) for t in shared or ())
+    check_shared_plan(plan, given[0], shared)
+    beside = [resolved(t) for t in shared or ()]
     if plan.agreed.always:
-        _compare(plan, *beside[1:])
+        _compare(plan, *beside)
     if plan.ulysses is not None or forward_mode():
         return _apart(plan, *given, *beside)
     plan.check(*given)
@@ -85,21 +83,20 @@ def _compare(plan: RingPlan, k: Tensor, v: Tensor) -> None:
 
 def _apart(plan: Any, *given: Any) -> tuple[Tensor, Tensor]:
     """Compute the same as two calls, merged by autograd, any number of times differentiable."""
-    q, k, v, sinks, beside, shared_k, shared_v = given
+    q, k, v, sinks, shared_k, shared_v = given
     of_ring = attention(plan, q, k, v, sinks, return_lse=True)
     if plan.ring.size > 1 and needs_derivatives((shared_k, shared_v)):
         shared_k, shared_v = _Shared.apply(plan.ring, shared_k, shared_v)
-    of_shared = attention(plan.shared, beside, shared_k, shared_v, None, return_lse=True)
+    of_shared = attention(plan.shared, q, shared_k, shared_v, None, return_lse=True)
     return merge_attention(*of_ring, *of_shared)
 
 
 class _Joint(Function):
-    """(plan, q, k, v, sinks, q, shared k, shared v) -> (out, lse)."""
+    """(plan, q, k, v, sinks, shared k, shared v) -> (out, lse)."""
 
     @staticmethod
     def forward(plan: Any, *given: Tensor | None) -> tuple[Tensor, Tensor]:
-        of_ring = plan.run("forward", forward, *given[:4])
-        return merge_attention(*of_ring, *plan.shared.run("forward", forward, *given[4:], None))
+        return plan.run("forward", forward, *given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -114,7 +111,7 @@ class _Joint(Function):
         dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
         asked = ctx.needs_input_grad[1:]
         if not is_first_order():
-            # views: both q can be one tensor, whose gradients autograd will add
+            # views: a tensor can be given twice, and autograd will add its gradients
             given = [None if t is None else t.view_as(t) for t in given]
             leaves = [t for t, wanted in zip(given, asked) if wanted and t is not None]
             along = dout, torch.zeros_like(lse) if dlse is None else dlse
@@ -122,11 +119,10 @@ class _Joint(Function):
             found = iter(grads)
             return None, *(next(found) if wanted else None for wanted in asked)
         after = out, lse, dout, dlse
-        of_ring = plan.run("backward", backward, *given[:4], *after)
-        dq, dk, dv, _ = plan.shared.run("backward", backward, *given[4:], None, *after)
-        if plan.ring.size > 1 and any(asked[5:]):
+        *of_ring, dk, dv = plan.run("backward", backward, *given[:4], *after, *given[4:])
+        if plan.ring.size > 1 and any(asked[4:]):
             dk, dv = _total(plan.ring, dk, dv)
-        return None, *of_ring, dq, dk, dv
+        return None, *of_ring, dk, dv
 
 
 class _Shared(Function):

@@ -1,5 +1,6 @@
 """Keys that all ranks hold: one softmax with the ring's, and gradients equal on all ranks."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,10 @@ from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, explain_plan, ring_attn, ulysses_attn
 from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.kernels import eager
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+from ring_attention_pytorch.runtime.interfaces import Grads
 from tests.support import threads
 from tests.support.reference import relative_error
 
@@ -276,6 +280,34 @@ def test_ranks_that_give_others_are_found_out(what, options, said):
     told = threads.run(2, partial(differ, what=what, options=options))[0]
     assert len({*told}) == 1
     assert said in told[0]
+
+
+def leaving_dq(saved: Any, keys: Any, tiles: Any, terms: Any, grads: Grads) -> None:
+    """Compute eager gradients, but write dq later over all that was before, as Triton's kernel."""
+    own = GradAccumulator(saved.q)
+    eager.backward(saved, keys, tiles, terms, grads._replace(dq=own))
+    before, total = grads.dq.update_memory()
+
+    def rest() -> None:
+        total.copy_(own.begin_update() + (0 if before is None else before))
+
+    assert grads.dq.deferred is not None
+    grads.dq.deferred.append(rest)
+
+
+@pytest.mark.parametrize("shared_leave", [False, True])
+def test_a_kernel_can_leave_dq_where_another_has_shared_keys(shared_leave):
+    given = [t.clone().requires_grad_() for t in drawn()[:5]]
+    how: dict[str, Any] = dict(shared_keys=(given[3], given[4]), causal=True, kernel="eager")
+    plan, found = RingPlan.make(*given[:3], **how), []
+    assert plan.shared is not None
+    which = plan.shared if shared_leave else plan
+    changed = replace(which, kernel=which.kernel._replace(backward=leaving_dq))
+    changed = replace(plan, shared=changed) if shared_leave else changed
+    for each in (plan, changed):
+        out = ring_attn(*given[:3], shared_keys=(given[3], given[4]), plan=each)
+        found.append(torch.autograd.grad(out.sin().sum(), given))
+    assert max(map(relative_error, *found)) < 1e-14
 
 
 def test_plans_of_calls_are_cached_without_a_layers_keys():

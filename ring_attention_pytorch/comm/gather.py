@@ -119,7 +119,7 @@ class GatherCall:
         blocks = len(self.program.blocks)
         if part.block == 0 and self.totals is not None and blocks > 1:
             for total, of_part in zip(self.totals, self.sums.pop(0)):
-                of_part.move_to(total, 0)
+                of_part.move_to((total, 0))
                 if blocks > 2:
                     total.begin_update()  # otherwise each round's gradients would wait to be added
         last = part.stage == len(self.program.blocks[part.block].stages) - 1

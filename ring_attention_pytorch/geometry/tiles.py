@@ -73,6 +73,21 @@ def tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
     return mask.documents.once(key, lambda: _tiles(queries, keys, mask))
 
 
+def with_shared(found: Sequence[Tile], rows: int, cols: int, more: int) -> list[Tile]:
+    """Return the tiles of a block that `more` columns follow, which all rows see.
+
+    >>> whole = Tile(slice(0, 4), slice(0, 6), None, None)
+    >>> with_shared([whole], 4, 6, 2)
+    [Tile(rows=slice(0, 4, None), cols=slice(0, 8, None), left=None, right=None)]
+    >>> len(with_shared([whole._replace(right=2)], 4, 6, 2))
+    2
+    """
+    whole = Tile(slice(0, rows), slice(0, cols), *_FULL)
+    if [*found] == [whole]:
+        return [whole._replace(cols=slice(0, cols + more))]
+    return [*found, whole._replace(cols=slice(cols, cols + more))]
+
+
 def _tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
     by_document: dict[int, list[Tile]] = {}
     for document, tile in _visible_tiles(queries, keys, mask):

@@ -83,10 +83,9 @@ class Proposal(NamedTuple):
         if scale is None:
             scale = q.shape[-1] ** -0.5
         same = options.agreed()
-        shared, options = cls._shared(q, options)
-        if options.key_bias is not None:
-            more = columns(q, k, options.key_bias)
-            q, k = widened(q, more), widened(k, more)
+        more = 0 if options.key_bias is None else columns(q, k, options.key_bias)
+        q, k = (widened(t, more) if more else t for t in (q, k))
+        shared, options = cls._shared(q, options, scale, more)
         values = v if codec is None else values_like(codec, v)
         request = KernelRequest.of(q, values, **options.features(), packed=options.packed)
         kernel, free = choose(options.kernel, request), options.kernel is None
@@ -132,18 +131,22 @@ class Proposal(NamedTuple):
         )
 
     @classmethod
-    def _shared(cls, q: Tensor, options: Options) -> tuple["Proposal | None", Options]:
+    def _shared(
+        cls, q: Tensor, options: Options, scale: float, more: int
+    ) -> tuple["Proposal | None", Options]:
         """Return the proposal for keys that all ranks hold, if any, and options without memory.
 
-        Plans of such calls are cached; they must not hold a layer's queries and keys.
+        Plans of such calls are cached; they must not hold a layer's queries and keys. These keys
+        have `more` columns, as q has, where the ring's have a bias.
         """
         if options.shared_keys is None:
             return None, options
-        q, k, v = (widened(like_autocast(t), 0) for t in (q, *options.shared_keys))
+        k, v = map(like_autocast, options.shared_keys)
+        q, k, v = widened(q, 0), widened(k, more), widened(v, 0)
         alone = Options(
             key_mask=options.shared_key_mask,
             cross=True,
-            scale=options.scale,
+            scale=scale,
             softclamp=options.softclamp,
             kernel=options.kernel,
             bucket_size=options.bucket_size,

@@ -32,6 +32,7 @@ from ring_attention_pytorch.plan.prepare import (
     swap_heads,
 )
 from ring_attention_pytorch.plan.proposal import Proposal
+from ring_attention_pytorch.plan.shared import WithShared
 from ring_attention_pytorch.ranks.agreement import agree, in_the_same_call, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.codec import Codec, values_like
@@ -92,6 +93,7 @@ class RingPlan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", new_handle(self))
         taped = self.kernel.traits.taped and self.terms.mask_mod is None
+        taped = taped and (self.shared is None or self.shared.kernel.traits.taped)
         replay = self.transport.fabric.replay.both(
             Replay(self.expected.device.type == "cuda" and self.codec is None, taped)
         )
@@ -324,10 +326,7 @@ class RingPlan:
         """List samples with the same mask, and the tiles of own queries and these keys."""
         known = self._shared.tiles
         if keys not in known:
-            known[keys] = [
-                (samples, self._of_block(keys, samples, mask))
-                for samples, mask in self.seen.samples
-            ]
+            known[keys] = [(at, self._of_block(keys, at, mask)) for at, mask in self.seen.samples]
         shared = known[keys]
         if self.key_mask is None:
             return shared
@@ -345,6 +344,11 @@ class RingPlan:
             blocks = self.schedule.positions(back, self.place)
             known[back] = sum(bool(self.tiles(keys)[0][1]) for keys in blocks)
         return known[back]
+
+    @cached_property
+    def with_shared(self) -> WithShared:
+        """How keys that all ranks hold are computed; the same in all calls that have them."""
+        return WithShared.of(self)
 
     @property
     def signature(self) -> Signature:
@@ -447,9 +451,8 @@ class RingPlan:
             if key not in passed:
                 check_tensors(self.expected, (q, k, v), sinks, codec)
         except ValueError as error:
-            self.ring.report_failure(
-                f"raised ValueError: {error}"
-            )  # for ranks that will wait for this one
+            # for ranks that will wait for this one
+            self.ring.report_failure(f"raised ValueError: {error}")
             raise ValueError(f"ring attention: {error}") from None
         if block is not None:
             self._shared.placements.add(block)

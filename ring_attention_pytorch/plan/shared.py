@@ -1,11 +1,14 @@
-"""Keys that all ranks hold: what they must be, and what ranks compare of them."""
+"""Keys that all ranks hold: what they must be, what ranks compare, and in which calls they are."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.geometry.segments import Segments, count
+from ring_attention_pytorch.geometry.tiles import with_shared
 from ring_attention_pytorch.plan.checks import like_autocast
+from ring_attention_pytorch.runtime.interfaces import Tiles
 from ring_attention_pytorch.runtime.scores import sinks_note
 
 Shared = tuple[Tensor, Tensor]
@@ -56,3 +59,54 @@ def shared_note(shared: Shared) -> list[Any]:
     [3, 'without a gradient', 'without a gradient']
     """
     return [shared[0].shape[1], *map(sinks_note, shared)]
+
+
+class WithShared(NamedTuple):
+    """How a plan's calls have shared keys: joined to own keys, in one call, or in one of their own.
+
+    `joined` has, for own keys, their tiles followed by shared keys; nothing if these are in another
+    call. `calls` counts kernel calls forward and backward.
+    """
+
+    joined: dict[Segments, list[tuple[slice, Tiles]]]
+    calls: tuple[int | None, int | None]
+
+    @classmethod
+    def of(cls, plan: Any) -> "WithShared":
+        found = _joined(plan)
+        calls = _calls(plan, found, False), _calls(plan, found, True)
+        return cls({} if found is None else {plan.blocks.keys[plan.place]: found}, calls)
+
+
+def _joined(plan: Any) -> list[tuple[slice, Tiles]] | None:
+    """Return the tiles of own keys followed by shared ones; None if these are in another call.
+
+    One call has both if they have the same kernel and no masks of keys, and the kernel takes many
+    tiles at once or there is but one. Then queries are read once, and nothing is merged.
+    """
+    of, own = plan.shared, plan.blocks.keys[plan.place]
+    if of is None or of.kernel.name != plan.kernel.name or len(plan.seen.samples) > 1:
+        return None
+    if plan.key_mask is not None or of.key_mask is not None or plan.terms.mask_mod is not None:
+        return None
+    rows, more = count(plan.blocks.queries[plan.place]), count(of.blocks.keys[0])
+    found = with_shared(plan.tiles(own)[0][1], rows, count(own), more)
+    if not (rows and more) or (len(found) > 1 and not plan.kernel.traits.fuses_merge):
+        return None
+    return [(slice(None), Tiles(found))]
+
+
+def _calls(plan: Any, joined: Any, back: bool) -> int | None:
+    """Count kernel calls as the plan does, with those of shared keys; None where samples differ.
+
+    Of two kernels only calls of the one that merges by itself count: the other returns parts.
+    """
+    calls, of, own = plan.calls(back), plan.shared, plan.blocks.keys[plan.place]
+    if calls is None or of is None:
+        return calls
+    if joined is not None and own in plan.schedule.positions(back, plan.place):
+        return calls + (not plan.tiles(own)[0][1])  # own keys may all be hidden
+    more, mine = of.calls(back) or 0, plan.kernel.traits.fuses_merge
+    if mine == of.kernel.traits.fuses_merge:
+        return calls + more
+    return calls if mine else more

@@ -8,7 +8,7 @@ computes the whole result, nothing is copied, cast or zeroed. A kernel with an o
 without einops, because host time counts when tokens are few.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -16,13 +16,10 @@ from torch import Tensor
 
 from ring_attention_pytorch.runtime.deferred import Deferred
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, merge_, merge_sinks_
-from ring_attention_pytorch.runtime.spans import deepest, disjoint_spans, is_free
+from ring_attention_pytorch.runtime.spans import Part, Tensors, deepest, is_free, narrowed, overlaps
 from ring_attention_pytorch.runtime.streams import record_use, wait_side_streams
 
 _MOST = 4  # parts that are put off, to be combined in one pass
-
-Tensors = tuple[Tensor, ...]
-Part = tuple[slice, Tensors]  # its tokens, and tensors of these tokens
 
 
 class _Accumulator:
@@ -87,7 +84,7 @@ class _Accumulator:
         if self._place is None or apart or not is_free(at, self._taken):
             return self._anew(at, self._end)
         self._taken.append(at)
-        return _narrowed(self._place, self._dims, self._whole, at)
+        return narrowed(self._place, self._dims, self._whole, at)
 
     def _update(self) -> Tensors:
         """Combine all parts into the running tensors; return these."""
@@ -102,10 +99,18 @@ class _Accumulator:
         return self._wide
 
     def _update_memory(self) -> tuple[Tensors | None, Tensors]:
-        """Return the result so far, if any, and the memory that the next call must write."""
-        dtype = self._end if self._calls == 1 else self._dtype
+        """Return the result so far, if any, and the memory that the next call must write.
+
+        After parts of another kernel the last call writes one more: they are combined in one pass.
+        """
+        last = self._calls == 1
+        dtype = self._end if last else self._dtype
         if self._calls is not None:
             self._calls -= 1
+        if last and self._parts and self._wide is None and self._into is None:
+            totals = self._anew(self._whole, dtype)
+            self._parts.append((self._whole, totals))
+            return None, totals
         before = None if self.is_empty else self._update()
         if before is not None:
             moves = dtype != self._dtype and self._into is None and before[0].is_contiguous()
@@ -139,7 +144,7 @@ class _Accumulator:
         if not self._given:
             self._place, self._taken = None, []
         for at, found in overlaps(parts, self._dims):
-            self._combine(_narrowed(totals, self._dims, self._whole, at), found)
+            self._combine(narrowed(totals, self._dims, self._whole, at), found)
 
     def _fold_into_first(self) -> Tensors:
         """Combine all later parts into the first one, which has all tokens; return it."""
@@ -378,16 +383,28 @@ class GradAccumulator(_Accumulator):
         before, (total,) = self._update_memory()
         return None if before is None else before[0], total
 
-    def move_to(self, whole: "GradAccumulator", first: int) -> None:
-        """Move all parts to another accumulator, in which the first token here is token `first`."""
+    def move_to(self, *places: tuple["GradAccumulator", int]) -> None:
+        """Move all parts to other accumulators, in which the first token here is the given one.
+
+        >>> total = GradAccumulator(torch.zeros(1, 3, 1, 1))
+        >>> total.add(slice(0, 3), torch.arange(3.0).view(1, 3, 1, 1))
+        >>> first, others = (GradAccumulator(torch.zeros(1, n, 1, 1)) for n in (1, 2))
+        >>> total.move_to((first, 0), (others, -1))
+        >>> first.finalize().flatten().tolist(), others.finalize().flatten().tolist()
+        ([0.0], [1.0, 2.0])
+        """
         parts = self._parts
         if self._wide is not None:
             parts = [(self._whole, self._wide), *parts]
-        moved = []
-        for at, (part,) in parts:
-            moved.append((slice(first + at.start, first + at.stop), part))
-        whole._waits += self._waits
-        whole.add_all(moved)
+        for whole, first in places:
+            moved = []
+            for at, part in parts:
+                there = slice(max(at.start, -first), min(at.stop, whole._whole.stop - first))
+                if there.start < there.stop:
+                    (held,) = narrowed(part, self._dims, at, there)
+                    moved.append((slice(first + there.start, first + there.stop), held))
+            whole._waits += self._waits
+            whole.add_all(moved)
         self._parts, self._wide, self._waits = [], None, []
 
     def samples(self, which: slice) -> "GradAccumulator":
@@ -437,7 +454,7 @@ class GradAccumulator(_Accumulator):
     def _written(self, totals: Tensors) -> Tensor:
         """Sum all parts into `totals` in one pass; a part can lie there already. Return the sum."""
         for at, (_, *found) in overlaps([(self._whole, ()), *self._parts], self._dims):
-            (there,) = _narrowed(totals, self._dims, self._whole, at)
+            (there,) = narrowed(totals, self._dims, self._whole, at)
             parts = [part for (part,) in found]
             others = [part for part in parts if part.data_ptr() != there.data_ptr()]
             if others or not parts:
@@ -474,24 +491,3 @@ def _fill(place: Tensors, dims: Sequence[int], taken: list[slice], parts: Sequen
     where = [(t.data_ptr(), t.stride(dim) * t.element_size()) for t, dim in zip(place, dims)]
     there = [(at, [first + at.start * step for first, step in where]) for at in taken]
     return there == [(at, [t.data_ptr() for t in part]) for at, part in parts[: len(taken)]]
-
-
-def _narrowed(tensors: Tensors, dims: Sequence[int], tokens: slice, at: slice) -> Tensors:
-    """Narrow tensors of `tokens`, along `dims`, to the tokens `at`."""
-    if at == tokens:
-        return tensors
-    start, length = at.start - tokens.start, at.stop - at.start
-    return tuple([t.narrow(dim, start, length) for t, dim in zip(tensors, dims)])
-
-
-def overlaps(parts: Sequence[Part], dims: Sequence[int]) -> Iterator[tuple[slice, list[Tensors]]]:
-    """Yield disjoint slices of tokens, each with the parts that cover it, narrowed to it.
-
-    `dims` are the dimensions of tokens, in each tensor of a part.
-    """
-    for at, which in disjoint_spans([tokens for tokens, _ in parts]):
-        found = []
-        for i in which:
-            tokens, tensors = parts[i]
-            found.append(_narrowed(tensors, dims, tokens, at))
-        yield at, found

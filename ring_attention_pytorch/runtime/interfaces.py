@@ -66,6 +66,10 @@ class KVBlock(NamedTuple):
         k, v = (torch.where(shown, t, zero) for t in (self.k, self.v))
         return self._replace(k=k, v=v)
 
+    def followed_by(self, k: Tensor, v: Tensor) -> "KVBlock":
+        """Return a block of these keys and values and then others, none of which has a mask."""
+        return self._replace(k=torch.cat((self.k, k), 1), v=torch.cat((self.v, v), 1))
+
     def samples(self, which: slice) -> "KVBlock":
         """Return the block of some samples."""
         if which == slice(None):

@@ -3,6 +3,11 @@
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
+from torch import Tensor
+
+Tensors = tuple[Tensor, ...]
+Part = tuple[slice, Tensors]  # its tokens, and tensors of these tokens
+
 
 def is_free(at: slice, taken: Sequence[slice]) -> bool:
     """True if `at` overlaps none of the slices in `taken`."""
@@ -35,3 +40,24 @@ def disjoint_spans(spans: Sequence[slice]) -> Iterator[tuple[slice, list[int]]]:
         which = [i for i, at in enumerate(spans) if at.start <= start and stop <= at.stop]
         if which:
             yield slice(start, stop), which
+
+
+def narrowed(tensors: Tensors, dims: Sequence[int], tokens: slice, at: slice) -> Tensors:
+    """Narrow tensors of `tokens`, along `dims`, to the tokens `at`."""
+    if at == tokens:
+        return tensors
+    start, length = at.start - tokens.start, at.stop - at.start
+    return tuple([t.narrow(dim, start, length) for t, dim in zip(tensors, dims)])
+
+
+def overlaps(parts: Sequence[Part], dims: Sequence[int]) -> Iterator[tuple[slice, list[Tensors]]]:
+    """Yield disjoint slices of tokens, each with the parts that cover it, narrowed to it.
+
+    `dims` are the dimensions of tokens, in each tensor of a part.
+    """
+    for at, which in disjoint_spans([tokens for tokens, _ in parts]):
+        found = []
+        for i in which:
+            tokens, tensors = parts[i]
+            found.append(narrowed(tensors, dims, tokens, at))
+        yield at, found

@@ -101,9 +101,11 @@ def parts_are_one_softmax() -> Iterator[Case]:
     for cuts, sunk in (((0, 4, 4, 9), "of all"), ((0, 4, 9), "of one part")):
         merged = test_merging.test_merged_parts_are_dense_attention_and_so_are_gradients
         yield partial(merged, cuts, sunk)
-    for name in ("both masked", "sinks"):
+    for name in ("all see all", "both masked", "sinks"):
         softmax = test_shared_keys.test_ring_and_shared_keys_are_in_one_softmax
         yield partial(softmax, test_shared_keys.OPTIONS[name])
+    left = test_shared_keys.test_a_kernel_can_leave_dq_where_another_has_shared_keys
+    yield partial(left, False)
     of_layers = test_shared_tokens.test_they_are_in_the_softmax_and_gradients_add_up
     yield partial(of_layers, test_shared_tokens.OPTIONS["all see all"])
 

@@ -20,8 +20,13 @@ ATTENTION = [
         "_total(plan.ring, dk, dv)", "_total(plan.ring, *_total(plan.ring, dk, dv))",
     ),
     Mutant(
-        "sinks are of shared keys, too", "shared_keys.py:_Joint.forward",
-        "*given[4:], None", "*given[4:], given[3]",
+        "shared keys are in two calls", "attention.py:_blocks",
+        "yield plan, keys.followed_by(*shared), found shared = ()",
+        "yield plan, keys.followed_by(*shared), found",
+    ),
+    Mutant(
+        "shared keys' dq is added before the ring's is there", "attention.py:_blocks_back",
+        "deferred.do()", "pass",
     ),
     Mutant(
         "shared tokens' gradients count on each rank", "nn/shared_tokens.py:shared_options",
@@ -31,7 +36,7 @@ ATTENTION = [
     Mutant(
         "every call of a kernel rounds as the last",
         "runtime/accumulate.py:_Accumulator._update_memory",
-        "self._end if self._calls == 1 else", "self._end if self._calls else",
+        "last = self._calls == 1", "last = bool(self._calls)",
     ),
     Mutant(
         "merge weights swapped", "runtime/rowwise.py:merge_", "torch.sigmoid(part_lse - lse)",

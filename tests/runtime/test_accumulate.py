@@ -249,7 +249,7 @@ def test_what_is_not_yet_to_be_read_is_not_read(wide, moved):
     assert parts[0].isnan().all()
     if moved:
         whole = GradAccumulator(parts[0])
-        total.move_to(whole, 0)
+        total.move_to((whole, 0))
         assert parts[0].isnan().all()
     assert torch.equal(whole.finalize(), torch.full((1, N, 2), 9 + 36 / 128).bfloat16())
 
@@ -383,6 +383,42 @@ def test_gradients_of_some_samples_are_in_the_sum_of_all():
     some.begin_update()
     parts[1, 0] = parts[1, :, :2] = 0.0
     assert relative_error(total.finalize(), parts.sum(0)) < 1e-12
+
+
+def test_the_last_call_after_another_kernels_part_has_memory_of_its_own():
+    """In 16 bits, so that the parts are read once, and rounded once more."""
+    outs, lses = torch.randn(2, 3, N, 2, 4), torch.randn(2, 3, 2, N)
+    given = outs.bfloat16()
+    result, total = OutputAccumulator(given[0], given[0], 1), GradAccumulator(given[0], 1)
+    result.add(WHOLE, given[0].clone(), lses[0].clone())
+    total.add(WHOLE, given[0].clone())
+    (before, out, lse), (so_far, summed) = result.update_memory(), total.update_memory()
+    assert before is so_far is None
+    assert out.dtype == summed.dtype == torch.bfloat16
+    for memory, t in ((out, given[1]), (lse, lses[1]), (summed, given[1])):
+        memory.copy_(t)
+    weights = lses.softmax(0).transpose(2, 3)[..., None]
+    want = (weights * given.float()).sum(0), lses.logsumexp(0), given.float().sum(0)
+    for got, right in zip((*result.finalize(), total.finalize()), want):
+        assert relative_error(got, right) < 4e-3
+
+
+def test_gradients_are_split_by_tokens():
+    """Parts of any tokens, in 16 bits or summed already."""
+    parts = [(slice(0, N), torch.randn(2, N, 1, 4)), (slice(3, N - 1), torch.randn(2, N - 4, 1, 4))]
+    for wide in (False, True):
+        total = GradAccumulator(torch.zeros(2, N, 1, 4))
+        want = torch.zeros(2, N, 1, 4)
+        for at, part in parts:
+            total.add(at, part.clone())
+            want[:, at] += part
+        if wide:
+            total.begin_update()
+        both = [GradAccumulator(torch.zeros(2, n, 1, 4)) for n in (4, N - 4)]
+        total.move_to((both[0], 0), (both[1], -4))
+        got = torch.cat([each.finalize() for each in both], 1)
+        assert relative_error(got, want) < 1e-6
+        assert total.is_empty
 
 
 def test_who_takes_the_only_part_waits_for_what_is_not_yet_there():
