@@ -159,9 +159,12 @@ def _stacked(x: Tensor, ring: Ring, senders: Sequence[int], receivers: Sequence[
 
 
 def _start(ring: Ring, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Exchange:
-    """Send `sends[i]` to rank i and receive `receives[i]` from it, except for this rank."""
+    """Send `sends[i]` to rank i and receive `receives[i]` from it, except for this rank.
+
+    Empty tensors don't travel: both ranks know that they are.
+    """
     others = [rank for rank in range(ring.size) if rank != ring.rank]
     return ring.exchange(
-        [(rank, sends[rank].contiguous()) for rank in others],
-        [(rank, receives[rank]) for rank in others],
+        [(rank, sends[rank].contiguous()) for rank in others if sends[rank].numel()],
+        [(rank, receives[rank]) for rank in others if receives[rank].numel()],
     )

@@ -2,9 +2,9 @@
 
     S_out = M S_in + U        a run of tokens maps the state before it to the state after it
 
-Ranks gather the maps of runs, whose size does not depend on the number of tokens, and each follows
-the documents that it has tokens of. All of it is plain PyTorch, so derivatives of any order go the
-way back: the gradients of a map are summed on its owner.
+Up to 16 ranks gather the maps of runs, whose size does not depend on the number of tokens, and each
+follows the documents that it has tokens of. More ranks compose maps by doubling. Derivatives of any
+order go the way back: the gradients of a map are summed on its owner.
 """
 
 from math import prod
@@ -14,7 +14,10 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import all_gather
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
+from ring_attention_pytorch.recurrent.doubling import doubled
+from ring_attention_pytorch.recurrent.levels import followed, mapped
 from ring_attention_pytorch.recurrent.plan import RunPlan
+from ring_attention_pytorch.recurrent.runs import gathers
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 _CALLER = "ring_scan"
@@ -32,7 +35,7 @@ def ring_scan(
     """Return the state before each of this rank's runs, from the maps S -> M S + U of all runs.
 
     All ranks of the ring call this together. Memory is the maps of all runs that another run
-    follows, of all ranks.
+    follows, of all ranks; beyond 16 ranks that of this rank's runs, for each doubling.
 
     Args:
         m: `[runs, h, d_k, d_k]`, or a diagonal `[runs, h]` or `[runs, h, d_k]` that multiplies the
@@ -59,45 +62,38 @@ def ring_scan(
     _check(m, u, plan, initial)
     wide = accumulation_dtype(u.dtype)
     m, u = m.to(wide), u.to(wide)
-    route = plan.route(final)
-    travelling = None
-    if sum(route.counts):
+    if plan.runs.continues or final:
         plan.agree_once(_CALLER, shapes=[m.shape[1:], u.shape[1:]], dtype=wide)
-        travelling = _gather(m, u, plan, route.counts, route.sent)
+    first = None if initial is None else initial.to(wide)
+    way = _gathered if gathers(plan.ring.size) else doubled
+    with torch.autocast(u.device.type, enabled=False):
+        return way(m, u, plan, first, final)
+
+
+def _gathered(
+    m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `ring_scan` where every rank gets the maps of all runs."""
+    route = plan.route(final)
+    travelling = _gather(m, u, plan, route.counts, route.sent) if sum(route.counts) else None
     first = u.new_zeros(route.chains, *u.shape[1:])
     if initial is not None:
         numbers, samples = route.starts
-        first = first.index_copy(0, numbers, initial.to(wide)[samples])
-    states = [first]
-    for places in route.levels:
-        assert travelling is not None  # a run that another follows is sent
-        before = states[-1][: len(places)]
-        states.append(mapped(travelling[0][places], travelling[1][places], before))
-    found = torch.cat(states)
-    if travelling is not None and not route.levels:
-        # backward exchanges on all ranks, also on one that needs no other rank's map
-        found = found + travelling[1].flatten()[:0].sum()
+        first = first.index_copy(0, numbers, initial[samples])
+    found = first
+    if travelling is not None:
+        found = followed(*travelling, first, route.levels)
+        if not route.levels.places:
+            # backward exchanges on all ranks, also on one that needs no other rank's map
+            found = found + travelling[1].flatten()[:0].sum()
     last = None
     if route.ends is not None:
         samples, at, places = route.ends
-        last = initial.to(wide) if initial is not None else u.new_zeros(
-            plan.runs.batch, *u.shape[1:]
-        )  # fmt: skip
+        last = u.new_zeros(plan.runs.batch, *u.shape[1:]) if initial is None else initial
         if travelling is not None:
             ended = mapped(travelling[0][places], travelling[1][places], found[at])
             last = last.index_copy(0, samples, ended)
     return found[route.mine], last
-
-
-def mapped(m: Tensor, u: Tensor, state: Tensor) -> Tensor:
-    """Return M S + U, for a full or a diagonal M.
-
-    >>> mapped(torch.full((1, 1), 0.5), torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2)).tolist()
-    [[[[1.5, 1.5]]]]
-    """
-    if m.ndim == 4:
-        return torch.matmul(m, state) + u
-    return m.reshape(*m.shape, *(1,) * (u.ndim - m.ndim)) * state + u
 
 
 def _gather(

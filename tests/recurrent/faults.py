@@ -51,4 +51,16 @@ RECURRENT = [
         "torch.where(later, g[:, :, :, None], 0.0).cumsum(2)",
         "g.cumsum(2)[:, :, :, None] - g.cumsum(2)[:, :, None]",
     ),
+    Mutant(
+        "doubling composes maps the wrong way round",
+        "recurrent/doubling.py:composed",
+        "torch.matmul(after, before)",
+        "torch.matmul(before, after)",
+    ),
+    Mutant(
+        "later runs give states no gradient",
+        "recurrent/fla_passes.py:_TwoPasses.backward",
+        "scan.back(own, dlast)",
+        "scan.back(own * 0, dlast)",
+    ),
 ]

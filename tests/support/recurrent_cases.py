@@ -14,7 +14,10 @@ from ring_attention_pytorch.geometry.layouts import Layout, positions
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.recurrent import RunPlan
 from tests.support import threads
+from tests.support.recurrent_reference import sequential
 from tests.support.reference import relative_error
+
+KEY_HEADS, HEADS, D_K, D_V = 2, 4, 3, 5
 
 
 def borders_of(draw: random.Random, length: int) -> list[int]:
@@ -135,3 +138,34 @@ def check(
     for name in same:
         total = sum(each[name] for each in of_ranks)
         assert relative_error(total, gradients[name]) < most, f"gradient of {name}"
+
+
+def data(spread: Spread, channels: bool, seed: int):
+    """Inputs with gates at 0 and 1, keys of different norms."""
+    draw = torch.Generator().manual_seed(seed)
+    shape = spread.batch, spread.length
+
+    def normal(*more: int) -> torch.Tensor:
+        return torch.randn(*more, generator=draw, dtype=torch.float64)
+
+    gate = normal(*shape, HEADS, *(D_K,) * channels).sigmoid() ** 0.3
+    chance = torch.rand(gate.shape, generator=draw)
+    gate[chance < 0.03], gate[chance > 0.97] = 0.0, 1.0
+    beta = normal(*shape, HEADS).sigmoid()
+    beta[(chance.amax(-1) if channels else chance) > 0.95] = 1.0
+    q, k = normal(*shape, KEY_HEADS, D_K), normal(*shape, KEY_HEADS, D_K)
+    return dict(q=q, k=k, v=normal(*shape, HEADS, D_V), g=gate.log(), beta=beta), normal
+
+
+def delta(rule, normalize):
+    def ours(*, plan, initial=None, **given):
+        out, last = rule(**given, plan=plan, normalize=normalize, initial=initial, final=True)
+        return {"out": out, "last": last}
+
+    def reference(*, spread, initial=None, q, k, v, g, beta):
+        if normalize:
+            q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+        out, last = sequential(q / D_K**0.5, k, v, g, beta, spread.begins, initial)
+        return {"out": out, "last": last}
+
+    return ours, reference
