@@ -28,6 +28,7 @@ class Call(NamedTuple):
     scale: float
     normalize: bool
     final: bool
+    back: bool  # whether a backward may follow
 
 
 class Scan(NamedTuple):
@@ -81,7 +82,7 @@ class _TwoPasses(Function):
         if v.shape[1]:
             x, norms = _prepared(x, call, how)
         work = rule.chunks(x, how) if v.shape[1] else _nothing(x)
-        scan = _scanned(work, call, how, initial, any(ctx.needs_input_grad))
+        scan = _scanned(work, call, how, initial)
         ctx.call, ctx.scan, ctx.normed = call, scan, bool(norms)
         ctx.dtypes = g.dtype, beta.dtype
         ctx.save_for_backward(*x[:5], *norms, *work.kept)
@@ -156,13 +157,13 @@ def _unprepared(
     return dq, dk, dv, dg, db
 
 
-def _scanned(work: Chunks, call: Call, how: How, initial: Tensor | None, graph: bool) -> Scan:
+def _scanned(work: Chunks, call: Call, how: How, initial: Tensor | None) -> Scan:
     """Return the states before runs, with a graph for gradients of U and of initial states."""
     sent, spans = call.plan.once(("sent", call.final), lambda: _sent(call.plan, call.final, how))
     m, u = maps_of(work, spans, sent, len(call.plan.mine))
-    u = u.detach().requires_grad_(graph)
-    first = None if initial is None else initial.detach().requires_grad_(graph)
-    with torch.set_grad_enabled(graph):
+    u = u.detach().requires_grad_(call.back)
+    first = None if initial is None else initial.detach().requires_grad_(call.back)
+    with torch.set_grad_enabled(call.back):
         before, last = ring_scan(m, u, plan=call.plan, initial=first, final=call.final)
     return Scan(before, last, u, first)
 

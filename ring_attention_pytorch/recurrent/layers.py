@@ -307,7 +307,8 @@ def _two_passes(call: Call) -> tuple[Tensor, Tensor | None]:
     assert beta is not None
     initial = None if initial is None else initial.to(call.g.dtype)
     g = call.g.clamp(min=SMALLEST)
-    passes = Passes(call.plan, call.scale, call.normalize, call.final)
+    how = call.scale, call.normalize, call.final
+    passes = Passes(call.plan, *how, back=torch.is_grad_enabled())
     return two_passes(q, k, v, g, beta, initial, passes)
 
 
