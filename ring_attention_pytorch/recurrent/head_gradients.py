@@ -17,7 +17,7 @@ def head_gradients(
     """
     from triton import cdiv, next_power_of_2
 
-    from ring_attention_pytorch.recurrent._head_gradients import head_gradients_kernel
+    from ring_attention_pytorch.recurrent._triton_head_gradients import head_gradients_kernel
 
     (_, n, heads, d_v), (key_heads, d_k) = r.v.shape, x.k.shape[2:]
     chosen = CHOSEN | {"BK": min(CHOSEN["BK"], max(16, next_power_of_2(d_k)))}

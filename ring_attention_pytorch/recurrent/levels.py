@@ -97,7 +97,7 @@ class _Follow(Function):
 
     @staticmethod
     def forward(ctx: Any, m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:
-        from ring_attention_pytorch.recurrent._levels import follow_kernel
+        from ring_attention_pytorch.recurrent._triton_levels import follow_kernel
 
         states = first.new_empty(len(first) + len(levels.before), *first.shape[1:])
         by_run, values = _by_run(m), _by_run(u)
@@ -122,7 +122,7 @@ class _Follow(Function):
                 )
             )  # fmt: skip
             return *(next(found) if needs else None for needs in ctx.needs_input_grad[:3]), None
-        from ring_attention_pytorch.recurrent._levels import return_kernel
+        from ring_attention_pytorch.recurrent._triton_levels import return_kernel
 
         du = states.new_zeros(len(u), *first.shape[1:])
         by_run, dm = _by_run(m), None

@@ -22,7 +22,7 @@ def maps_of(work: Chunks, spans: Tensor, sent: Tensor, runs: int) -> tuple[Tenso
         sent: int64, the numbers of these.
         runs: how many there are.
     """
-    from ring_attention_pytorch.recurrent._state_maps import maps_kernel
+    from ring_attention_pytorch.recurrent._triton_state_maps import maps_kernel
 
     d_k, heads, d_v = work.w.shape[3], *work.u.shape[2:]
     found = work.w.new_empty(len(sent), heads, d_k, d_v + d_k, dtype=torch.float32)
@@ -45,7 +45,7 @@ def gradients_of(work: Chunks, do: Tensor, dv: Tensor, spans: Tensor, scale: flo
         spans: int64 `[runs, 2]`, first tokens and ends.
         scale: of queries.
     """
-    from ring_attention_pytorch.recurrent._state_maps import adjoint_kernel
+    from ring_attention_pytorch.recurrent._triton_state_maps import adjoint_kernel
 
     d_k, heads, d_v = work.w.shape[3], *work.u.shape[2:]
     found = work.w.new_empty(len(spans), heads, d_k, d_v, dtype=torch.float32)
