@@ -93,14 +93,15 @@ def _gathered(
         if travelling is not None:
             ended = mapped(travelling[0][places], travelling[1][places], found[at])
             last = last.index_copy(0, samples, ended)
-    return found[route.mine], last
+    return found.index_select(0, route.mine), last
 
 
 def _gather(
     m: Tensor, u: Tensor, plan: RunPlan, counts: tuple[int, ...], sent: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the maps that travel, of all ranks in order."""
-    packed = torch.cat((m[sent].flatten(1), u[sent].flatten(1)), 1)
+    mine = (t.index_select(0, sent).flatten(1) for t in (m, u))
+    packed = torch.cat(tuple(mine), 1)
     shapes = [(count, packed.shape[1]) for count in counts]
     together = torch.cat(all_gather(packed, shapes, plan.ring, _CALLER))
     of_m, of_u = together.split((prod(m.shape[1:]), prod(u.shape[1:])), 1)

@@ -18,8 +18,8 @@ RECURRENT = [
     Mutant(
         "maps have no gradient",
         "recurrent/scan.py:_gather",
-        "m[sent].flatten(1)",
-        "m[sent].detach().flatten(1)",
+        "index_select(0, sent).flatten(1) for t in (m, u)",
+        "index_select(0, sent).flatten(1) for t in (m.detach(), u)",
     ),
     Mutant(
         "an initial state begins every document",
