@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from ring_attention_pytorch.recurrent.chunks import Chunks, How, Inputs, Returned
 from ring_attention_pytorch.recurrent.fla_rules import Rule, rule_of
 from ring_attention_pytorch.recurrent.plan import RunPlan
-from ring_attention_pytorch.recurrent.scan import ring_scan
+from ring_attention_pytorch.recurrent.scan import scanned
 from ring_attention_pytorch.recurrent.state_maps import gradients_of, maps_of
 
 
@@ -164,7 +164,7 @@ def _scanned(work: Chunks, call: Call, how: How, initial: Tensor | None) -> Scan
     u = u.detach().requires_grad_(call.back)
     first = None if initial is None else initial.detach().requires_grad_(call.back)
     with torch.set_grad_enabled(call.back):
-        before, last = ring_scan(m, u, plan=call.plan, initial=first, final=call.final)
+        before, last = scanned(m, u, call.plan, first, call.final, fixed=True)
     return Scan(before, last, u, first)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
+from ring_attention_pytorch.recurrent.chunks import CHUNK
 from ring_attention_pytorch.recurrent.eager import Grid, recurrence
 from ring_attention_pytorch.recurrent.fla import (
     SMALLEST,
@@ -244,13 +245,14 @@ def _computed(call: Call) -> tuple[Tensor, Tensor | None]:
         beta=None if call.beta is None else call.beta.flatten(0, 1),
     )  # fmt: skip
     travels = plan.runs.continues or call.final or call.initial is not None
-    state = call.k.new_zeros(
-        len(plan.mine), v.shape[2], call.k.shape[3], v.shape[3], dtype=accumulation_dtype(v.dtype)
-    )
     apart = not travels or (plan.ring.size == 1 and not plan.runs.continues)
     if call.kernel == "fla" and _by_passes(flat, apart):
         out, last = _two_passes(flat)
-    elif apart:
+        return out.unflatten(0, v.shape[:2]), last
+    state = call.k.new_zeros(
+        len(plan.mine), v.shape[2], call.k.shape[3], v.shape[3], dtype=accumulation_dtype(v.dtype)
+    )
+    if apart:
         out, last = _from_states(flat, state)
     elif call.beta is None:
         out, last = _diagonal(flat, state)
@@ -308,7 +310,7 @@ def _two_passes(call: Call) -> tuple[Tensor, Tensor | None]:
     initial = None if initial is None else initial.to(call.g.dtype)
     g = call.g.clamp(min=SMALLEST)
     how = call.scale, call.normalize, call.final
-    passes = Passes(call.plan, *how, back=torch.is_grad_enabled())
+    passes = Passes(call.plan.in_pieces(CHUNK), *how, back=torch.is_grad_enabled())
     return two_passes(q, k, v, g, beta, initial, passes)
 
 

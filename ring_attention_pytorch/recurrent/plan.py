@@ -31,6 +31,7 @@ from ring_attention_pytorch.ranks.agreement import (
     typed,
 )
 from ring_attention_pytorch.ranks.ring import Group, Ring
+from ring_attention_pytorch.recurrent.cuts import cut, longest_of
 from ring_attention_pytorch.recurrent.levels import Levels
 from ring_attention_pytorch.recurrent.runs import (
     HeldRun,
@@ -241,6 +242,17 @@ class RunPlan:
         """The number of each token's run, int64 `[b * n]`."""
         lengths = torch.tensor([length for _, length in self.spans], dtype=torch.long)
         return torch.arange(len(lengths)).repeat_interleave(lengths).to(self.device)
+
+    def in_pieces(self, unit: int) -> "RunPlan":
+        """Return the plan for the same tokens in shorter runs, cut at multiples of `unit` tokens.
+
+        All ranks cut alike, so nothing is exchanged.
+        """
+        return self.once(("pieces", unit), lambda: self._cut(unit))
+
+    def _cut(self, unit: int) -> "RunPlan":
+        longest = longest_of(self.runs.batch * max(self.runs.tokens), self.ring.size, unit)
+        return RunPlan(self.ring, cut(self.runs, longest, unit), self.device)
 
     def route(self, final: bool = False) -> Route:
         """Return how states reach this rank's runs."""

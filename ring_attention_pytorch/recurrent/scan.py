@@ -8,15 +8,17 @@ order go the way back: the gradients of a map are summed on its owner.
 """
 
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from ring_attention_pytorch.comm.exchange import all_gather
+from ring_attention_pytorch.comm.exchange import all_gather, all_to_all, sum_parts
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.recurrent.doubling import doubled
 from ring_attention_pytorch.recurrent.levels import followed, mapped
-from ring_attention_pytorch.recurrent.plan import RunPlan
+from ring_attention_pytorch.recurrent.plan import Route, RunPlan
 from ring_attention_pytorch.recurrent.runs import gathers
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
@@ -61,21 +63,31 @@ def ring_scan(
     """
     _check(m, u, plan, initial)
     wide = accumulation_dtype(u.dtype)
-    m, u = m.to(wide), u.to(wide)
-    if plan.runs.continues or final:
-        plan.agree_once(_CALLER, shapes=[m.shape[1:], u.shape[1:]], dtype=wide)
     first = None if initial is None else initial.to(wide)
-    way = _gathered if gathers(plan.ring.size) else doubled
+    return scanned(m.to(wide), u.to(wide), plan, first, final)
+
+
+def scanned(
+    m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool, fixed: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `ring_scan` of maps that fit, in one dtype.
+
+    On all ranks alike M may be `fixed`: it has no gradient, and none is sent.
+    """
+    if plan.runs.continues or final:
+        plan.agree_once(_CALLER, shapes=[m.shape[1:], u.shape[1:]], dtype=u.dtype)
     with torch.autocast(u.device.type, enabled=False):
-        return way(m, u, plan, first, final)
+        if gathers(plan.ring.size):
+            return _gathered(m, u, plan, initial, final, fixed)
+        return doubled(m, u, plan, initial, final)
 
 
 def _gathered(
-    m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool
+    m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool, fixed: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `ring_scan` where every rank gets the maps of all runs."""
     route = plan.route(final)
-    travelling = _gather(m, u, plan, route.counts, route.sent) if sum(route.counts) else None
+    travelling = _gather(m, u, plan, route, fixed) if sum(route.counts) else None
     first = u.new_zeros(route.chains, *u.shape[1:])
     if initial is not None:
         numbers, samples = route.starts
@@ -97,15 +109,34 @@ def _gathered(
 
 
 def _gather(
-    m: Tensor, u: Tensor, plan: RunPlan, counts: tuple[int, ...], sent: Tensor
+    m: Tensor, u: Tensor, plan: RunPlan, route: Route, fixed: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the maps that travel, of all ranks in order."""
-    mine = (t.index_select(0, sent).flatten(1) for t in (m, u))
-    packed = torch.cat(tuple(mine), 1)
-    shapes = [(count, packed.shape[1]) for count in counts]
-    together = torch.cat(all_gather(packed, shapes, plan.ring, _CALLER))
-    of_m, of_u = together.split((prod(m.shape[1:]), prod(u.shape[1:])), 1)
-    return of_m.unflatten(1, m.shape[1:]), of_u.unflatten(1, u.shape[1:])
+    m, u = m.index_select(0, route.sent), u.index_select(0, route.sent)
+    packed = torch.cat((m.flatten(1), u.flatten(1)), 1)
+    shapes = [(count, packed.shape[1]) for count in route.counts]
+    of_ranks = all_gather(packed.detach() if fixed else packed, shapes, plan.ring, _CALLER)
+    of_m, of_u = torch.cat(of_ranks).split((prod(m.shape[1:]), prod(u.shape[1:])), 1)
+    of_m, of_u = of_m.unflatten(1, m.shape[1:]), of_u.unflatten(1, u.shape[1:])
+    if fixed:
+        of_u = _Gathered.apply(u, of_u, plan, route.counts)
+    return of_m, of_u
+
+
+class _Gathered(Function):
+    """(U of this rank's runs, U of all that travel, plan, counts) -> the latter."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mine: Tensor, every: Tensor, plan: RunPlan, counts: tuple[int, ...]
+    ) -> Tensor:
+        ctx.plan, ctx.counts, ctx.shape = plan, counts, tuple(mine.shape)
+        return every.view_as(every)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ring, shapes = ctx.plan.ring, [ctx.shape] * len(ctx.counts)
+        return sum_parts(all_to_all(list(grad.split(ctx.counts)), shapes, ring)), None, None, None
 
 
 def _check(m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None) -> None:

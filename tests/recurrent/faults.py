@@ -18,8 +18,8 @@ RECURRENT = [
     Mutant(
         "maps have no gradient",
         "recurrent/scan.py:_gather",
-        "index_select(0, sent).flatten(1) for t in (m, u)",
-        "index_select(0, sent).flatten(1) for t in (m.detach(), u)",
+        "m, u = m.index_select(0, route.sent)",
+        "m, u = m.detach().index_select(0, route.sent)",
     ),
     Mutant(
         "an initial state begins every document",

@@ -3,19 +3,18 @@
 import pytest
 import torch
 
-from ring_attention_pytorch.recurrent import ring_gated_delta_rule, ring_kda, ring_mamba2
+from ring_attention_pytorch.recurrent import ring_gated_delta_rule, ring_kda
 from tests.support import threads
 from tests.support.recurrent_cases import (
     D_K,
     D_V,
     HEADS,
-    KEY_HEADS,
     Spread,
     check,
     data,
     delta,
+    mamba_2,
 )
-from tests.support.recurrent_reference import sequential
 
 
 @pytest.mark.parametrize("rule", [ring_gated_delta_rule, ring_kda])
@@ -47,32 +46,7 @@ def test_without_final_states(size, layout) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_mamba_2_equals_one_process(seed) -> None:
     spread = Spread.drawn(100 + seed)
-    shape = spread.batch, spread.length
-    draw = torch.Generator().manual_seed(seed)
-
-    def normal(*more: int) -> torch.Tensor:
-        return torch.randn(*more, generator=draw, dtype=torch.float64)
-
-    dt = normal(*shape, HEADS).exp()
-    dt[torch.rand(dt.shape, generator=draw) < 0.1] = 0.0
-    sharded = dict(
-        x=normal(*shape, HEADS, D_V), dt=dt, b=normal(*shape, KEY_HEADS, D_K),
-        c=normal(*shape, KEY_HEADS, D_K),
-    )  # fmt: skip
-    same = dict(a=-normal(HEADS).exp(), skip=normal(HEADS))
-    if seed % 2:
-        same["initial"] = normal(spread.batch, HEADS, D_V, D_K)
-
-    def ours(*, plan, **given):
-        out, last = ring_mamba2(**given, plan=plan, final=True)
-        return {"out": out, "last": last}
-
-    def reference(*, spread, x, dt, a, b, c, skip, initial=None):
-        state = None if initial is None else initial.mT
-        out, last = sequential(c, b, x * dt[..., None], dt * a, None, spread.begins, state)
-        return {"out": out + x * skip[:, None], "last": last.mT}
-
-    check(spread, sharded, same, ours, reference, 1e-10)
+    check(spread, *mamba_2(spread, seed), 1e-10)
 
 
 @pytest.mark.parametrize("channels", [False, True])
