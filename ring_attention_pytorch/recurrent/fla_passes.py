@@ -78,7 +78,8 @@ class _TwoPasses(Function):
         *tensors, initial = given
         q, k, v, g, beta = (t[None].contiguous() for t in tensors)
         rule, how = rule_of(tensors[3]), _how(call.plan)
-        x, norms = Inputs(q, k, v, g, beta, call.scale), ()
+        x = Inputs(q, k, v, g, beta, call.scale)
+        norms: tuple[Tensor, ...] = ()
         if v.shape[1]:
             x, norms = _prepared(x, call, how)
         work = rule.chunks(x, how) if v.shape[1] else _nothing(x)

@@ -38,7 +38,10 @@ class Levels(NamedTuple):
         >>> levels.table.tolist(), levels.offsets.tolist(), levels.before.tolist()
         ([[4, 2, -1], [5, -1, -1]], [3, 5], [0, 1, 3])
         """
-        table, offsets, before, so_far, last = [], [], [], chains, 0
+        table: list[list[int]] = []
+        offsets: list[int] = []
+        before: list[int] = []
+        so_far, last = chains, 0
         for here in places:
             table.append([*here] + [-1] * (chains - len(here)))
             offsets.append(so_far)
