@@ -10,7 +10,8 @@ import triton.language as tl
 
 @triton.jit
 def follow_kernel(
-    m, u, first, states, places, offsets, depths, m_run, u_run, chains,
+    m, u, first, states, places, offsets, depths, chains,
+    m_run, m_head, m_row, u_run, u_head, u_row,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Store the state before each run: S, M S + U, and so on."""
@@ -25,9 +26,10 @@ def follow_kernel(
     tl.store(states + at + of_state, state, mask=inside)
     for level in range(0, tl.load(depths + chain)):
         place = tl.load(places + level * chains + chain).to(tl.int64)
-        of_m = place * m_run + head * K * K + rows[:, None] * K + rows[None, :]
+        of_m = place * m_run + head * m_head + rows[:, None] * m_row + rows[None, :]
+        of_u = place * u_run + head * u_head + rows[:, None] * u_row + columns[None, :]
         b_m = tl.load(m + of_m, mask=square, other=0.0)
-        b_u = tl.load(u + place * u_run + head * size + of_state, mask=inside, other=0.0)
+        b_u = tl.load(u + of_u, mask=inside, other=0.0)
         state = tl.dot(b_m, state, input_precision="tf32x3") + b_u
         number = tl.load(offsets + level) + chain
         to = (number * HEADS + head).to(tl.int64) * size
@@ -36,7 +38,7 @@ def follow_kernel(
 
 @triton.jit
 def return_kernel(
-    m, grads, du, dfirst, places, offsets, depths, m_run, chains,
+    m, grads, du, dfirst, places, offsets, depths, chains, m_run, m_head, m_row,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of U of the maps that are followed, and of the first states."""
@@ -56,7 +58,7 @@ def return_kernel(
         total += tl.load(grads + of + of_state, mask=inside, other=0.0)
         to = (place * HEADS + head) * size
         tl.store(du + to + of_state, total, mask=inside)
-        of_m = place * m_run + head * K * K + rows[:, None] + rows[None, :] * K  # transposed
+        of_m = place * m_run + head * m_head + rows[:, None] + rows[None, :] * m_row  # transposed
         b_m = tl.load(m + of_m, mask=square, other=0.0)
         total = tl.dot(b_m, total, input_precision="tf32x3")
     at = (chain * HEADS + head).to(tl.int64) * size

@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from ring_attention_pytorch.recurrent.chunks import Chunks, How, Inputs, Returned
 from ring_attention_pytorch.recurrent.fla_rules import Rule, rule_of
 from ring_attention_pytorch.recurrent.plan import RunPlan
-from ring_attention_pytorch.recurrent.scan import scanned
+from ring_attention_pytorch.recurrent.runs import gathers
+from ring_attention_pytorch.recurrent.scan import scanned, scanned_as_sent
 from ring_attention_pytorch.recurrent.state_maps import gradients_of, maps_of
 
 
@@ -36,8 +37,9 @@ class Scan(NamedTuple):
 
     before: Tensor
     last: Tensor | None
-    u: Tensor
+    u: Tensor  # of the runs that are sent
     initial: Tensor | None
+    sent: Tensor
 
     def back(self, own: Tensor, dlast: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the states after runs, and of initial states.
@@ -51,7 +53,8 @@ class Scan(NamedTuple):
         found = torch.autograd.grad(
             outs, wanted, grads, retain_graph=True, allow_unused=True, materialize_grads=True
         )
-        return found[0], found[1] if self.initial is not None else None
+        after = _of_all(found[0], self.sent, len(self.before))
+        return after, found[1] if self.initial is not None else None
 
 
 def two_passes(
@@ -160,13 +163,25 @@ def _unprepared(
 
 def _scanned(work: Chunks, call: Call, how: How, initial: Tensor | None) -> Scan:
     """Return the states before runs, with a graph for gradients of U and of initial states."""
-    sent, spans = call.plan.once(("sent", call.final), lambda: _sent(call.plan, call.final, how))
-    m, u = maps_of(work, spans, sent, len(call.plan.mine))
-    u = u.detach().requires_grad_(call.back)
+    plan, d_v = call.plan, work.u.shape[3]
+    sent, spans = plan.once(("sent", call.final), lambda: _sent(plan, call.final, how))
+    packed = maps_of(work, spans)
+    u = packed[..., :d_v].detach().requires_grad_(call.back)
     first = None if initial is None else initial.detach().requires_grad_(call.back)
     with torch.set_grad_enabled(call.back):
-        before, last = scanned(m, u, call.plan, first, call.final, fixed=True)
-    return Scan(before, last, u, first)
+        if gathers(plan.ring.size):
+            before, last = scanned_as_sent(packed, u, plan, first, call.final)
+        else:
+            runs = len(plan.mine)
+            of_m, of_u = packed[..., d_v:], u
+            of_m, of_u = (_of_all(t, sent, runs) for t in (of_m, of_u))
+            before, last = scanned(of_m, of_u, plan, first, call.final)
+    return Scan(before, last, u, first, sent)
+
+
+def _of_all(x: Tensor, sent: Tensor, runs: int) -> Tensor:
+    """Return rows of all runs, 0 for those that are not sent."""
+    return x.new_zeros(runs, *x.shape[1:]).index_copy(0, sent, x) if len(x) < runs else x
 
 
 def _sent(plan: RunPlan, final: bool, how: How) -> tuple[Tensor, Tensor]:

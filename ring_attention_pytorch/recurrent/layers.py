@@ -28,6 +28,7 @@ from ring_attention_pytorch.recurrent.fla import (
 from ring_attention_pytorch.recurrent.fla_passes import Call as Passes
 from ring_attention_pytorch.recurrent.fla_passes import two_passes
 from ring_attention_pytorch.recurrent.fla_rules import in_two_passes
+from ring_attention_pytorch.recurrent.levels import in_full_precision
 from ring_attention_pytorch.recurrent.plan import RunPlan
 from ring_attention_pytorch.recurrent.scan import ring_scan
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
@@ -234,7 +235,7 @@ def computed(call: Call) -> tuple[Tensor, Tensor | None]:
 
     Autocast doesn't reach it: states stay in float32.
     """
-    with torch.autocast(call.v.device.type, enabled=False):
+    with in_full_precision(call.v.device):
         return _computed(call)
 
 

@@ -1,6 +1,7 @@
 """States of all levels: following the maps of runs from the first state of each document."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -56,6 +57,13 @@ class Levels(NamedTuple):
         return cls(each, whole(table), whole(offsets), whole(depths), whole(before, torch.long))
 
 
+def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which autocast casts nothing."""
+    if not torch._C._is_any_autocast_enabled():
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 def mapped(m: Tensor, u: Tensor, state: Tensor) -> Tensor:
     """Return M S + U, for a full or a diagonal M.
 
@@ -103,10 +111,10 @@ class _Follow(Function):
         from ring_attention_pytorch.recurrent._triton_levels import follow_kernel
 
         states = first.new_empty(len(first) + len(levels.before), *first.shape[1:])
-        by_run, values = _by_run(m), _by_run(u)
+        rows, values = _in_rows(m), _in_rows(u)
         _launch(
-            follow_kernel, first, by_run, values, first.contiguous(), states, levels.table,
-            levels.offsets, levels.depths, by_run.stride(0), values.stride(0), len(first),
+            follow_kernel, first, rows, values, first.contiguous(), states, levels.table,
+            levels.offsets, levels.depths, len(first), *rows.stride()[:3], *values.stride()[:3],
         )  # fmt: skip
         ctx.levels = levels
         ctx.save_for_backward(m, u, first, states)
@@ -128,11 +136,11 @@ class _Follow(Function):
         from ring_attention_pytorch.recurrent._triton_levels import return_kernel
 
         du = states.new_zeros(len(u), *first.shape[1:])
-        by_run, dm = _by_run(m), None
+        rows, dm = _in_rows(m), None
         dfirst = states.new_empty(first.shape)
         _launch(
-            return_kernel, first, by_run, grads.contiguous(), du, dfirst, levels.table,
-            levels.offsets, levels.depths, by_run.stride(0), len(first),
+            return_kernel, first, rows, grads.contiguous(), du, dfirst, levels.table,
+            levels.offsets, levels.depths, len(first), *rows.stride()[:3],
         )  # fmt: skip
         if ctx.needs_input_grad[0]:
             at = torch.cat(levels.places)
@@ -141,9 +149,9 @@ class _Follow(Function):
         return dm, du, dfirst, None
 
 
-def _by_run(x: Tensor) -> Tensor:
-    """Return x with each run's numbers side by side."""
-    return x if x[0].is_contiguous() else x.contiguous()
+def _in_rows(x: Tensor) -> Tensor:
+    """Return x with each row's numbers side by side."""
+    return x if x.stride(3) == 1 else x.contiguous()
 
 
 def _launch(kernel: Any, first: Tensor, *args: Any) -> None:

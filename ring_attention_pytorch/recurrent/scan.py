@@ -17,7 +17,7 @@ from torch.autograd import Function
 from ring_attention_pytorch.comm.exchange import all_gather, all_to_all, sum_parts
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.recurrent.doubling import doubled
-from ring_attention_pytorch.recurrent.levels import followed, mapped
+from ring_attention_pytorch.recurrent.levels import followed, in_full_precision, mapped
 from ring_attention_pytorch.recurrent.plan import Route, RunPlan
 from ring_attention_pytorch.recurrent.runs import gathers
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
@@ -68,26 +68,59 @@ def ring_scan(
 
 
 def scanned(
-    m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool, fixed: bool = False
+    m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `ring_scan` of maps that fit, in one dtype.
-
-    On all ranks alike M may be `fixed`: it has no gradient, and none is sent.
-    """
+    """Compute `ring_scan` of maps that fit, in one dtype."""
     if plan.runs.continues or final:
         plan.agree_once(_CALLER, shapes=[m.shape[1:], u.shape[1:]], dtype=u.dtype)
-    with torch.autocast(u.device.type, enabled=False):
-        if gathers(plan.ring.size):
-            return _gathered(m, u, plan, initial, final, fixed)
-        return doubled(m, u, plan, initial, final)
+    with in_full_precision(u.device):
+        if not gathers(plan.ring.size):
+            return doubled(m, u, plan, initial, final)
+        route, travelling = plan.route(final), None
+        if sum(route.counts):
+            m, u = (t.index_select(0, route.sent) for t in (m, u))
+            every = _every(torch.cat((m.flatten(1), u.flatten(1)), 1), plan, route)
+            of_m, of_u = every.split((prod(m.shape[1:]), prod(u.shape[1:])), 1)
+            travelling = of_m.unflatten(1, m.shape[1:]), of_u.unflatten(1, u.shape[1:])
+        return _followed(travelling, u, plan, initial, route)
 
 
-def _gathered(
-    m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool, fixed: bool
+def scanned_as_sent(
+    packed: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `ring_scan` where every rank gets the maps of all runs."""
-    route = plan.route(final)
-    travelling = _gather(m, u, plan, route, fixed) if sum(route.counts) else None
+    """Compute `ring_scan` of maps whose M has no gradient, for up to 16 ranks.
+
+    Args:
+        packed: `[sent, h, d_k, d_v + d_k]`, U beside M of the runs that are sent.
+        u: `[sent, h, d_k, d_v]`, the same U, which gets its gradient.
+        The rest: as for `ring_scan`.
+    """
+    if plan.runs.continues or final:
+        plan.agree_once(_CALLER, packed=packed.shape[1:])
+    route, travelling = plan.route(final), None
+    with in_full_precision(u.device):
+        if sum(route.counts):
+            of_u, of_m = _every(packed, plan, route).split(
+                (u.shape[3], packed.shape[3] - u.shape[3]), 3
+            )
+            travelling = of_m, _Gathered.apply(u, of_u, plan, route.counts)
+        return _followed(travelling, u, plan, initial, route)
+
+
+def _every(packed: Tensor, plan: RunPlan, route: Route) -> Tensor:
+    """Return the maps that travel, of all ranks in order."""
+    shapes = [(count, *packed.shape[1:]) for count in route.counts]
+    return torch.cat(all_gather(packed, shapes, plan.ring, _CALLER))
+
+
+def _followed(
+    travelling: tuple[Tensor, Tensor] | None,
+    u: Tensor,
+    plan: RunPlan,
+    initial: Tensor | None,
+    route: Route,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the states before this rank's runs and the last ones; u is like a U of this rank."""
     first = u.new_zeros(route.chains, *u.shape[1:])
     if initial is not None:
         numbers, samples = route.starts
@@ -108,23 +141,8 @@ def _gathered(
     return found.index_select(0, route.mine), last
 
 
-def _gather(
-    m: Tensor, u: Tensor, plan: RunPlan, route: Route, fixed: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the maps that travel, of all ranks in order."""
-    m, u = m.index_select(0, route.sent), u.index_select(0, route.sent)
-    packed = torch.cat((m.flatten(1), u.flatten(1)), 1)
-    shapes = [(count, packed.shape[1]) for count in route.counts]
-    of_ranks = all_gather(packed.detach() if fixed else packed, shapes, plan.ring, _CALLER)
-    of_m, of_u = torch.cat(of_ranks).split((prod(m.shape[1:]), prod(u.shape[1:])), 1)
-    of_m, of_u = of_m.unflatten(1, m.shape[1:]), of_u.unflatten(1, u.shape[1:])
-    if fixed:
-        of_u = _Gathered.apply(u, of_u, plan, route.counts)
-    return of_m, of_u
-
-
 class _Gathered(Function):
-    """(U of this rank's runs, U of all that travel, plan, counts) -> the latter."""
+    """(U of this rank's runs that are sent, U of all that travel, plan, counts) -> the latter."""
 
     @staticmethod
     def forward(

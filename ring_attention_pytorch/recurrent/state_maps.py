@@ -11,29 +11,21 @@ MAPS = dict(BV=64, num_warps=4, num_stages=2)
 ADJOINTS = dict(BV=64, num_warps=4, num_stages=2)
 
 
-def maps_of(work: Chunks, spans: Tensor, sent: Tensor, runs: int) -> tuple[Tensor, Tensor]:
-    """Return M `[runs, h, d_k, d_k]` and U `[runs, h, d_k, d_v]` of runs, float32.
-
-    Maps that are not sent stay 0: nothing follows them.
+def maps_of(work: Chunks, spans: Tensor) -> Tensor:
+    """Return the maps of runs, float32 `[runs, h, d_k, d_v + d_k]`: U beside M.
 
     Args:
         work: the chunks of all runs.
-        spans: int64 `[sent, 2]`, first tokens and ends of the runs whose maps are needed.
-        sent: int64, the numbers of these.
-        runs: how many there are.
+        spans: int64 `[runs, 2]`, first tokens and ends of the runs whose maps are needed.
     """
     from ring_attention_pytorch.recurrent._triton_state_maps import maps_kernel
 
     d_k, heads, d_v = work.w.shape[3], *work.u.shape[2:]
-    found = work.w.new_empty(len(sent), heads, d_k, d_v + d_k, dtype=torch.float32)
-    if len(sent):
-        _launch(maps_kernel, work, MAPS, d_k + d_v, len(sent),
+    found = work.w.new_empty(len(spans), heads, d_k, d_v + d_k, dtype=torch.float32)
+    if len(spans):
+        _launch(maps_kernel, work, MAPS, d_k + d_v, len(spans),
                 work.k, work.w, work.u, work.g, spans, found)  # fmt: skip
-    whole = found
-    if len(sent) < runs:
-        whole = found.new_zeros(runs, *found.shape[1:]).index_copy(0, sent, found)
-    u, m = whole.split((d_v, d_k), -1)
-    return m, u
+    return found
 
 
 def gradients_of(work: Chunks, do: Tensor, dv: Tensor, spans: Tensor, scale: float) -> Tensor:

@@ -17,9 +17,9 @@ RECURRENT = [
     ),
     Mutant(
         "maps have no gradient",
-        "recurrent/scan.py:_gather",
-        "m, u = m.index_select(0, route.sent)",
-        "m, u = m.detach().index_select(0, route.sent)",
+        "recurrent/scan.py:scanned",
+        "t.index_select(0, route.sent) for t in (m, u)",
+        "t.index_select(0, route.sent) for t in (m.detach(), u)",
     ),
     Mutant(
         "an initial state begins every document",

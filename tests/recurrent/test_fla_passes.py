@@ -2,7 +2,7 @@
 
 import pytest
 
-from ring_attention_pytorch.recurrent import ring_gated_delta_rule, ring_kda
+from ring_attention_pytorch.recurrent import fla_passes, ring_gated_delta_rule, ring_kda, scan
 from tests.support import fla_loops
 from tests.support.recurrent_cases import D_K, D_V, HEADS, Spread, check, data, delta
 
@@ -19,9 +19,11 @@ def test_two_passes_equal_one_process(monkeypatch, rule, seed) -> None:
     check(spread, sharded, same, lambda **given: ours(**given, kernel="fla"), reference, 1e-10)
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_without_final_states(monkeypatch, size) -> None:
+@pytest.mark.parametrize(("size", "doubling"), [(2, False), (3, False), (3, True), (8, True)])
+def test_without_final_states(monkeypatch, size, doubling) -> None:
     fla_loops.stand_in(monkeypatch)
+    for module in (scan, fla_passes):
+        monkeypatch.setattr(module, "gathers", lambda ranks: not doubling)
     spread = Spread(size, 41, 1, "zigzag", [[0, 11, 13, 41]] if size == 3 else None)
     sharded, _ = data(spread, False, 1)
 

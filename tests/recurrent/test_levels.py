@@ -13,12 +13,13 @@ def follows_maps(d_k: int, d_v: int) -> list[float]:
     """Relative errors of states, gradients and second derivatives, with a map that none follows."""
     draw = torch.Generator().manual_seed(0)
     way = Levels.of([[4, 2, 0], [5], [3]], 4, torch.device("cpu"))
-    shapes = (6, 2, d_k, d_k), (6, 2, d_k, d_v), (4, 2, d_k, d_v)
-    drawn = [torch.randn(shape, generator=draw) / d_k**0.5 for shape in shapes]
+    both = torch.randn(6, 2, d_k, d_v + d_k, generator=draw) / d_k**0.5
+    first = torch.randn(4, 2, d_k, d_v, generator=draw)
+    drawn = both[..., d_v:], both[..., :d_v], first  # as maps travel: views of one tensor
     found = []
     for kernel, dtype in ((False, torch.float64), (True, torch.float32)):
         levels.kernel_fits = lambda m, u, kernel=kernel: kernel
-        own = [t.to(dtype).requires_grad_() for t in drawn]
+        own = [t.to(dtype).detach().requires_grad_() for t in drawn]
         states = followed(*own, way)
         grads = torch.autograd.grad(states.square().sum(), own, create_graph=True)
         plain = torch.autograd.grad(followed(*own, way).square().sum(), own)

@@ -76,18 +76,18 @@ def states(work: Chunks, before: Tensor, how: How) -> tuple[Tensor, Tensor]:
     return torch.stack(h)[None], torch.stack(values)[None]
 
 
-def maps_of(work: Chunks, spans: Tensor, sent: Tensor, runs: int) -> tuple[Tensor, Tensor]:
+def maps_of(work: Chunks, spans: Tensor) -> Tensor:
     heads, d_k, d_v = work.w.shape[2], work.w.shape[3], work.u.shape[3]
-    m = work.w.new_zeros(runs, heads, d_k, d_k)
-    u = work.w.new_zeros(runs, heads, d_k, d_v)
-    for run, (first, end) in zip(sent.tolist(), spans.tolist()):
-        m[run] = torch.eye(d_k, dtype=m.dtype)
+    found = []
+    for first, end in spans.tolist():
+        zero = work.w.new_zeros(heads, d_k, d_v)
+        state = torch.cat((zero, torch.eye(d_k, dtype=zero.dtype).expand(heads, d_k, d_k)), -1)
         for t in range(first, end):
             a, k, w, value, _ = token(work, t)
-            for state, more in ((m, 0.0), (u, value)):
-                new = more - torch.einsum("hkv,hk->hv", state[run], w)
-                state[run] = after(a, k, state[run], new)
-    return m, u
+            wide = torch.cat((value, value.new_zeros(heads, d_k)), -1)
+            state = after(a, k, state, wide - torch.einsum("hkv,hk->hv", state, w))
+        found.append(state)
+    return torch.stack(found) if found else work.w.new_zeros(0, heads, d_k, d_v + d_k)
 
 
 def walked(
