@@ -136,7 +136,8 @@ class OfChannels:
 def on_hopper() -> bool:
     """Return whether this package's kernel of gradients within chunks takes the place of fla's.
 
-    On an H200 it was faster by a quarter; and on Hopper fla refuses its own with some Tritons.
+    On an H200 it was faster, a call with backward taking 6.6 ms instead of 6.9; and fla refuses its
+    own on Hopper with some Tritons.
     """
     from fla.ops.common import chunk_o
 
