@@ -1,21 +1,26 @@
 """Measure a gated delta net over a ring, against flash-linear-attention on the whole sequence.
 
     python -m benchmarks recurrent                                       # one GPU: kernels, errors
+    python -m benchmarks recurrent --of 2                                # and the work of one rank
     torchrun --nproc-per-node 2 -m benchmarks recurrent                  # the sequence over two
     torchrun --nproc-per-node 2 -m benchmarks recurrent --device cpu --lengths 256 --heads 2 4
 
 Shapes are of Qwen3-Next: 16 key heads and 32 value heads of 128. Times are of forward, and with
 backward. "share" is the time of fla alone on the whole sequence (fla-core, if it is installed; else
 the eager kernel on the whole), divided by the ranks, over the time in the row. "scan" is the
-exchange of states by itself. "fla's context" is fla's own context parallelism. "hybrid" is three of
-these layers and one causal attention of 16 heads of 256, with 2 of keys, by `ring_attn`. Memory is
-the most beyond the tensors, of rank 0. Errors, of one process, are against float64.
+exchange of states by itself. With `--of` rows are the work of single ranks of so many, on one GPU,
+whose messages are copies of equal size. "fla's context" is fla's own context parallelism. "hybrid"
+is three of these layers and one causal attention of 16 heads of 256, with 2 of keys, by
+`ring_attn`. Memory is the most beyond the tensors, of rank 0. Errors, of one process, are against
+float64.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -33,11 +38,29 @@ from ring_attention_pytorch import (
     ring_gated_delta_rule,
     ring_scan,
 )
+from ring_attention_pytorch.ranks.ring import Exchange, Ring
 
 LENGTHS = [2**15, 2**13, 2**17]
 CALLS = 3  # back to back, between two waits for all ranks
 ATTENTION = 16, 2, 256  # heads, of keys, their size, in a hybrid
 Layer = Callable[..., Tensor]
+
+
+class Copied(Ring):
+    """Stand among `size` ranks of whom one is there: messages are copies of as many bytes."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.group, self.size, self.rank, self.first = None, size, rank, 0
+        self.received: dict[Any, Tensor] = {}
+
+    def gather_bytes(self, message: bytes, size: int = 0) -> list[bytes]:
+        return [message] * self.size
+
+    def exchange(self, sends: Any, receives: Any) -> Exchange:
+        for number, (_, t) in enumerate(receives):
+            key = number, tuple(t.shape)
+            t.copy_(self.received.setdefault(key, torch.zeros_like(t)))
+        return Exchange(self, sends, receives, [], None)
 
 
 class Times(NamedTuple):
@@ -124,8 +147,6 @@ def whole(device: str) -> Layer:
         return lambda *t: chunk_gated_delta_rule(*t, use_qk_l2norm_in_kernel=True)[0]
 
     def eager(*tensors: Tensor) -> Tensor:
-        from ring_attention_pytorch.ranks.ring import Ring
-
         plan = RunPlan.make(tensors[0], group=Ring.alone())
         return ring_gated_delta_rule(*tensors, plan=plan, normalize=True)[0]
 
@@ -169,6 +190,8 @@ def measured(length: int, given: Any, ranks: int, rank: int) -> None:
     tensors = inputs(length, given.heads, given.dim, given.device, torch.bfloat16)
     alone = timed(whole(given.device), tensors, given)
     report(rank, f"{length:7} tokens, whole         {alone.said(None, 1)}")
+    if given.of:
+        of_ranks(tensors, alone, given)
 
     def row(layout: str, name: str, layer: Layer, of: Sequence[Tensor], to: Times | None) -> None:
         found = attempt(lambda: timed(layer, of, given))
@@ -190,6 +213,24 @@ def measured(length: int, given: Any, ranks: int, rank: int) -> None:
             d = given.dim
             m = torch.randn(len(plan.mine), given.heads[1], d, d, device=given.device) / d
             row(layout, "scan", lambda *t: ring_scan(*t, plan=plan)[0], [m, m], None)  # noqa: B023
+
+
+def of_ranks(tensors: Sequence[Tensor], alone: Times, given: Any) -> None:
+    """Print the times of single ranks, in one process, beside the same tokens by themselves."""
+    n, ranks = tensors[0].shape[1], given.of
+    mine = [t[:, : n // ranks].contiguous() for t in tensors]
+    text = timed(whole(given.device), mine, given).said(alone, ranks)
+    report(0, f"  these tokens alone         {text}")
+    for layout, rank in product(("zigzag", "contiguous"), range(ranks)):
+        ring = Copied(rank, ranks)
+        plan = RunPlan.make(mine[0], layout=layout, group=ring)
+        found = attempt(partial(timed, ours(plan), mine, given))
+        text = found if isinstance(found, str) else found.said(alone, ranks)
+        report(0, f"  {layout:10} rank {rank} of {ranks:<5} {text}")
+        d = given.dim
+        m = torch.randn(len(plan.mine), given.heads[1], d, d, device=given.device) / d
+        scan = timed(lambda *t, plan=plan: ring_scan(*t, plan=plan)[0], [m, m], given)
+        report(0, f"  {layout:10} scan            {scan.said(None, 1)}")
 
 
 def for_attention(like: Tensor, layout: Any) -> tuple[RingPlan, list[Tensor]]:
@@ -236,6 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--heads", type=int, nargs=2, default=[16, 32], help="of keys, of values")
     options.add_argument("--dim", type=int, default=128)
     options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--of", type=int, default=0, help="ranks, of which one works at a time")
     given = options.parse_args(argv)
     with joined(given.device) if dist.is_torchelastic_launched() else nullcontext():
         rank, ranks = 0, 1

@@ -57,7 +57,7 @@ three or four ranks, `triton` in float32 on one rank through Triton's interprete
 a GPU are tested on GPUs (`tests/gpu`); [Kernels](kernels.md) lists the features of each.
 `tests/stories/test_features.py` also checks every pair of features. The last two rows are
 [attention in parts](guide/parts-of-attention.md): `shared_keys`, and three calls that are merged by
-`merge_attention`.
+`merge_attention`. [Recurrent layers](what-works-recurrent.md) have a table of their own.
 
 Written by `TRITON_INTERPRET=1 python -m docs.what_works`.
 """

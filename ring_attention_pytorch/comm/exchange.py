@@ -61,7 +61,7 @@ def all_gather(x: Tensor, shapes: Sequence[Shape], ring: Ring, call: str = _CALL
 
 def sum_over_ranks(x: Tensor, ring: Ring, call: str = _CALL) -> Tensor:
     """Sum all ranks' x, of one shape, in the order of ranks, so that all get the same bits."""
-    return _sum(all_gather(x, [tuple(x.shape)] * ring.size, ring, call))
+    return sum_parts(all_gather(x, [tuple(x.shape)] * ring.size, ring, call))
 
 
 def all_gather_stacked(x: Tensor, ring: Ring) -> Tensor:
@@ -118,10 +118,10 @@ class _AllGather(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mine = _AllToAll.apply(ctx.ring, [ctx.shape] * len(grads), *grads)
-        return _sum(mine), None, None, None
+        return sum_parts(mine), None, None, None
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
+def sum_parts(parts: Sequence[Tensor]) -> Tensor:
     """Sum in the accumulator's dtype, in the order of ranks, so that results repeat."""
     dtype = parts[0].dtype
     total = parts[0].to(accumulation_dtype(dtype), copy=True)
@@ -159,9 +159,12 @@ def _stacked(x: Tensor, ring: Ring, senders: Sequence[int], receivers: Sequence[
 
 
 def _start(ring: Ring, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Exchange:
-    """Send `sends[i]` to rank i and receive `receives[i]` from it, except for this rank."""
+    """Send `sends[i]` to rank i and receive `receives[i]` from it, except for this rank.
+
+    Empty tensors don't travel: both ranks know that they are.
+    """
     others = [rank for rank in range(ring.size) if rank != ring.rank]
     return ring.exchange(
-        [(rank, sends[rank].contiguous()) for rank in others],
-        [(rank, receives[rank]) for rank in others],
+        [(rank, sends[rank].contiguous()) for rank in others if sends[rank].numel()],
+        [(rank, receives[rank]) for rank in others if receives[rank].numel()],
     )

@@ -17,6 +17,7 @@ from ring_attention_pytorch.recurrent.eager import without_tokens
 
 _16_BITS = (torch.bfloat16, torch.float16)
 _MOST = 256  # the largest d_k of its kernels
+SMALLEST = -50.0  # of a gate's logarithm: exp of it is 2e-22
 
 
 def fla_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -63,9 +64,7 @@ def fla_recurrence(
     """
     if not len(v):
         return without_tokens(initial, q, k, v, g, beta)
-    of_gates = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, g, beta, initial))
-    if g.ndim == 2 and of_gates and backward_refused():
-        g = g[..., None].expand(*g.shape, k.shape[-1])
+    g = for_kernels(g, k.shape[-1], q, k, v, g, beta, initial)
     if g.ndim == 3:
         from fla.ops.kda import chunk_kda as chunked
     else:
@@ -77,11 +76,30 @@ def fla_recurrence(
     return out[0], state
 
 
-def backward_refused() -> bool:
+def for_kernels(g: Tensor, d_k: int, *leading: Tensor | None) -> Tensor:
+    """Return gates that fla's kernels compute with, of each channel if they refuse heads' ones.
+
+    Differences of infinite logarithms would be NaN. A gate that is smaller than these is 0 beside
+    a float32.
+
+    >>> for_kernels(torch.tensor([[-torch.inf, -1.0]]), 4).tolist()
+    [[-50.0, -1.0]]
+    """
+    g = g.clamp(min=SMALLEST)
+    if g.ndim == 2 and backward_refused(*leading):
+        g = g[..., None].expand(*g.shape, d_k)
+    return g
+
+
+def backward_refused(*leading: Tensor | None) -> bool:
     """Return whether fla refuses the backward of its gated delta rule with this Triton and GPU.
 
-    It asks the same of the same names as fla 0.6 does; another version may have none of them.
+    It asks the same of the same names as fla 0.6 does; another version may have none of them. If
+    tensors are given, none is refused where none of them needs a gradient.
     """
+    needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leading)
+    if leading and not needed:
+        return False
     try:
         from fla.ops.common import chunk_o
     except ImportError:

@@ -16,8 +16,19 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
+from ring_attention_pytorch.recurrent.chunks import CHUNK
 from ring_attention_pytorch.recurrent.eager import Grid, recurrence
-from ring_attention_pytorch.recurrent.fla import borders_of, fla_recurrence, fla_refusal
+from ring_attention_pytorch.recurrent.fla import (
+    SMALLEST,
+    backward_refused,
+    borders_of,
+    fla_recurrence,
+    fla_refusal,
+)
+from ring_attention_pytorch.recurrent.fla_passes import Call as Passes
+from ring_attention_pytorch.recurrent.fla_passes import two_passes
+from ring_attention_pytorch.recurrent.fla_rules import in_two_passes
+from ring_attention_pytorch.recurrent.levels import in_full_precision
 from ring_attention_pytorch.recurrent.plan import RunPlan
 from ring_attention_pytorch.recurrent.scan import ring_scan
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
@@ -220,17 +231,29 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def computed(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Return the outputs `[b, n, h, d_v]` and last states of a call of tensors `[b, n, ...]`."""
+    """Return the outputs `[b, n, h, d_v]` and last states of a call of tensors `[b, n, ...]`.
+
+    Autocast doesn't reach it: states stay in float32.
+    """
+    with in_full_precision(call.v.device):
+        return _computed(call)
+
+
+def _computed(call: Call) -> tuple[Tensor, Tensor | None]:
     plan, v = call.plan, call.v
     flat = call._replace(
         q=call.q.flatten(0, 1), k=call.k.flatten(0, 1), v=v.flatten(0, 1), g=call.g.flatten(0, 1),
         beta=None if call.beta is None else call.beta.flatten(0, 1),
     )  # fmt: skip
     travels = plan.runs.continues or call.final or call.initial is not None
+    apart = not travels or (plan.ring.size == 1 and not plan.runs.continues)
+    if call.kernel == "fla" and _by_passes(flat, apart):
+        out, last = _two_passes(flat)
+        return out.unflatten(0, v.shape[:2]), last
     state = call.k.new_zeros(
         len(plan.mine), v.shape[2], call.k.shape[3], v.shape[3], dtype=accumulation_dtype(v.dtype)
     )
-    if not travels or (plan.ring.size == 1 and not plan.runs.continues):
+    if apart:
         out, last = _from_states(flat, state)
     elif call.beta is None:
         out, last = _diagonal(flat, state)
@@ -268,6 +291,28 @@ def _widened(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
     u, m = maps.split((d_v, d_k), -1)
     before, last = ring_scan(m, u, plan=call.plan, initial=call.initial, final=call.final)
     return _with_states(call, out, before, lambda span: reads[span]), last
+
+
+def _by_passes(call: Call, apart: bool) -> bool:
+    """Return whether fla's kernels compute a call in two passes.
+
+    They do where states cross ranks or runs, and else where its own backward is refused.
+    """
+    if call.beta is None or not in_two_passes(call.k.shape[-1], call.v.shape[-1]):
+        return False
+    leading = call.q, call.k, call.v, call.g, call.beta, call.initial
+    return not apart or (call.g.ndim == 2 and backward_refused(*leading))
+
+
+def _two_passes(call: Call) -> tuple[Tensor, Tensor | None]:
+    """Compute a call with the delta rule by fla's kernels, the maps of runs first."""
+    q, k, v, beta, initial = call.q, call.k, call.v, call.beta, call.initial
+    assert beta is not None
+    initial = None if initial is None else initial.to(call.g.dtype)
+    g = call.g.clamp(min=SMALLEST)
+    how = call.scale, call.normalize, call.final
+    passes = Passes(call.plan.in_pieces(CHUNK), *how, back=torch.is_grad_enabled())
+    return two_passes(q, k, v, g, beta, initial, passes)
 
 
 def _diagonal(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:

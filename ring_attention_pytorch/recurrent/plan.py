@@ -31,7 +31,15 @@ from ring_attention_pytorch.ranks.agreement import (
     typed,
 )
 from ring_attention_pytorch.ranks.ring import Group, Ring
-from ring_attention_pytorch.recurrent.runs import HeldRun, Runs, check_consecutive
+from ring_attention_pytorch.recurrent.cuts import cut, longest_of
+from ring_attention_pytorch.recurrent.levels import Levels
+from ring_attention_pytorch.recurrent.runs import (
+    HeldRun,
+    Runs,
+    check_consecutive,
+    distances,
+    gathers,
+)
 from ring_attention_pytorch.tensor_kinds import check_plain
 
 _CALLER = "recurrent layers"
@@ -44,8 +52,7 @@ class Route(NamedTuple):
         sent: this rank's runs whose maps travel; counts: how many each rank sends.
         chains: how many documents are followed here.
         starts: which of them begin with a sample's initial state, and the samples.
-        levels: for the 2nd, 3rd, ... run of the first so many documents, the map of the run before,
-            as its place among all that travel.
+        levels: which maps are followed, as places among all that travel.
         mine: for each of this rank's runs, its place among the states of all levels.
         ends: samples with tokens, and for each the places of its last run's state and map; None if
             final states are not asked for.
@@ -55,7 +62,7 @@ class Route(NamedTuple):
     counts: tuple[int, ...]
     chains: int
     starts: tuple[Tensor, Tensor]
-    levels: tuple[Tensor, ...]
+    levels: Levels
     mine: Tensor
     ends: tuple[Tensor, Tensor, Tensor] | None
 
@@ -190,9 +197,12 @@ class RunPlan:
         if not sum(counts):
             return f"{head}{'; '.join(where) or 'none'}\nno map of a run is sent"
         each = heads * d_k * (d_k + d_v) * 4 / 1e6
+        then = "all ranks store them all"
+        if not gathers(self.ring.size):
+            then = f"ranks compose them in {len(distances(self.runs))} doublings"
         return (
             f"{head}{'; '.join(where) or 'none'}\nmaps of runs: {counts[self.ring.rank]} of "
-            f"{sum(counts)} are sent from here, {each:.3g} MB each; all ranks store them all"
+            f"{sum(counts)} are sent from here, {each:.3g} MB each; {then}"
         )
 
     def agree_once(self, caller: str, **same: Any) -> None:
@@ -232,6 +242,17 @@ class RunPlan:
         """The number of each token's run, int64 `[b * n]`."""
         lengths = torch.tensor([length for _, length in self.spans], dtype=torch.long)
         return torch.arange(len(lengths)).repeat_interleave(lengths).to(self.device)
+
+    def in_pieces(self, unit: int) -> "RunPlan":
+        """Return the plan for the same tokens in shorter runs, cut at multiples of `unit` tokens.
+
+        All ranks cut alike, so nothing is exchanged.
+        """
+        return self.once(("pieces", unit), lambda: self._cut(unit))
+
+    def _cut(self, unit: int) -> "RunPlan":
+        longest = longest_of(self.runs.batch * max(self.runs.tokens), self.ring.size, unit)
+        return RunPlan(self.ring, cut(self.runs, longest, unit), self.device)
 
     def route(self, final: bool = False) -> Route:
         """Return how states reach this rank's runs."""
@@ -293,15 +314,16 @@ def _route(plan: RunPlan, final: bool) -> Route:
         chain, level = runs.links[run]
         depth[chain] = max(depth.get(chain, 0), level + 1)
     order = sorted(depth, key=lambda chain: (-depth[chain], chain))
-    at, levels, so_far = {}, [], 0
+    at: dict[HeldRun, int] = {}
+    levels: list[list[int]] = []
+    so_far = 0
     for level in range(max(depth.values(), default=0)):
         here = [chain for chain in order if depth[chain] > level]
         for number, chain in enumerate(here):
             at[runs.chains[chain][level]] = so_far + number
         so_far += len(here)
         if level:
-            before = [place[runs.chains[chain][level - 1]] for chain in here]
-            levels.append(torch.tensor(before, device=device))
+            levels.append([place[runs.chains[chain][level - 1]] for chain in here])
     firsts = [(number, runs.begins(runs.chains[chain][0])) for number, chain in enumerate(order)]
     whole = partial(torch.tensor, dtype=torch.long, device=device)
     return Route(
@@ -309,7 +331,7 @@ def _route(plan: RunPlan, final: bool) -> Route:
         counts=tuple(map(len, sent)),
         chains=len(order),
         starts=_columns([pair for pair in firsts if pair[1] is not None], 2, whole),
-        levels=tuple(levels),
+        levels=Levels.of(levels, len(order), device),
         mine=whole([at[run] for run in runs.held[rank]]),
         ends=_columns([(run.sample, at[run], place[run]) for run in ends if run], 3, whole)
         if final

@@ -24,6 +24,8 @@ from ring_attention_pytorch.geometry.segments import (
     whole_pieces,
 )
 
+_GATHER_RANKS = 16  # the most that get all maps: each then follows as many
+
 
 class HeldRun(NamedTuple):
     """Consecutive tokens of one document on one rank.
@@ -157,6 +159,26 @@ class Runs:
                         owner = chain[bisect_right(starts, position) - 1]
                         found.append((run, place, owner, position - owner.position))
         return found
+
+
+def gathers(ranks: int) -> bool:
+    """Return whether all ranks get all maps; more of them compose maps by doubling.
+
+    >>> gathers(16), gathers(17)
+    (True, False)
+    """
+    return ranks <= _GATHER_RANKS
+
+
+def distances(runs: Runs) -> list[int]:
+    """Return the distances of all doublings, the same on all ranks.
+
+    >>> runs = Runs.of(tuple(((n, 1, 1),) for n in range(6)), None, 1)
+    >>> distances(runs)
+    [1, 2, 4]
+    """
+    longest = max(map(len, runs.chains), default=0)
+    return [2**step for step in range(max(longest - 1, 0).bit_length())]
 
 
 def before_samples(runs: Runs, width: int) -> list[tuple[HeldRun, int, int]]:

@@ -2,19 +2,24 @@
 
     S_out = M S_in + U        a run of tokens maps the state before it to the state after it
 
-Ranks gather the maps of runs, whose size does not depend on the number of tokens, and each follows
-the documents that it has tokens of. All of it is plain PyTorch, so derivatives of any order go the
-way back: the gradients of a map are summed on its owner.
+Up to 16 ranks gather the maps of runs, whose size does not depend on the number of tokens, and each
+follows the documents that it has tokens of. More ranks compose maps by doubling. Derivatives of any
+order go the way back: the gradients of a map are summed on its owner.
 """
 
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from ring_attention_pytorch.comm.exchange import all_gather
+from ring_attention_pytorch.comm.exchange import all_gather, all_to_all, sum_parts
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
-from ring_attention_pytorch.recurrent.plan import RunPlan
+from ring_attention_pytorch.recurrent.doubling import doubled
+from ring_attention_pytorch.recurrent.levels import followed, in_full_precision, mapped
+from ring_attention_pytorch.recurrent.plan import Route, RunPlan
+from ring_attention_pytorch.recurrent.runs import gathers
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 _CALLER = "ring_scan"
@@ -32,7 +37,7 @@ def ring_scan(
     """Return the state before each of this rank's runs, from the maps S -> M S + U of all runs.
 
     All ranks of the ring call this together. Memory is the maps of all runs that another run
-    follows, of all ranks.
+    follows, of all ranks; beyond 16 ranks that of this rank's runs, for each doubling.
 
     Args:
         m: `[runs, h, d_k, d_k]`, or a diagonal `[runs, h]` or `[runs, h, d_k]` that multiplies the
@@ -58,57 +63,98 @@ def ring_scan(
     """
     _check(m, u, plan, initial)
     wide = accumulation_dtype(u.dtype)
-    m, u = m.to(wide), u.to(wide)
-    route = plan.route(final)
-    travelling = None
-    if sum(route.counts):
-        plan.agree_once(_CALLER, shapes=[m.shape[1:], u.shape[1:]], dtype=wide)
-        travelling = _gather(m, u, plan, route.counts, route.sent)
+    first = None if initial is None else initial.to(wide)
+    return scanned(m.to(wide), u.to(wide), plan, first, final)
+
+
+def scanned(
+    m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `ring_scan` of maps that fit, in one dtype."""
+    if plan.runs.continues or final:
+        plan.agree_once(_CALLER, shapes=[m.shape[1:], u.shape[1:]], dtype=u.dtype)
+    with in_full_precision(u.device):
+        if not gathers(plan.ring.size):
+            return doubled(m, u, plan, initial, final)
+        route, travelling = plan.route(final), None
+        if sum(route.counts):
+            m, u = (t.index_select(0, route.sent) for t in (m, u))
+            every = _every(torch.cat((m.flatten(1), u.flatten(1)), 1), plan, route)
+            of_m, of_u = every.split((prod(m.shape[1:]), prod(u.shape[1:])), 1)
+            travelling = of_m.unflatten(1, m.shape[1:]), of_u.unflatten(1, u.shape[1:])
+        return _followed(travelling, u, plan, initial, route)
+
+
+def scanned_as_sent(
+    packed: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `ring_scan` of maps whose M has no gradient, for up to 16 ranks.
+
+    Args:
+        packed: `[sent, h, d_k, d_v + d_k]`, U beside M of the runs that are sent.
+        u: `[sent, h, d_k, d_v]`, the same U, which gets its gradient.
+        The rest: as for `ring_scan`.
+    """
+    if plan.runs.continues or final:
+        plan.agree_once(_CALLER, packed=packed.shape[1:])
+    route, travelling = plan.route(final), None
+    with in_full_precision(u.device):
+        if sum(route.counts):
+            of_u, of_m = _every(packed, plan, route).split(
+                (u.shape[3], packed.shape[3] - u.shape[3]), 3
+            )
+            travelling = of_m, _Gathered.apply(u, of_u, plan, route.counts)
+        return _followed(travelling, u, plan, initial, route)
+
+
+def _every(packed: Tensor, plan: RunPlan, route: Route) -> Tensor:
+    """Return the maps that travel, of all ranks in order."""
+    shapes = [(count, *packed.shape[1:]) for count in route.counts]
+    return torch.cat(all_gather(packed, shapes, plan.ring, _CALLER))
+
+
+def _followed(
+    travelling: tuple[Tensor, Tensor] | None,
+    u: Tensor,
+    plan: RunPlan,
+    initial: Tensor | None,
+    route: Route,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the states before this rank's runs and the last ones; u is like a U of this rank."""
     first = u.new_zeros(route.chains, *u.shape[1:])
     if initial is not None:
         numbers, samples = route.starts
-        first = first.index_copy(0, numbers, initial.to(wide)[samples])
-    states = [first]
-    for places in route.levels:
-        assert travelling is not None  # a run that another follows is sent
-        before = states[-1][: len(places)]
-        states.append(mapped(travelling[0][places], travelling[1][places], before))
-    found = torch.cat(states)
-    if travelling is not None and not route.levels:
-        # backward exchanges on all ranks, also on one that needs no other rank's map
-        found = found + travelling[1].flatten()[:0].sum()
+        first = first.index_copy(0, numbers, initial[samples])
+    found = first
+    if travelling is not None:
+        found = followed(*travelling, first, route.levels)
+        if not route.levels.places:
+            # backward exchanges on all ranks, also on one that needs no other rank's map
+            found = found + travelling[1].flatten()[:0].sum()
     last = None
     if route.ends is not None:
         samples, at, places = route.ends
-        last = initial.to(wide) if initial is not None else u.new_zeros(
-            plan.runs.batch, *u.shape[1:]
-        )  # fmt: skip
+        last = u.new_zeros(plan.runs.batch, *u.shape[1:]) if initial is None else initial
         if travelling is not None:
             ended = mapped(travelling[0][places], travelling[1][places], found[at])
             last = last.index_copy(0, samples, ended)
-    return found[route.mine], last
+    return found.index_select(0, route.mine), last
 
 
-def mapped(m: Tensor, u: Tensor, state: Tensor) -> Tensor:
-    """Return M S + U, for a full or a diagonal M.
+class _Gathered(Function):
+    """(U of this rank's runs that are sent, U of all that travel, plan, counts) -> the latter."""
 
-    >>> mapped(torch.full((1, 1), 0.5), torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2)).tolist()
-    [[[[1.5, 1.5]]]]
-    """
-    if m.ndim == 4:
-        return torch.matmul(m, state) + u
-    return m.reshape(*m.shape, *(1,) * (u.ndim - m.ndim)) * state + u
+    @staticmethod
+    def forward(
+        ctx: Any, mine: Tensor, every: Tensor, plan: RunPlan, counts: tuple[int, ...]
+    ) -> Tensor:
+        ctx.plan, ctx.counts, ctx.shape = plan, counts, tuple(mine.shape)
+        return every.view_as(every)
 
-
-def _gather(
-    m: Tensor, u: Tensor, plan: RunPlan, counts: tuple[int, ...], sent: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the maps that travel, of all ranks in order."""
-    packed = torch.cat((m[sent].flatten(1), u[sent].flatten(1)), 1)
-    shapes = [(count, packed.shape[1]) for count in counts]
-    together = torch.cat(all_gather(packed, shapes, plan.ring, _CALLER))
-    of_m, of_u = together.split((prod(m.shape[1:]), prod(u.shape[1:])), 1)
-    return of_m.unflatten(1, m.shape[1:]), of_u.unflatten(1, u.shape[1:])
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ring, shapes = ctx.plan.ring, [ctx.shape] * len(ctx.counts)
+        return sum_parts(all_to_all(list(grad.split(ctx.counts)), shapes, ring)), None, None, None
 
 
 def _check(m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None) -> None:

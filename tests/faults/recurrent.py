@@ -1,6 +1,7 @@
 """Faults planted into recurrent layers, and a battery that must find each."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from tests.faults import hunt
 from tests.faults.mutant import planted
@@ -11,11 +12,16 @@ ANSWERS_FOR = ("recurrent/",)
 
 def battery() -> Iterable[Callable[[], None]]:
     """Cases that fail where something is wrong."""
+    import pytest
     import torch
 
     from ring_attention_pytorch.recurrent import ring_gated_delta_rule
-    from tests.recurrent import test_halo, test_layers, test_runs, test_scan
+    from tests.recurrent import test_fla_passes, test_halo, test_layers, test_runs, test_scan
     from tests.support import threads
+
+    def patched(test: Callable[..., None], *args: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            test(patch, *args)
 
     torch.set_num_threads(1)
     threads.PATIENCE = 10.0
@@ -24,6 +30,10 @@ def battery() -> Iterable[Callable[[], None]]:
     yield lambda: test_layers.test_without_final_states(3, "zigzag")
     for seed in range(8):
         yield lambda seed=seed: test_scan.test_states_before_runs_and_their_gradients("full", seed)
+        yield lambda seed=seed: patched(test_scan.test_by_doubling, "full", seed)
+        yield lambda seed=seed: patched(
+            test_fla_passes.test_two_passes_equal_one_process, ring_gated_delta_rule, seed
+        )
         yield lambda seed=seed: test_halo.test_convolutions_equal_one_process(seed)
         yield lambda seed=seed: test_layers.test_the_delta_rule_equals_one_process(
             ring_gated_delta_rule, seed

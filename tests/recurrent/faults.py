@@ -17,9 +17,9 @@ RECURRENT = [
     ),
     Mutant(
         "maps have no gradient",
-        "recurrent/scan.py:_gather",
-        "m[sent].flatten(1)",
-        "m[sent].detach().flatten(1)",
+        "recurrent/scan.py:scanned",
+        "t.index_select(0, route.sent) for t in (m, u)",
+        "t.index_select(0, route.sent) for t in (m.detach(), u)",
     ),
     Mutant(
         "an initial state begins every document",
@@ -50,5 +50,17 @@ RECURRENT = [
         "recurrent/eager.py:_decays",
         "torch.where(later, g[:, :, :, None], 0.0).cumsum(2)",
         "g.cumsum(2)[:, :, :, None] - g.cumsum(2)[:, :, None]",
+    ),
+    Mutant(
+        "doubling composes maps the wrong way round",
+        "recurrent/doubling.py:composed",
+        "torch.matmul(after, before)",
+        "torch.matmul(before, after)",
+    ),
+    Mutant(
+        "later runs give states no gradient",
+        "recurrent/fla_passes.py:_TwoPasses.backward",
+        "scan.back(own, dlast)",
+        "scan.back(own * 0, dlast)",
     ),
 ]

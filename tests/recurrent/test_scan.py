@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ring_attention_pytorch.recurrent import ring_scan
+from ring_attention_pytorch.recurrent import ring_scan, scan
 from tests.support import threads
 from tests.support.recurrent_cases import Spread
 from tests.support.reference import relative_error
@@ -69,7 +69,17 @@ def test_states_before_runs_and_their_gradients(kind, seed) -> None:
     assert relative_error(sum(got for got, _ in of_ranks), of_ranks[0][1]) < 1e-12
 
 
-def test_second_derivatives_exchange_on_all_ranks_alike() -> None:
+@pytest.mark.parametrize("kind", ["full", "heads", "channels"])
+@pytest.mark.parametrize("seed", range(8))
+def test_by_doubling(monkeypatch, kind, seed) -> None:
+    """Which is for more ranks."""
+    monkeypatch.setattr(scan, "gathers", lambda ranks: False)
+    test_states_before_runs_and_their_gradients(kind, seed)
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_second_derivatives_exchange_on_all_ranks_alike(monkeypatch, gathers) -> None:
+    monkeypatch.setattr(scan, "gathers", lambda ranks: gathers)
     spread = Spread(3, 12, 1, "zigzag", None)
 
     def main(ring):

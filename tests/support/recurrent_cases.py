@@ -12,9 +12,12 @@ from ring_attention_pytorch.geometry.balance import balanced
 from ring_attention_pytorch.geometry.documents import of_borders
 from ring_attention_pytorch.geometry.layouts import Layout, positions
 from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.recurrent import RunPlan
+from ring_attention_pytorch.recurrent import RunPlan, ring_mamba2
 from tests.support import threads
+from tests.support.recurrent_reference import sequential
 from tests.support.reference import relative_error
+
+KEY_HEADS, HEADS, D_K, D_V = 2, 4, 3, 5
 
 
 def borders_of(draw: random.Random, length: int) -> list[int]:
@@ -97,10 +100,10 @@ def loss_of(results: Results, share: float, tokens: int, at: Tensor | None = Non
     return total
 
 
-def check(
-    spread: Spread, sharded: Results, same: Results, ours: Compute, reference: Compute, most: float
-) -> None:
-    """Compare results and all gradients with the reference, on every rank.
+def errors_of(
+    spread: Spread, sharded: Results, same: Results, ours: Compute, reference: Compute
+) -> dict[str, float]:
+    """The worst relative errors on any rank, of results and of "gradient of ..." each tensor.
 
     `ours` gets tensors of one rank and `plan`, `reference` whole ones and the case.
     """
@@ -115,23 +118,93 @@ def check(
     )
     gradients = dict(zip(whole, wanted))
 
-    def main(ring: Ring) -> dict[str, Tensor]:
-        at = spread.held(ring.rank)
+    def main(ring: Ring) -> tuple[dict[str, float], Results]:
+        at, errors = spread.held(ring.rank), {}
         mine = leaves({name: t[:, at] for name, t in sharded.items()} | same)
         got = ours(**mine, plan=spread.plan(ring))
         for name, t in got.items():
             expected = want[name] if name.startswith("last") else want[name][:, at]
-            assert relative_error(t, expected) < most, f"{name} on rank {ring.rank}"
+            errors[name] = relative_error(t, expected)
         found = torch.autograd.grad(
             loss_of(got, 1 / ring.size, spread.length, at), [*mine.values()]
         )
         for name, t in zip(mine, found):
             if name in sharded:
-                error = relative_error(t, gradients[name][:, at])
-                assert error < most, f"gradient of {name} on rank {ring.rank}: {error}"
-        return {name: t for name, t in zip(mine, found) if name in same}
+                errors[f"gradient of {name}"] = relative_error(t, gradients[name][:, at])
+        return errors, {name: t for name, t in zip(mine, found) if name in same}
 
     of_ranks, _ = threads.run(spread.size, main)
+    worst = {name: max(errors[name] for errors, _ in of_ranks) for name in of_ranks[0][0]}
     for name in same:
-        total = sum(each[name] for each in of_ranks)
-        assert relative_error(total, gradients[name]) < most, f"gradient of {name}"
+        total = sum(each[name] for _, each in of_ranks)
+        worst[f"gradient of {name}"] = relative_error(total, gradients[name])
+    return worst
+
+
+def check(
+    spread: Spread, sharded: Results, same: Results, ours: Compute, reference: Compute, most: float
+) -> None:
+    """Compare results and all gradients with the reference, on every rank."""
+    errors = errors_of(spread, sharded, same, ours, reference)
+    assert all(error < most for error in errors.values()), errors
+
+
+def data(spread: Spread, channels: bool, seed: int):
+    """Inputs with gates at 0 and 1, keys of different norms."""
+    draw = torch.Generator().manual_seed(seed)
+    shape = spread.batch, spread.length
+
+    def normal(*more: int) -> torch.Tensor:
+        return torch.randn(*more, generator=draw, dtype=torch.float64)
+
+    gate = normal(*shape, HEADS, *(D_K,) * channels).sigmoid() ** 0.3
+    chance = torch.rand(gate.shape, generator=draw)
+    gate[chance < 0.03], gate[chance > 0.97] = 0.0, 1.0
+    beta = normal(*shape, HEADS).sigmoid()
+    beta[(chance.amax(-1) if channels else chance) > 0.95] = 1.0
+    q, k = normal(*shape, KEY_HEADS, D_K), normal(*shape, KEY_HEADS, D_K)
+    return dict(q=q, k=k, v=normal(*shape, HEADS, D_V), g=gate.log(), beta=beta), normal
+
+
+def delta(rule, normalize):
+    def ours(*, plan, initial=None, **given):
+        out, last = rule(**given, plan=plan, normalize=normalize, initial=initial, final=True)
+        return {"out": out, "last": last}
+
+    def reference(*, spread, initial=None, q, k, v, g, beta):
+        if normalize:
+            q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
+        out, last = sequential(q / D_K**0.5, k, v, g, beta, spread.begins, initial)
+        return {"out": out, "last": last}
+
+    return ours, reference
+
+
+def mamba_2(spread: Spread, seed: int) -> tuple[Results, Results, Compute, Compute]:
+    """Inputs of Mamba 2, sharded ones and the same on all ranks, the layer and the loop."""
+    shape = spread.batch, spread.length
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*more: int) -> Tensor:
+        return torch.randn(*more, generator=draw, dtype=torch.float64)
+
+    dt = normal(*shape, HEADS).exp()
+    dt[torch.rand(dt.shape, generator=draw) < 0.1] = 0.0
+    sharded = dict(
+        x=normal(*shape, HEADS, D_V), dt=dt, b=normal(*shape, KEY_HEADS, D_K),
+        c=normal(*shape, KEY_HEADS, D_K),
+    )  # fmt: skip
+    same = dict(a=-normal(HEADS).exp(), skip=normal(HEADS))
+    if seed % 2:
+        same["initial"] = normal(spread.batch, HEADS, D_V, D_K)
+
+    def ours(*, plan, **given):
+        out, last = ring_mamba2(**given, plan=plan, final=True)
+        return {"out": out, "last": last}
+
+    def reference(*, spread, x, dt, a, b, c, skip, initial=None):
+        state = None if initial is None else initial.mT
+        out, last = sequential(c, b, x * dt[..., None], dt * a, None, spread.begins, state)
+        return {"out": out + x * skip[:, None], "last": last.mT}
+
+    return sharded, same, ours, reference

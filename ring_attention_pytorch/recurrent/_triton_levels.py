@@ -1,0 +1,66 @@
+# ruff: noqa: PLR0913 - a kernel takes every size by itself
+"""Triton kernels that follow maps of runs through documents, forward and backward.
+
+A program follows one chain of maps, for one head and some columns of the state, in float32.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def follow_kernel(
+    m, u, first, states, places, offsets, depths, chains,
+    m_run, m_head, m_row, u_run, u_head, u_row,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Store the state before each run: S, M S + U, and so on."""
+    block, head, chain = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows, columns = tl.arange(0, BK), block * BV + tl.arange(0, BV)
+    square = (rows < K)[:, None] & (rows < K)[None, :]
+    inside = (rows < K)[:, None] & (columns < V)[None, :]
+    of_state = rows[:, None] * V + columns[None, :]
+    size: tl.constexpr = K * V
+    at = (chain * HEADS + head).to(tl.int64) * size
+    state = tl.load(first + at + of_state, mask=inside, other=0.0)
+    tl.store(states + at + of_state, state, mask=inside)
+    for level in range(0, tl.load(depths + chain)):
+        place = tl.load(places + level * chains + chain).to(tl.int64)
+        of_m = place * m_run + head * m_head + rows[:, None] * m_row + rows[None, :]
+        of_u = place * u_run + head * u_head + rows[:, None] * u_row + columns[None, :]
+        b_m = tl.load(m + of_m, mask=square, other=0.0)
+        b_u = tl.load(u + of_u, mask=inside, other=0.0)
+        state = tl.dot(b_m, state, input_precision="tf32x3") + b_u
+        number = tl.load(offsets + level) + chain
+        to = (number * HEADS + head).to(tl.int64) * size
+        tl.store(states + to + of_state, state, mask=inside)
+
+
+@triton.jit
+def return_kernel(
+    m, grads, du, dfirst, places, offsets, depths, chains, m_run, m_head, m_row,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of U of the maps that are followed, and of the first states."""
+    block, head, chain = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows, columns = tl.arange(0, BK), block * BV + tl.arange(0, BV)
+    square = (rows < K)[:, None] & (rows < K)[None, :]
+    inside = (rows < K)[:, None] & (columns < V)[None, :]
+    of_state = rows[:, None] * V + columns[None, :]
+    size: tl.constexpr = K * V
+    total = tl.zeros([BK, BV], dtype=tl.float32)
+    depth = tl.load(depths + chain)
+    for back in range(0, depth):
+        level = depth - 1 - back
+        place = tl.load(places + level * chains + chain).to(tl.int64)
+        number = tl.load(offsets + level) + chain
+        of = (number * HEADS + head).to(tl.int64) * size
+        total += tl.load(grads + of + of_state, mask=inside, other=0.0)
+        to = (place * HEADS + head) * size
+        tl.store(du + to + of_state, total, mask=inside)
+        of_m = place * m_run + head * m_head + rows[:, None] + rows[None, :] * m_row  # transposed
+        b_m = tl.load(m + of_m, mask=square, other=0.0)
+        total = tl.dot(b_m, total, input_precision="tf32x3")
+    at = (chain * HEADS + head).to(tl.int64) * size
+    total += tl.load(grads + at + of_state, mask=inside, other=0.0)
+    tl.store(dfirst + at + of_state, total, mask=inside)

@@ -1,0 +1,162 @@
+"""The scan over runs by doubling: each run's map is composed with the 1, 2, 4, ... runs before it.
+
+    (M2, U2) after (M1, U1)  =  (M2 M1, M2 U1 + U2)
+
+A run's map then covers twice as many runs (Hillis and Steele 1986, "Data parallel algorithms"), so
+a rank gets a map for each of its runs and doubling, and not the maps of all ranks.
+"""
+
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.comm.exchange import fetch_rows
+from ring_attention_pytorch.recurrent.levels import mapped
+from ring_attention_pytorch.recurrent.plan import RunPlan
+from ring_attention_pytorch.recurrent.runs import HeldRun, Runs, distances
+
+
+class Fetch(NamedTuple):
+    """Which maps travel at once.
+
+    Attributes:
+        sends: for each rank, the numbers of this rank's runs whose maps it gets.
+        lands: for each rank, where its maps are stored.
+        at: for each stored map, the number of this rank's run that needs it, or the sample.
+    """
+
+    sends: tuple[Tensor, ...]
+    lands: tuple[Tensor, ...]
+    at: Tensor
+
+
+class Doubling(NamedTuple):
+    """How maps travel and which first states they map.
+
+    Attributes:
+        steps: one for each doubling.
+        before: the maps of all that is before each run.
+        starts: this rank's runs whose document begins with a sample's initial state, and samples;
+        follow: for each of `before.at`, whether it does, and the sample.
+        last: the maps through the last run of each sample; None if they are not asked for.
+        ends: for each of `last.at`, whether its document begins with the initial state.
+    """
+
+    steps: tuple[Fetch, ...]
+    before: Fetch
+    starts: tuple[Tensor, Tensor]
+    follow: tuple[Tensor, Tensor]
+    last: Fetch | None
+    ends: Tensor | None
+
+
+def pairs_of(runs: Runs, distance: int) -> list[tuple[HeldRun, HeldRun]]:
+    """List the runs that have another one so far before them in their document, with that one.
+
+    >>> runs = Runs.of((((0, 1, 2),), ((2, 1, 1),), ((3, 1, 4),)), None, 1)
+    >>> [(source.rank, run.rank) for source, run in pairs_of(runs, 2)]
+    [(0, 2)]
+    """
+    return [pair for chain in runs.chains for pair in zip(chain, chain[distance:])]
+
+
+def doubled(
+    m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `ring_scan` by doubling, of maps in one dtype."""
+    route = plan.once(("doubling", final), lambda: _route(plan, final))
+    for step in route.steps:
+        earlier_m, earlier_u = _fetched(m, u, step, plan)
+        here, values = m[step.at], u[step.at]
+        u = u.index_copy(0, step.at, mapped(here, values, earlier_u))
+        m = m.index_copy(0, step.at, composed(here, earlier_m))
+    of_m, of_u = _fetched(m, u, route.before, plan)
+    states = u.new_zeros(len(plan.mine), *u.shape[1:])
+    if initial is not None:
+        whether, samples = route.follow
+        first = _where(whether, initial[samples])
+        of_u = mapped(of_m, of_u, first)
+        runs, samples = route.starts
+        states = states.index_copy(0, runs, initial[samples])
+    states = states.index_copy(0, route.before.at, of_u)
+    if route.last is None or route.ends is None:
+        return states, None
+    last = u.new_zeros(plan.runs.batch, *u.shape[1:]) if initial is None else initial
+    of_m, ended = _fetched(m, u, route.last, plan)
+    if initial is not None:
+        ended = mapped(of_m, ended, _where(route.ends, initial[route.last.at]))
+    return states, last.index_copy(0, route.last.at, ended)
+
+
+def composed(after: Tensor, before: Tensor) -> Tensor:
+    """Return the M of two maps one after the other, full or diagonal.
+
+    >>> composed(torch.full((1, 2), 3.0), torch.full((1, 2), 2.0)).tolist()
+    [[6.0, 6.0]]
+    """
+    return torch.matmul(after, before) if after.ndim == 4 else after * before
+
+
+def _where(whether: Tensor, states: Tensor) -> Tensor:
+    return torch.where(whether.view(-1, *(1,) * (states.ndim - 1)), states, 0.0)
+
+
+def _fetched(m: Tensor, u: Tensor, fetch: Fetch, plan: RunPlan) -> tuple[Tensor, Tensor]:
+    """Return the maps that this rank needs."""
+    packed = torch.cat((m.flatten(1), u.flatten(1)), 1)
+    found = fetch_rows(packed[None], fetch.sends, fetch.lands, len(fetch.at), plan.ring)
+    of_m, of_u = found.split((prod(m.shape[1:]), prod(u.shape[1:])), 1)
+    return of_m.unflatten(1, m.shape[1:]), of_u.unflatten(1, u.shape[1:])
+
+
+def _route(plan: RunPlan, final: bool) -> Doubling:
+    runs, rank = plan.runs, plan.ring.rank
+    numbers = {run: number for number, run in enumerate(plan.mine)}
+    whole = partial(torch.tensor, dtype=torch.long, device=plan.device)
+    begins = {run: runs.begins(chain[0]) for chain in runs.chains for run in chain}
+
+    def fetch(pairs: list[tuple[HeldRun, HeldRun]]) -> Fetch:
+        wanted = [(source, run.rank, numbers.get(run, -1)) for source, run in pairs]
+        return _fetch(plan, wanted)
+
+    before = pairs_of(runs, 1)
+    samples = [begins[run] for _, run in before if run.rank == rank]
+    starts = [(numbers[run], begins[run]) for run in plan.mine
+              if run.position == 0 and begins[run] is not None]  # fmt: skip
+    last, ends = None, None
+    if final:
+        found = [run for run in runs.ends() if run is not None]
+        every = range(plan.ring.size)
+        last = _fetch(plan, [(run, to, run.sample) for run in found for to in every])
+        ends = torch.tensor([begins[run] is not None for run in found], device=plan.device)
+    return Doubling(
+        steps=tuple(fetch(pairs_of(runs, distance)) for distance in distances(runs)),
+        before=fetch(before),
+        starts=(whole([run for run, _ in starts]), whole([sample for _, sample in starts])),
+        follow=(
+            torch.tensor([sample is not None for sample in samples], device=plan.device).bool(),
+            whole([sample or 0 for sample in samples]),
+        ),
+        last=last,
+        ends=ends,
+    )
+
+
+def _fetch(plan: RunPlan, wanted: list[tuple[HeldRun, int, int]]) -> Fetch:
+    """Return how maps of runs travel to ranks, for the run or sample `at` there."""
+    rank, size = plan.ring.rank, plan.ring.size
+    numbers = {run: number for number, run in enumerate(plan.mine)}
+    sends: list[list[int]] = [[] for _ in range(size)]
+    lands: list[list[int]] = [[] for _ in range(size)]
+    at: list[int] = []
+    for source, to, needs in wanted:
+        if source.rank == rank:
+            sends[to].append(numbers[source])
+        if to == rank:
+            lands[source.rank].append(len(at))
+            at.append(needs)
+    whole = partial(torch.tensor, dtype=torch.long, device=plan.device)
+    return Fetch(tuple(map(whole, sends)), tuple(map(whole, lands)), whole(at))

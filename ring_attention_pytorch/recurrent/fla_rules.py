@@ -1,0 +1,180 @@
+"""The parts of flash-linear-attention's delta rules, for calls in two passes.
+
+Its two rules, of a gate for each head and of one for each channel, as the steps that its own
+functions take: chunks, outputs, and the gradients in two steps. The parts are inner functions of
+fla-core 0.6 and are called unmodified; another version is refused.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Protocol
+
+from torch import Tensor
+
+from ring_attention_pytorch.recurrent.chunks import Chunks, How, Inputs, Returned
+from ring_attention_pytorch.recurrent.head_gradients import head_gradients
+
+_VERSION = "0.6."  # whose inner functions these are
+_MOST = 128  # the largest d_k of the kernels of states
+_LEAST = 8  # two passes are for values at most so many times as wide as keys
+
+
+class Rule(Protocol):
+    """The steps of a rule that follow or precede the states."""
+
+    def chunks(self, x: Inputs, how: How) -> Chunks: ...
+    def again(self, x: Inputs, kept: tuple[Tensor, ...], how: How) -> Chunks: ...
+    def outputs(self, x: Inputs, v: Tensor, h: Tensor, work: Chunks, how: How) -> Tensor: ...
+    def local(
+        self, x: Inputs, v: Tensor, do: Tensor, work: Chunks, how: How
+    ) -> tuple[Tensor, tuple[Tensor, ...]]: ...
+    def gradients(self, x: Inputs, work: Chunks, r: Returned, how: How) -> tuple[Tensor, ...]: ...
+
+
+class OfHeads:
+    """The gated delta rule: a gate for each head."""
+
+    def chunks(self, x: Inputs, how: How) -> Chunks:
+        from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
+
+        w, u, a = chunk_gated_delta_rule_fwd_intra(
+            k=x.k, v=x.v, g=x.g, beta=x.beta, **how.sized
+        )  # fmt: skip
+        return Chunks(x.q, x.k, w, u, x.g, (a,))
+
+    def again(self, x: Inputs, kept: tuple[Tensor, ...], how: How) -> Chunks:
+        from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
+
+        w, u = recompute_w_u_fwd(k=x.k, v=x.v, beta=x.beta, A=kept[0], g=x.g, **how.given)
+        return Chunks(x.q, x.k, w, u, x.g, kept)
+
+    def outputs(self, x: Inputs, v: Tensor, h: Tensor, work: Chunks, how: How) -> Tensor:
+        from fla.ops.common.chunk_o import chunk_fwd_o
+
+        return chunk_fwd_o(q=x.q, k=x.k, v=v, h=h, g=x.g, scale=x.scale, **how.sized)
+
+    def local(
+        self, x: Inputs, v: Tensor, do: Tensor, work: Chunks, how: How
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        from fla.ops.common.chunk_o import chunk_bwd_dv_local
+
+        return chunk_bwd_dv_local(q=x.q, k=x.k, g=x.g, do=do, scale=x.scale, **how.sized), ()
+
+    def gradients(self, x: Inputs, work: Chunks, r: Returned, how: How) -> tuple[Tensor, ...]:
+        from fla.ops.common.chunk_o import chunk_bwd_dqkwg
+        from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd
+
+        if on_hopper():
+            dq, dk, dw, dg = head_gradients(x, work, r, how)
+        else:
+            dq, dk, dw, dg = chunk_bwd_dqkwg(
+                q=x.q, k=x.k, v=r.v, w=work.w, g=x.g, h=r.h, dv=r.dv, do=r.do, dh=r.dh,
+                scale=x.scale, **how.sized,
+            )  # fmt: skip
+        more_k, dv, db, more_g = prepare_wy_repr_bwd(
+            k=x.k, v=x.v, beta=x.beta, g=x.g, A=work.kept[0], dw=dw, du=r.dv, **how.given
+        )
+        return dq, dk.add_(more_k), dv, dg.add_(more_g), db
+
+
+class OfChannels:
+    """Kimi delta attention: a gate for each channel of a key."""
+
+    def chunks(self, x: Inputs, how: How) -> Chunks:
+        from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
+
+        w, u, _, k, of_q, of_k = chunk_kda_fwd_intra(
+            q=x.q, k=x.k, v=x.v, gk=x.g, beta=x.beta, scale=x.scale, **how.sized
+        )
+        return Chunks(x.q, k, w, u, x.g, (of_q, of_k))
+
+    def again(self, x: Inputs, kept: tuple[Tensor, ...], how: How) -> Chunks:
+        from fla.ops.kda.wy_fast import recompute_w_u_fwd
+
+        w, u, q, k = recompute_w_u_fwd(
+            q=x.q, k=x.k, v=x.v, beta=x.beta, A=kept[1], gk=x.g, **how.given
+        )
+        assert q is not None
+        assert k is not None
+        return Chunks(q, k, w, u, x.g, kept)
+
+    def outputs(self, x: Inputs, v: Tensor, h: Tensor, work: Chunks, how: How) -> Tensor:
+        from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
+
+        return chunk_gla_fwd_o_gk(
+            q=x.q, v=v, g=x.g, A=work.kept[0], h=h, scale=x.scale, **how.sized
+        )  # fmt: skip
+
+    def local(
+        self, x: Inputs, v: Tensor, do: Tensor, work: Chunks, how: How
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv
+
+        d_scores, dv = chunk_kda_bwd_dAv(
+            q=x.q, k=x.k, v=v, do=do, A=work.kept[0], scale=x.scale, **how.sized
+        )
+        return dv, (d_scores,)
+
+    def gradients(self, x: Inputs, work: Chunks, r: Returned, how: How) -> tuple[Tensor, ...]:
+        from fla.ops.kda.chunk_bwd import chunk_kda_bwd_wy_dqkg_fused
+        from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
+
+        dq, dk, dv, db, dg, d_system = chunk_kda_bwd_wy_dqkg_fused(
+            q=x.q, k=x.k, v=x.v, v_new=r.v, g=x.g, beta=x.beta, A=work.kept[1], h=r.h, do=r.do,
+            dh=r.dh, dv=r.dv, scale=x.scale, **how.stepped,
+        )  # fmt: skip
+        dq, dk, db, dg = chunk_kda_bwd_intra(
+            q=x.q, k=x.k, g=x.g, beta=x.beta, dAqk=r.local[0], dAkk=d_system, dq=dq, dk=dk, db=db,
+            dg=dg, **how.sized,
+        )  # fmt: skip
+        share = x.v.shape[2] // x.q.shape[2]
+        if share > 1:
+            dq, dk = (t.unflatten(2, (-1, share)).sum(3) for t in (dq, dk))
+        return dq, dk, dv, dg, db
+
+
+def on_hopper() -> bool:
+    """Return whether this package's kernel of gradients within chunks takes the place of fla's.
+
+    On an H200 it was faster, a call with backward taking 6.6 ms instead of 6.9; and fla refuses its
+    own on Hopper with some Tritons.
+    """
+    from fla.ops.common import chunk_o
+
+    return bool(getattr(chunk_o, "IS_NVIDIA_HOPPER", False))
+
+
+def rule_of(g: Tensor) -> Rule:
+    """Return the rule for gates `[n, h]` or `[n, h, d_k]`."""
+    return OfChannels() if g.ndim == 3 else OfHeads()
+
+
+@cache
+def known_parts() -> bool:
+    """Return whether the installed fla-core has these parts."""
+    try:
+        if find_spec("triton") is None:
+            return False
+        import fla
+        import fla.modules.norm.l2norm
+        import fla.ops.common.chunk_delta_h
+        import fla.ops.common.chunk_o
+        import fla.ops.gated_delta_rule.chunk_fwd
+        import fla.ops.gated_delta_rule.wy_fast
+        import fla.ops.gla.chunk
+        import fla.ops.kda.chunk_bwd
+        import fla.ops.kda.chunk_intra
+        import fla.ops.kda.wy_fast
+        import fla.ops.utils.constant
+    except ImportError:
+        return False
+    return str(getattr(fla, "__version__", "")).startswith(_VERSION)
+
+
+def in_two_passes(d_k: int, d_v: int) -> bool:
+    """Return whether two passes are there, and less work than one widened call.
+
+    The widened call walks once through states of d_v + d_k columns, and its other kernels read so
+    much wider values; two passes walk through d_v + d_k and d_v columns.
+    """
+    return d_k <= _MOST and d_k * _LEAST >= d_v and known_parts()

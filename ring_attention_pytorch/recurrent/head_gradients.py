@@ -1,0 +1,34 @@
+"""The gated delta rule's gradients within chunks, where flash-linear-attention refuses its own."""
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.recurrent.chunks import CHUNK, Chunks, How, Inputs, Returned
+
+CHOSEN = dict(BK=64, BV=64, num_warps=4, num_stages=2)
+
+
+def head_gradients(
+    x: Inputs, work: Chunks, r: Returned, how: How
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, w and the sums of gates, as fla's `chunk_bwd_dqkwg`.
+
+    Those of q and k are sums over the value heads that share them, in the dtype of q.
+    """
+    from triton import cdiv, next_power_of_2
+
+    from ring_attention_pytorch.recurrent._triton_head_gradients import head_gradients_kernel
+
+    (_, n, heads, d_v), (key_heads, d_k) = r.v.shape, x.k.shape[2:]
+    chosen = CHOSEN | {"BK": min(CHOSEN["BK"], max(16, next_power_of_2(d_k)))}
+    blocks = cdiv(d_k, chosen["BK"])
+    dq, dk, dw = (work.w.new_empty(1, n, heads, d_k) for _ in range(3))
+    dg = x.g.new_empty(blocks, 1, n, heads, dtype=torch.float32)
+    head_gradients_kernel[blocks, len(how.chunk_indices), heads](
+        x.q, x.k, r.v, x.g, r.h, r.do, r.dh, r.dv, dq, dk, dw, dg, how.chunk_indices,
+        how.cu_seqlens, x.scale, n,
+        HEADS=heads, KEY_HEADS=key_heads, K=d_k, V=d_v, CHUNK=CHUNK, **chosen,
+    )  # fmt: skip
+    if heads > key_heads:
+        dq, dk = (t.unflatten(2, (key_heads, -1)).sum(3) for t in (dq, dk))
+    return dq, dk, dw, dg.sum(0)

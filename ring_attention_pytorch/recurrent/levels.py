@@ -1,0 +1,164 @@
+"""States of all levels: following the maps of runs from the first state of each document."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+_MOST = 128  # the largest d_k whose map fits beside a state
+_COLUMNS = 32  # of a state, for one program
+
+
+class Levels(NamedTuple):
+    """Which maps are followed.
+
+    Attributes:
+        places: for the 2nd, 3rd, ... run of the first so many chains, the place of the map of the
+            run before.
+        table: int32 `[levels, chains]`, the same, -1 beyond a chain's end.
+        offsets: int32 `[levels]`, how many states are stored before each level's.
+        depths: int32 `[chains]`, how many maps each chain follows.
+        before: for all that follow a map, in order, the state that it maps.
+    """
+
+    places: tuple[Tensor, ...]
+    table: Tensor
+    offsets: Tensor
+    depths: Tensor
+    before: Tensor
+
+    @classmethod
+    def of(cls, places: Sequence[Sequence[int]], chains: int, device: torch.device) -> "Levels":
+        """Make it from lists of places.
+
+        >>> levels = Levels.of([[4, 2], [5]], 3, torch.device("cpu"))
+        >>> levels.table.tolist(), levels.offsets.tolist(), levels.before.tolist()
+        ([[4, 2, -1], [5, -1, -1]], [3, 5], [0, 1, 3])
+        """
+        table: list[list[int]] = []
+        offsets: list[int] = []
+        before: list[int] = []
+        so_far, last = chains, 0
+        for here in places:
+            table.append([*here] + [-1] * (chains - len(here)))
+            offsets.append(so_far)
+            before += range(last, last + len(here))
+            last, so_far = so_far, so_far + len(here)
+        depths = [sum(len(here) > chain for here in places) for chain in range(chains)]
+
+        def whole(numbers: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.tensor(numbers, dtype=dtype, device=device)
+
+        each = tuple(whole(here, torch.long) for here in places)
+        return cls(each, whole(table), whole(offsets), whole(depths), whole(before, torch.long))
+
+
+def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which autocast casts nothing."""
+    if not torch._C._is_any_autocast_enabled():
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def mapped(m: Tensor, u: Tensor, state: Tensor) -> Tensor:
+    """Return M S + U, for a full or a diagonal M.
+
+    >>> mapped(torch.full((1, 1), 0.5), torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2)).tolist()
+    [[[[1.5, 1.5]]]]
+    """
+    if m.ndim == 4:
+        return torch.matmul(m, state) + u
+    return scaled(m, state) + u
+
+
+def scaled(m: Tensor, state: Tensor) -> Tensor:
+    """Return a diagonal M times S."""
+    return m.reshape(*m.shape, *(1,) * (state.ndim - m.ndim)) * state
+
+
+def followed(m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:
+    """Return the states of all levels, `[chains + ..., h, d_k, d_v]`, the first ones first.
+
+    On CUDA one kernel follows full maps in float32; its second derivatives are of plain PyTorch.
+    """
+    if levels.places and kernel_fits(m, u):
+        return _Follow.apply(m, u, first, levels)
+    return _plain(m, u, first, levels)
+
+
+def kernel_fits(m: Tensor, u: Tensor) -> bool:
+    """Return whether the kernel can follow these maps."""
+    known = u.is_cuda and find_spec("triton") is not None
+    return known and m.ndim == 4 and u.dtype == torch.float32 and m.shape[-1] <= _MOST
+
+
+def _plain(m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:
+    states = [first]
+    for places in levels.places:
+        states.append(mapped(m[places], u[places], states[-1][: len(places)]))
+    return torch.cat(states)
+
+
+class _Follow(Function):
+    """(maps M, U of all runs, first states, levels) -> states of all levels."""
+
+    @staticmethod
+    def forward(ctx: Any, m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:
+        from ring_attention_pytorch.recurrent._triton_levels import follow_kernel
+
+        states = first.new_empty(len(first) + len(levels.before), *first.shape[1:])
+        rows, values = _in_rows(m), _in_rows(u)
+        _launch(
+            follow_kernel, first, rows, values, first.contiguous(), states, levels.table,
+            levels.offsets, levels.depths, len(first), *rows.stride()[:3], *values.stride()[:3],
+        )  # fmt: skip
+        ctx.levels = levels
+        ctx.save_for_backward(m, u, first, states)
+        return states
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor) -> tuple[Tensor | None, ...]:
+        m, u, first, states = ctx.saved_tensors
+        levels: Levels = ctx.levels
+        if torch.is_grad_enabled():  # a graph of the gradients is wanted
+            wanted = [t for t, needs in zip((m, u, first), ctx.needs_input_grad) if needs]
+            found = iter(
+                torch.autograd.grad(
+                    _plain(m, u, first, levels), wanted, grads, create_graph=True,
+                    materialize_grads=True,
+                )
+            )  # fmt: skip
+            return *(next(found) if needs else None for needs in ctx.needs_input_grad[:3]), None
+        from ring_attention_pytorch.recurrent._triton_levels import return_kernel
+
+        du = states.new_zeros(len(u), *first.shape[1:])
+        rows, dm = _in_rows(m), None
+        dfirst = states.new_empty(first.shape)
+        _launch(
+            return_kernel, first, rows, grads.contiguous(), du, dfirst, levels.table,
+            levels.offsets, levels.depths, len(first), *rows.stride()[:3],
+        )  # fmt: skip
+        if ctx.needs_input_grad[0]:
+            at = torch.cat(levels.places)
+            each = torch.matmul(du[at], states[levels.before].mT)
+            dm = m.new_zeros(m.shape).index_copy(0, at, each)
+        return dm, du, dfirst, None
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """Return x with each row's numbers side by side."""
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _launch(kernel: Any, first: Tensor, *args: Any) -> None:
+    from triton import cdiv, next_power_of_2
+
+    chains, heads, d_k, d_v = first.shape
+    grid = cdiv(d_v, _COLUMNS), heads, chains
+    sizes = dict(HEADS=heads, K=d_k, V=d_v, BK=max(16, next_power_of_2(d_k)), BV=_COLUMNS)
+    with torch.cuda.device_of(first):
+        kernel[grid](*args, **sizes, num_warps=4, num_stages=1)

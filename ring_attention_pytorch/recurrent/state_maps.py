@@ -1,0 +1,62 @@
+"""The maps of runs and the gradients of states before them, from the chunks of fla's kernels."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.recurrent.chunks import CHUNK, Chunks
+
+MAPS = dict(BV=64, num_warps=4, num_stages=2)
+ADJOINTS = dict(BV=64, num_warps=4, num_stages=2)
+
+
+def maps_of(work: Chunks, spans: Tensor) -> Tensor:
+    """Return the maps of runs, float32 `[runs, h, d_k, d_v + d_k]`: U beside M.
+
+    Args:
+        work: the chunks of all runs.
+        spans: int64 `[runs, 2]`, first tokens and ends of the runs whose maps are needed.
+    """
+    from ring_attention_pytorch.recurrent._triton_state_maps import maps_kernel
+
+    d_k, heads, d_v = work.w.shape[3], *work.u.shape[2:]
+    found = work.w.new_empty(len(spans), heads, d_k, d_v + d_k, dtype=torch.float32)
+    if len(spans):
+        _launch(maps_kernel, work, MAPS, d_k + d_v, len(spans),
+                work.k, work.w, work.u, work.g, spans, found)  # fmt: skip
+    return found
+
+
+def gradients_of(work: Chunks, do: Tensor, dv: Tensor, spans: Tensor, scale: float) -> Tensor:
+    """Return the gradients of states before runs, of their own outputs, `[runs, h, d_k, d_v]`.
+
+    Args:
+        work: the chunks of all runs.
+        do: of outputs; dv: of values by their own chunks' outputs, both `[1, n, h, d_v]`.
+        spans: int64 `[runs, 2]`, first tokens and ends.
+        scale: of queries.
+    """
+    from ring_attention_pytorch.recurrent._triton_state_maps import adjoint_kernel
+
+    d_k, heads, d_v = work.w.shape[3], *work.u.shape[2:]
+    found = work.w.new_empty(len(spans), heads, d_k, d_v, dtype=torch.float32)
+    if len(spans):
+        _launch(adjoint_kernel, work, ADJOINTS, d_v, len(spans),
+                work.q, work.k, work.w, do, dv, work.g, spans, found, scale)  # fmt: skip
+    return found
+
+
+def _launch(
+    kernel: Any, work: Chunks, chosen: dict[str, int], columns: int, runs: int, *args: Any
+) -> None:
+    from triton import cdiv, next_power_of_2
+
+    d_k, heads, d_v = work.w.shape[3], *work.u.shape[2:]
+    width = chosen["BV"]
+    blocks = cdiv(d_v, width) + (cdiv(d_k, width) if columns > d_v else 0)
+    sizes = dict(
+        HEADS=heads, KEY_HEADS=work.k.shape[2], K=d_k, V=d_v, CHUNK=CHUNK,
+        BK=max(16, next_power_of_2(d_k)), CHANNELS=work.g.ndim == 4,
+    )  # fmt: skip
+    kernel[blocks, heads, runs](*args, **sizes, **chosen)

@@ -1,0 +1,113 @@
+"""Recurrent layers on CUDA devices: the kernel that follows maps, and fla's kernels over a ring.
+
+Without fla-core (package flash-linear-attention's kernels) only the scan and plain PyTorch run.
+"""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch import (
+    RunPlan,
+    positions,
+    ring_gated_delta_rule,
+    ring_kda,
+    ring_mamba2,
+    ring_scan,
+)
+from ring_attention_pytorch.ranks.ring import Ring
+from tests.support.recurrent_reference import sequential
+from tests.support.reference import relative_error
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+needs_fla = pytest.mark.skipif(find_spec("fla") is None, reason="fla-core is not installed")
+N, CUTS, KEY_HEADS, HEADS, D = 320, [0, 100, 101, 210, 320], 2, 4, 64
+
+
+def scanned() -> list[float]:
+    """For a pool: errors of float32 by the kernel, of states and gradients."""
+    ring, device = Ring(None), torch.device("cuda", torch.cuda.current_device())
+    like = torch.empty(1, N // ring.size, device=device)
+    plan = RunPlan.make(like, layout="zigzag")
+    draw = torch.Generator(device).manual_seed(ring.rank)
+    shape = len(plan.mine), HEADS, D, D
+    m, u, weights = (torch.randn(shape, generator=draw, device=device) / 8 for _ in range(3))
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        own = [t.to(dtype).requires_grad_() for t in (m, u)]
+        state, last = ring_scan(*own, plan=plan, final=True)
+        assert last is not None
+        loss = (state * weights).sum() + last.square().sum() / ring.size
+        found.append([state.detach(), last.detach(), *torch.autograd.grad(loss, own)])
+    return [relative_error(got, want) for want, got in zip(*found)]
+
+
+def ruled(rule: str, kernel: str, layout: str, zeros: bool) -> list[float]:
+    """For a pool: errors of outputs, last states and gradients of a delta rule in bfloat16."""
+    ring, device = Ring(None), torch.device("cuda", torch.cuda.current_device())
+    draw = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(1, N, *shape, generator=draw, device=device)
+
+    q, k, v = normal(KEY_HEADS, D), normal(KEY_HEADS, D), normal(HEADS, D)
+    g = -0.1 * torch.nn.functional.softplus(normal(HEADS, *(D,) * (rule == "kda")))
+    if zeros:
+        chance = torch.rand(g.shape, generator=draw, device=device)
+        g = torch.where(chance < 0.03, -torch.inf, torch.where(chance > 0.97, 0.0, g))
+    given = [t.bfloat16() for t in (q, k, v)] + [g, normal(HEADS).sigmoid().bfloat16()]
+    cotangent = normal(HEADS, D)
+    begins = torch.zeros(1, N, dtype=torch.bool, device=device)
+    begins[:, CUTS[:-1]] = True
+    wide = [t.double().requires_grad_() for t in given]
+    q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in wide[:2])
+    out, last = sequential(q * D**-0.5, k, *wide[2:], begins)
+    want = torch.autograd.grad((out * cotangent.double()).sum() + last.sum(), wide)
+    at = positions(layout, rank=ring.rank, ring_size=ring.size, length=N).to(device)
+    mine = [t[:, at].clone().requires_grad_() for t in given]
+    plan = RunPlan.make(mine[0], layout=layout, cu_seqlens=CUTS)
+    function = ring_kda if rule == "kda" else ring_gated_delta_rule
+    got, state = function(*mine, plan=plan, normalize=True, final=True, kernel=kernel)
+    assert state is not None
+    loss = (got.float() * cotangent[:, at]).sum() + state.sum() / ring.size
+    grads = torch.autograd.grad(loss, mine)
+    pairs = [(got.detach(), out[:, at].detach()), (state.detach(), last.detach())]
+    pairs += [(a, b[:, at]) for a, b in zip(grads, want)]
+    return [relative_error(a, b) for a, b in pairs]
+
+
+def test_one_kernel_follows_maps(nccl) -> None:
+    assert max(max(errors) for errors in nccl(2).run(scanned)) < 1e-5
+
+
+@needs_fla
+@pytest.mark.parametrize("zeros", [False, True], ids=["", "gates 0 and 1"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("rule", ["gated", "kda"])
+def test_delta_rules_by_kernels_of_fla(nccl, rule, layout, zeros) -> None:
+    of_ranks = nccl(2).run(ruled, rule, "fla", layout, zeros)
+    assert max(max(errors) for errors in of_ranks) < 2e-2
+
+
+@pytest.mark.parametrize("rule", ["gated", "kda"])
+def test_delta_rules_in_plain_pytorch(nccl, rule) -> None:
+    of_ranks = nccl(2).run(ruled, rule, "eager", "zigzag", True)
+    assert max(max(errors) for errors in of_ranks) < 1e-2
+
+
+def test_mamba_2() -> None:
+    draw = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(1, N, HEADS, D, generator=draw, device="cuda").bfloat16()
+    dt = torch.rand(1, N, HEADS, generator=draw, device="cuda")
+    b, c = (torch.randn(1, N, 2, D, generator=draw, device="cuda").bfloat16() for _ in range(2))
+    a = -torch.rand(HEADS, generator=draw, device="cuda")
+    got, _ = ring_mamba2(x, dt, a, b, c, plan=RunPlan.make(x, cu_seqlens=CUTS))
+    begins = torch.zeros(1, N, dtype=torch.bool, device="cuda")
+    begins[:, CUTS[:-1]] = True
+    wide = [t.double() for t in (c, b, x, dt, a)]
+    want, _ = sequential(
+        wide[0], wide[1], wide[2] * wide[3][..., None], wide[3] * wide[4], None, begins
+    )
+    assert relative_error(got, want) < 1e-2

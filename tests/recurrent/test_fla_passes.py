@@ -1,0 +1,37 @@
+"""Calls in two passes over rings of threads, with loops in the place of fla's kernels."""
+
+import pytest
+
+from ring_attention_pytorch.recurrent import fla_passes, ring_gated_delta_rule, ring_kda, scan
+from tests.support import fla_loops
+from tests.support.recurrent_cases import D_K, D_V, HEADS, Spread, check, data, delta
+
+
+@pytest.mark.parametrize("rule", [ring_gated_delta_rule, ring_kda])
+@pytest.mark.parametrize("seed", range(8))
+def test_two_passes_equal_one_process(monkeypatch, rule, seed) -> None:
+    """Outputs, last states and all gradients, also of initial states."""
+    fla_loops.stand_in(monkeypatch)
+    spread = Spread.drawn(seed)
+    sharded, normal = data(spread, rule is ring_kda, seed)
+    same = {"initial": normal(spread.batch, HEADS, D_K, D_V)} if seed % 2 else {}
+    ours, reference = delta(rule, normalize=True)
+    check(spread, sharded, same, lambda **given: ours(**given, kernel="fla"), reference, 1e-10)
+
+
+@pytest.mark.parametrize(("size", "doubling"), [(2, False), (3, False), (3, True), (8, True)])
+def test_without_final_states(monkeypatch, size, doubling) -> None:
+    fla_loops.stand_in(monkeypatch)
+    for module in (scan, fla_passes):
+        monkeypatch.setattr(module, "gathers", lambda ranks: not doubling)
+    spread = Spread(size, 41, 1, "zigzag", [[0, 11, 13, 41]] if size == 3 else None)
+    sharded, _ = data(spread, False, 1)
+
+    def ours(*, plan, **given):
+        out, _ = ring_gated_delta_rule(**given, plan=plan, normalize=True, kernel="fla")
+        return {"out": out}
+
+    def reference(**given):
+        return {"out": delta(None, True)[1](**given)["out"]}
+
+    check(spread, sharded, {}, ours, reference, 1e-10)
