@@ -31,6 +31,7 @@ NAMES = {
     "host": "host",
     "kernels": "kernels",
     "masks": "masks",
+    "memory": "memory",
     "parts": "parts",
     "peers": "peers",
     "rank": "rank",
@@ -56,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     """Run the benchmark that is named first, with the rest as its options."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in NAMES:
+        import_module("ring_attention_pytorch.progress").show()
         return import_module(f"benchmarks.{NAMES[name]}").main(rest)
     print("python -m benchmarks NAME [options]\n")
     for each in NAMES:

@@ -33,6 +33,7 @@ from benchmarks.lib.results import Row, Run
 from benchmarks.lib.rings import device_name, joined
 from examples.train_documents import Block, Model, packed
 from ring_attention_pytorch import ring_cross_entropy, shard_batch
+from ring_attention_pytorch.progress import counted
 
 BYS = ("ring", "context_parallel")
 MASKS = ("documents", "causal")
@@ -128,7 +129,8 @@ def train(
     if dist.get_world_size() > 1:
         model = DistributedDataParallel(model)
     losses, begin = [], time.perf_counter()
-    for number, whole in enumerate(wholes(steps, sizes["length"], mask, device)):
+    each = counted(wholes(steps, sizes["length"], mask, device), "training", steps, "steps")
+    for number, whole in enumerate(each):
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             losses.append(step(model, whole))
         optimizer.step()

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.lib.jobs import Job, by_torchrun, run_all
+from benchmarks.lib.options import Parser
 from benchmarks.lib.results import RESULTS
 from ring_attention_pytorch.kernels import KERNELS, package_refusal
 
@@ -108,8 +109,7 @@ def jobs(gpus: int, quick: bool, names: Sequence[str], folder: Path) -> list[Job
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; return the exit status, 1 if something could not be."""
-    about = argparse.ArgumentParser("python -m benchmarks everything", description=__doc__)
-    about.formatter_class = argparse.RawDescriptionHelpFormatter
+    about = Parser(__doc__, "everything")
     about.add_argument("--gpus", type=int, help="unless all that there are")
     about.add_argument("--quick", action=argparse.BooleanOptionalAction, help="below 4 GPUs")
     about.add_argument("--only", nargs="+", metavar="NAME", help="those whose name begins so")

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.lib.calls import group, is_first, slowest, wait
+from benchmarks.lib.options import Parser
 from benchmarks.lib.rings import device_name
 from ring_attention_pytorch import RingTransformer
 from ring_attention_pytorch.inference import decode_plan
@@ -260,8 +261,7 @@ def measure(name: str, ring: Ring, asked: argparse.Namespace, device: torch.devi
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    about = argparse.ArgumentParser("generate", description=__doc__)
-    about.formatter_class = argparse.RawDescriptionHelpFormatter
+    about = Parser(__doc__, "generate")
     about.add_argument("--tokens", type=int, default=131072, help="of the prompt")
     about.add_argument("--new", type=int, default=50, help="tokens of a round")
     about.add_argument("--chunk", type=int, default=8192, help="of the prompt, at once")

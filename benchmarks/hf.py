@@ -30,6 +30,7 @@ from benchmarks.lib.options import parser
 from ring_attention_pytorch import positions, ring_attn, shard_batch, shard_sequence
 from ring_attention_pytorch.integrations.transformers import register, ring_forward
 from ring_attention_pytorch.launch import torchrun_group
+from ring_attention_pytorch.progress import counted
 
 WORDS = 512
 Step = Callable[[nn.Module, Tensor], Tensor]
@@ -80,7 +81,7 @@ def seconds(device: str, tokens: int, dim: int, layers: int, rounds: int) -> dic
         model = LlamaForCausalLM(LlamaConfig(**config, attn_implementation=attention))
         subjects[name] = (model.to(where, dtype), step)
     times: dict[str, list[float]] = {name: [] for name in subjects}
-    for number in range(rounds + 2):
+    for number in counted(range(rounds + 2), "by turns", rounds + 2, "rounds"):
         for name, (model, step) in subjects.items():
             dist.barrier()
             begin = time.perf_counter()

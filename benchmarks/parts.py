@@ -13,7 +13,7 @@ kernel; `steps` that over causal attention, with the tiles of a direction and th
 attention in both. `errors` compares shared keys with dense attention in float64.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from statistics import median
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.lib.calls import is_first, slowest
+from benchmarks.lib.options import Parser
 from benchmarks.lib.spans import ATTENTION, covered, longest, recorded
 from ring_attention_pytorch import RingPlan, merge_attention, ring_attn, shard_sequence
 from ring_attention_pytorch.launch import torchrun_group
@@ -354,7 +355,7 @@ PARTS = {f.__name__: f for f in (merges, halves, shared, counted, diffusion, ste
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = ArgumentParser(description=__doc__)
+    options = Parser(__doc__, "parts")
     options.add_argument("--tokens", type=int, default=8192, help="on each rank")
     options.add_argument("--text", type=int, default=512, help="tokens of the shared keys")
     options.add_argument("--heads", type=int, nargs=2, default=(32, 8), help="of queries and keys")

@@ -8,7 +8,6 @@ A result file is a list of flat rows, one figure a row. `revision` is the commit
 rows of a new run, take out those that it supersedes, and write the pages again.
 """
 
-import argparse
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import training
+from benchmarks.lib.options import Parser
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -159,7 +159,8 @@ def peers() -> Table:
     head = ("library", "2k tokens a GPU", *map(thousands, LENGTHS[1:]))
     table, quoted = filled(head, [((name,), cells) for name, cells in found.items()])
     first = [fastest(found, theirs, at) for at in range(len(LENGTHS))]
-    table.append(["**the fastest other library**", *(name for name, _ in first)])
+    short = [name.replace("TransformerEngine", "TE") for name, _ in first]
+    table.append(["**the fastest other library**", *short])
     for told, mine in (("cuDNN or Triton", same), ("flash-attn 4", ["ours, flash-attn 4"])):
         ratios = [fastest(found, mine, at)[1] / speed for at, (_, speed) in enumerate(first)]
         table.append([f"ours, {told}, is times as fast", *(f"{each:.2f}" for each in ratios)])
@@ -427,7 +428,7 @@ def page(text: str, tables: Tables) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the pages, or tell whether they are what the results say; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = Parser(__doc__, "report")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it differs")
     check = parser.parse_args(argv).check
     differs = False

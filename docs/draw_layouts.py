@@ -1,7 +1,7 @@
-"""Draws docs/layouts.svg: `python docs/draw_layouts.py`.
+"""Draws docs/layouts.svg, as narrow as a phone can show: `python docs/draw_layouts.py`.
 
-Left, which of 4 ranks holds which of 16 tokens; right, the causal scores, each row in the
-colour of the rank that computes it, so that uneven work is uneven ink.
+On top, which of 4 ranks holds which of 16 tokens; below, the causal scores, each row in the colour
+of the rank that computes it, so that uneven work is uneven ink, and how many each rank computes.
 """
 
 from pathlib import Path
@@ -10,12 +10,12 @@ from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
 from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
 from ring_attention_pytorch.svg import COLOURS, FAINT, box, page, text
 
-RANKS, TOKENS, CELL, PANEL = 4, 16, 14, 300
+RANKS, TOKENS, CELL, PANEL = 4, 16, 10, 180
 
 
 def drawing() -> str:
-    panels = (panel(name, PANEL * i + 20) for i, name in enumerate(LAYOUTS))
-    return page(PANEL * 3, 360, *panels)
+    panels = (panel(name, PANEL * i + 10) for i, name in enumerate(LAYOUTS))
+    return page(PANEL * 3, 244, *panels)
 
 
 def panel(layout: str, x: int) -> str:
@@ -26,20 +26,18 @@ def panel(layout: str, x: int) -> str:
         for s in held
         for i in range(s.length)
     }
-    parts = [text(x, 24, layout, size=16, weight="bold")]
-    parts += [cell(x + CELL * t, 36, COLOURS[owner[t]]) for t in range(TOKENS)]
-    parts.append(text(x, 70, "16 tokens in order, coloured by rank"))
+    parts = [text(x, 20, layout, size=17, weight="bold")]
+    parts += [cell(x + CELL * t, 32, COLOURS[owner[t]]) for t in range(TOKENS)]
     for query in range(TOKENS):
         for key in range(TOKENS):
             colour = COLOURS[owner[query]] if key <= query else FAINT
-            parts.append(cell(x + CELL * key, 84 + CELL * query, colour))
+            parts.append(cell(x + CELL * key, 52 + CELL * query, colour))
     work = [
         sum(visible_pairs(tiles(mine, keys, Mask(causal=True))) for keys in segments)
         for mine in segments
     ]
-    parts.append(text(x, 330, "visible pairs of each rank:"))
     for rank, pairs in enumerate(work):
-        parts.append(text(x + 55 * rank, 350, str(pairs), COLOURS[rank], weight="bold"))
+        parts.append(text(x + 42 * rank, 234, str(pairs), COLOURS[rank], size=16, weight="bold"))
     return "".join(parts)
 
 

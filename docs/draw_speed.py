@@ -16,7 +16,8 @@ HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results"
 TOKENS = (2048, 4096, 8192, 16384, 32768)  # of one GPU
 KERNEL = "sdpa-cudnn"
-LEFT, TOP, WIDE, HIGH = 60, 60, 500, 300
+LEFT, TOP, WIDE, HIGH = 44, 60, 490, 300
+LEGEND, ROW = TOP + HIGH + 80, 24  # its first line, and how far the next one is; for a phone below
 MOST = 650  # TF/s at the top
 
 
@@ -45,12 +46,6 @@ LINES = (
          COLOURS[1], "9 5"),
     Line("PyTorch context_parallel, cuDNN", "torch context_parallel, cudnn, allgather, repeated",
          "one by one", COLOURS[5], "9 5"),
-)  # fmt: skip
-NOTES = (
-    "Launched one by one from Python, unless it is said.",
-    "context_parallel gets its 8 key heads repeated to 32.",
-    "Runs of several days on machines of one kind; clocks differ by some percent.",
-    "ring_flash_attn (zhuzilin) is missing: it did not import beside the libraries there.",
 )  # fmt: skip
 
 
@@ -81,28 +76,28 @@ def speeds(measured: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
 
 
 def drawing(found: dict[str, dict[int, float]]) -> str:
-    """The chart, its legend and what is to be known of it."""
-    parts = [text(LEFT, 24, "Four H200, causal, bf16, 32 query and 8 key heads of 128", size=16)]
-    parts.append(text(LEFT, 44, "forward and backward, TF/s of each GPU"))
+    """The chart, and its legend."""
+    parts = [text(LEFT, 24, "Four H200, causal, bf16, 32 query and 8 key heads of 128", size=17)]
+    parts.append(text(LEFT, 44, "forward and backward, TF/s of each GPU", size=15))
     for speed in range(0, MOST, 100):
         y = height(speed)
         parts.append(line([(LEFT, y), (LEFT + WIDE, y)], FAINT, width=1))
-        parts.append(text(LEFT - 8, y + 4, f"{speed}", anchor="end"))
+        parts.append(text(LEFT - 8, y + 4, f"{speed}", size=15, anchor="end"))
     for tokens in TOKENS:
-        parts.append(text(place(tokens), TOP + HIGH + 20, f"{tokens // 1024}k", anchor="middle"))
-    parts.append(text(LEFT + WIDE / 2, TOP + HIGH + 42, "tokens a GPU", anchor="middle"))
+        at = place(tokens)
+        parts.append(text(at, TOP + HIGH + 20, f"{tokens // 1024}k", size=15, anchor="middle"))
+    middle = LEFT + WIDE / 2
+    parts.append(text(middle, TOP + HIGH + 42, "tokens a GPU", size=15, anchor="middle"))
     for number, of in enumerate(LINES):
         points = [(place(tokens), height(speed)) for tokens, speed in found[of.name].items()]
-        at = TOP + 20.0 + 26 * number
-        sample = [(LEFT + WIDE + 30.0, at), (LEFT + WIDE + 70.0, at)]
+        at = LEGEND + ROW * number
+        sample = [(float(LEFT), at), (LEFT + 50.0, at)]
         parts += [line(each, of.colour, 2.5, of.dashes) for each in (points, sample)]
         parts += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{of.colour}"/>' for x, y in points
         ]
-        parts.append(text(LEFT + WIDE + 80, at + 4, of.name))
-    for number, note in enumerate(NOTES):
-        parts.append(text(LEFT, TOP + HIGH + 70 + 18 * number, note, size=12))
-    return page(LEFT + WIDE + 340, TOP + HIGH + 140, *parts)
+        parts.append(text(LEFT + 62, at + 5, of.name, size=15))
+    return page(LEFT + WIDE + 6, LEGEND + ROW * len(LINES), *parts)
 
 
 def place(tokens: int) -> float:

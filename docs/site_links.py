@@ -1,4 +1,5 @@
-"""What the site does to pages: the README is its first, and links out of docs/ lead to the code.
+"""What the site does to pages: the README is its first, links out of docs/ lead to the code, and
+pictures to themselves, to be seen large on a phone.
 
 `mkdocs.yml` names this file as a hook. On GitHub the same links lead to the same files.
 """
@@ -23,6 +24,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Let links to files outside of docs/ lead to the repository, where there is one."""
+    markdown = re.sub(r"^(!\[[^\]]*\]\(([^)]+\.svg)\))$", r"[\1](\2)", markdown, flags=re.MULTILINE)
     folder = "" if page.file.src_uri == "index.md" else join("docs", dirname(page.file.src_uri))
     return re.sub(
         r"\[([^\]]*)\]\(([^)#:]+)\)",

@@ -14,6 +14,7 @@ Arriola et al. 2025, "Block Diffusion", https://arxiv.org/abs/2503.09573, sectio
 of its appendix; "Block Parallelism" (2026), arXiv 2609.19242, sends clean keys only.
 """
 
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from typing import Any
 
 import torch
@@ -92,5 +93,6 @@ def main(length: int = 8192, block: int = 32) -> None:
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     with torchrun_group():
         main()

@@ -26,6 +26,7 @@ Norms and rotary embeddings are left to the caller: rows at their positions, ent
 DeepSeek-V4 (2026), as in miles, miles_plugins/models/deepseek_v4.
 """
 
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from typing import Any
 
 import torch
@@ -190,5 +191,6 @@ def main(groups: int = 4, ratio: int = 128, d: int = 64, overlapping: int = 4, k
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     with torchrun_group():
         main()

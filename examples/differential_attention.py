@@ -9,6 +9,7 @@ Transformer", https://arxiv.org/abs/2410.05258, equation 1; normalisation of hea
 learned are the caller's.
 """
 
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from typing import Any
 
 import torch
@@ -44,5 +45,6 @@ def main(length: int = 4096) -> None:
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     with torchrun_group():
         main()

@@ -1,4 +1,4 @@
-"""Ring attention in one file: the idea, without the machinery.
+"""Ring attention in one file: the idea, without the machinery; `docs/idea.md` walks through it.
 
     torchrun --nproc-per-node 4 examples/idea.py
 
@@ -9,10 +9,9 @@ ring. After one round every query has met every key, and nobody ever held more t
     step 1    rank 0 computes on k3   rank 1 on k0   rank 2 on k1   rank 3 on k2
     step 2    rank 0 computes on k2   rank 1 on k3   rank 2 on k0   rank 3 on k1
     step 3    rank 0 computes on k1   rank 1 on k2   rank 2 on k3   rank 3 on k0
-
-`docs/idea.md` walks through it, and says where the library does each part.
 """
 
+import click
 import torch
 import torch.distributed as dist
 from einops import einsum
@@ -122,9 +121,8 @@ def errors(layout: str, n: int = 48) -> list[float]:
     """Compare this rank's output and gradients with dense attention in float64."""
     rank, size = dist.get_rank(), dist.get_world_size()
     at = [positions(layout, r, size, n) for r in range(size)]
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(4, 2, n, 3, 8, generator=generator, dtype=torch.float64)
-    *qkv, dout = whole.unbind()
+    draw = torch.Generator().manual_seed(0)
+    *qkv, dout = torch.randn(4, 2, n, 3, 8, generator=draw, dtype=torch.float64)
     dense = [t.clone().requires_grad_() for t in qkv]
     want = nn.functional.scaled_dot_product_attention(
         *(t.transpose(1, 2) for t in dense), is_causal=True
@@ -137,14 +135,15 @@ def errors(layout: str, n: int = 48) -> list[float]:
     return [(got - right[:, at[rank]]).abs().max().item() for got, right in pairs]
 
 
-def check() -> None:
+@click.command(help=__doc__)
+def main() -> None:
+    dist.init_process_group("gloo")
     for layout in ("contiguous", "striped", "zigzag"):
         worst = max(errors(layout))
         if dist.get_rank() == 0:
             print(f"{layout:12} output and gradients differ from dense attention by {worst:.0e}")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    check()
-    dist.destroy_process_group()
+    main()

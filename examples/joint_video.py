@@ -17,6 +17,8 @@ ranks, so it takes a share of these: two lines, marked below. Else they would co
 Blocks as in Esser et al. 2024, https://arxiv.org/abs/2403.03206, without modulation by time.
 """
 
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -119,5 +121,6 @@ def main(tokens: int = 1000, words: int = 77) -> None:
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     with torchrun_group():
         main()

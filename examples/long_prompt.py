@@ -19,7 +19,7 @@ import click
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch import RingTransformer
+from ring_attention_pytorch import RingTransformer, progress
 from ring_attention_pytorch.launch import spawn
 from ring_attention_pytorch.ranks.ring import Ring
 
@@ -58,6 +58,8 @@ class Written(NamedTuple):
 def write(rank: int, config: Config) -> Written:
     """Generate from the long prompt on this rank, within its limit."""
     torch.set_num_threads(1)
+    if rank == 0:
+        progress.show()
     torch.manual_seed(0)  # all ranks draw the same weights and prompt
     model = RingTransformer(
         num_tokens=95, dim=128, depth=config.depth, heads=config.heads, dim_head=32, causal=True,

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring_attention_pytorch import ring_attn, ring_cross_entropy, shard_batch
 from ring_attention_pytorch.launch import torchrun_group
+from ring_attention_pytorch.progress import counted, show
 from ring_attention_pytorch.svg import COLOURS, line, page, text
 
 
@@ -63,7 +64,7 @@ def train(steps: int, length: int, dtype: torch.dtype = torch.float32) -> Iterat
     if dist.is_initialized():
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for whole in packed(steps, length):
+    for whole in counted(packed(steps, length), "training", steps, "steps"):
         batch = shard_batch(whole)  # 2: this rank's tokens, their positions and labels
         with batch:  # 3: attention knows their layout and documents
             logits = model(batch["input_ids"], batch["position_ids"])
@@ -131,6 +132,7 @@ def main(
         print(f"{draw[2]}: {len(one)} steps, losses differ by {worst:.1e} at most")
         return
     dtype = torch.float64 if double else torch.float32
+    show()
     with torchrun_group("gloo"):
         first = not dist.is_initialized() or dist.get_rank() == 0
         found = []

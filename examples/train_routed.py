@@ -27,6 +27,7 @@ from ring_attention_pytorch import ConditionalRoutedTransformer
 from ring_attention_pytorch.geometry.layouts import Segment
 from ring_attention_pytorch.geometry.tiles import Mask, tiles, visible_pairs
 from ring_attention_pytorch.launch import TIMEOUT, torchrun_group
+from ring_attention_pytorch.progress import show
 
 LIGHT_MULT = 1.0
 
@@ -143,6 +144,7 @@ def main(window: int, timeout: float, **options: int | str) -> None:
     config = Config(**options, device="cuda" if train_text.on_gpus() else "cpu")
     share = dict(queries=window // 8, keys=window // 8, feed_forward=window // 4)
     routed = Routed(light_window=window, heavy_window=window, **share)
+    show()
     with torchrun_group("nccl" if config.device == "cuda" else "gloo", timeout):
         follow(replace(config, data_parallel="ddp"), routed)
 

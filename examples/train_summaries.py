@@ -40,6 +40,7 @@ from examples.pictures import curves
 from examples.train_text import Config, is_first, loss_of, world_size
 from ring_attention_pytorch import RingPlan, RingTransformer, Summaries
 from ring_attention_pytorch.launch import TIMEOUT, torchrun_group
+from ring_attention_pytorch.progress import show
 
 NAMES = ("exact", "window", "summaries")
 TESTS = 20  # times that the loss is measured on text that is not trained on
@@ -236,6 +237,7 @@ def main(
     """Train models that see the far past exactly, not at all and in summary; draw their losses."""
     config = Config(**options, device="cuda" if train_text.on_gpus() else "cpu")
     given = Summaries(window, stride, block)
+    show()
     with torchrun_group("nccl" if config.device == "cuda" else "gloo", timeout):
         follow(config, given, names, equal_flops, history)
 

@@ -48,6 +48,7 @@ from torch.optim import Optimizer
 from ring_attention_pytorch import RingTransformer
 from ring_attention_pytorch.geometry.layouts import LAYOUTS
 from ring_attention_pytorch.launch import TIMEOUT, torchrun_group
+from ring_attention_pytorch.progress import show
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 MOST_GRADIENT_ERROR = 1e-10
@@ -307,6 +308,7 @@ def main(
     """Train a byte-level transformer on Python's standard library."""
     config = Config(**options, device="cuda" if on_gpus() else "cpu")
     checkpoints = None if checkpoint is None else Checkpoints(checkpoint, checkpoint_every)
+    show()
     with torchrun_group("nccl" if config.device == "cuda" else "gloo", timeout):
         if checked and not check(replace(config, dtype="float64"), say=is_first()):
             sys.exit(1)

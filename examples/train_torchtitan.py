@@ -57,6 +57,7 @@ from benchmarks.lib.results import save as keep
 from examples.train_text import text
 from ring_attention_pytorch import ring_attn, ring_cross_entropy, shard_batch
 from ring_attention_pytorch.launch import torchrun_group
+from ring_attention_pytorch.progress import counted, show
 
 WAYS = ("ring", "context_parallel", "torchtitan")
 TINY = TransformerModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256)
@@ -277,7 +278,7 @@ def synchronized() -> float:
 def steps(trainer: MeteredTrainer, count: int) -> tuple[list[float], list[float]]:
     """Train; return the loss and the seconds of each step."""
     data, losses, seconds = trainer.batch_generator(trainer.dataloader), [], []
-    for _ in range(count):
+    for _ in counted(range(count), "training", count, "steps"):
         begin = synchronized()
         trainer.step += 1
         trainer.train_step(data)
@@ -369,7 +370,10 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 @click.command(help=__doc__)
 @click.option("--by", type=click.Choice(WAYS), multiple=True, default=WAYS[:2], show_default=True)
 @click.option("--flavor", default="8B", show_default=True, help="torchtitan's, or tiny")
-@click.option("--tokens", multiple=True, default=("32768",), help="of a sequence[:documents]")
+@click.option(
+    "--tokens", multiple=True, default=("32768",), show_default=True,
+    help="of a sequence[:documents]",
+)  # fmt: skip
 @click.option(
     "--steps",
     "count",
@@ -388,6 +392,7 @@ def main(
     asked = [tuple(map(int, each.split(":"))) for each in tokens]
     if {*by} != {"ring"} and any(len(each) > 1 for each in asked):
         raise click.UsageError(f"documents are for --by ring alone, got {by}")
+    show()
     counts, rows = (*count, *count[-1:] * len(tokens)), []
     with torchrun_group("nccl" if torch.cuda.is_available() else "gloo", timeout=300):
         first = dist.get_rank() == 0

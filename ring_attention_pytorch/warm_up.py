@@ -14,6 +14,7 @@ from torch.autograd.anomaly_mode import set_detect_anomaly
 from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.plan.checks import Signature, check_qkv
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.progress import counted, say
 from ring_attention_pytorch.ranks.agreement import agree, error_of
 from ring_attention_pytorch.runtime.launches import compile_only, compile_together
 
@@ -33,7 +34,7 @@ def warm_up(plan: RingPlan, given: Sequence[Tensor], sinks: Tensor | None) -> No
     qkv = [t.detach().requires_grad_(differentiable) for t in shards]
     if _launches_ours(plan):
         _compile(plan, qkv, sinks)
-    for _ in range(_CALLS):
+    for _ in counted(range(_CALLS), "warming up", _CALLS, "calls"):
         _call(plan, qkv, sinks)
     if plan.device.type == "cuda":
         torch.cuda.synchronize(plan.device)
@@ -59,6 +60,7 @@ def _compile(plan: RingPlan, qkv: list[Tensor], sinks: Tensor | None) -> None:
     machines = plan.ring.machines
     is_first = machines.index(machines[plan.ring.rank]) == plan.ring.rank
     kernels = [*calls.values()]
+    say("compiling %d kernels", len(kernels))
     for now in (kernels, []) if is_first else ([], kernels):
         with torch.cuda.device_of(qkv[0]):
             agree(plan.ring, "compiled kernels", {}, check=partial(compile_together, now))

@@ -11,6 +11,7 @@ from benchmarks.lib.results import Row
 from ring_attention_pytorch.geometry.layouts import Segment
 from ring_attention_pytorch.geometry.tiles import Mask, Tile, tiles, visible_pairs
 from ring_attention_pytorch.kernels import KERNELS
+from ring_attention_pytorch.progress import counted
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import (
     Grads,
@@ -121,5 +122,6 @@ def seconds(runs: list[Callable[[], object]], budget: float = 0.02, rounds: int 
     for run in runs:
         run()
     times = [max(1, int(budget / max(batch(run, 1), 1e-6))) for run in runs]
-    found = [[batch(run, n) for run, n in zip(runs, times)] for _ in range(rounds)]
+    turns = counted(range(rounds), "by turns", rounds, "rounds")
+    found = [[batch(run, n) for run, n in zip(runs, times)] for _ in turns]
     return [median(each) for each in zip(*found)]

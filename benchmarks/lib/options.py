@@ -23,6 +23,39 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose `--help` has the benchmark's docstring as it is, and every default.
+
+    >>> options = Parser("Time one rank.")
+    >>> _ = options.add_argument("--tokens", nargs="+", default=[2048, 4096], help="of one rank")
+    >>> options.format_help().splitlines()[-1]
+    '  --tokens TOKENS [TOKENS ...]  of one rank (2048 4096)'
+    """
+
+    def __init__(self, about: str | None, name: str | None = None) -> None:
+        of_text = argparse.RawDescriptionHelpFormatter
+        prog = None if name is None else f"python -m benchmarks {name}"
+        super().__init__(prog, description=about, formatter_class=of_text)
+
+    def format_help(self) -> str:
+        """Return the help, with defaults in parentheses."""
+        plain = {action: action.help for action in self._actions}
+        for action in self._actions:
+            if action.default not in (None, argparse.SUPPRESS) and action.default is not False:
+                action.help = f"{action.help or ''} ({_written(action.default)})".strip()
+        try:
+            return super().format_help()
+        finally:
+            for action, text in plain.items():
+                action.help = text
+
+
+def _written(default: Any) -> str:
+    """Write a default as on the command line; None among several is a default of its own."""
+    several = default if isinstance(default, list | tuple) else [default]
+    return " ".join("default" if each is None else str(each) for each in several)
+
+
 def parser(
     name: str, about: str, *, save: str | None = None, **defaults: Any
 ) -> argparse.ArgumentParser:
@@ -34,11 +67,7 @@ def parser(
         save: the file in benchmarks/results that `--save` writes, without ".json".
         defaults: by the names of `OPTIONS`, with _ for -.
     """
-    found = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {name}",
-        description=about,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    found = Parser(about, name)
     for option, default in defaults.items():
         flag = option.replace("_", "-")
         found.add_argument(f"--{flag}", default=default, **OPTIONS[flag])

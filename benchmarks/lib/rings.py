@@ -26,6 +26,7 @@ from benchmarks.lib.results import GRAPH, ONE_BY_ONE, Row, Subject, named_errors
 from ring_attention_pytorch import RingPlan, positions, ring_attn, unshard_sequence
 from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.plan.explain import predicted
+from ring_attention_pytorch.progress import counted
 from ring_attention_pytorch.ranks.ring import Ring
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -232,7 +233,7 @@ def by_turns(
         _turn(runs[name][i], 1, device)
         guess, _ = _slowest(_turn(runs[name][i], repeats, device), device)
         calls[name, i] = max(repeats, round(load / guess))
-    for number in range(rounds):
+    for number in counted(range(rounds), "by turns", rounds, "rounds"):
         random.Random(number).shuffle(turns)
         for name, i in turns:
             took = _turn(runs[name][i], calls[name, i], device, host_work.get(name))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ring_attention_pytorch import progress
 from ring_attention_pytorch.doctor.facts import gather_facts
 from ring_attention_pytorch.doctor.findings import Finding, findings_of, keeps_from_trying
 from ring_attention_pytorch.doctor.memory import Sizes, Training, described, table
@@ -29,6 +30,7 @@ def main(given: Sequence[str]) -> int:
     if args.command is None:
         parser().print_help()
         return 0
+    progress.show()
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "demo": _demo, "doctor": _doctor, "explain": _explain, "memory": _memory,
     }  # fmt: skip

@@ -1,10 +1,11 @@
 """The memory of a GPU in training, by cause: arithmetic on the sizes of a model.
 
-    moment           | loss    | last layer's backward | first layer's backward
-    weights, moments | all     | all                   | all
-    gradients        | the head's                      | all
-    inputs of layers | all     | all                   | one
-    a layer          |         | computed again, with its gradients
+    moment              | loss    | last layer's backward | first layer's backward
+    weights, moments    | all     | all                   | all
+    gradients, alone    | the head's                      | all
+    gradients, spread   | all, also of the step before: they have a stream of their own
+    inputs of layers    | all     | all                   | one
+    a layer             |         | computed again, with its gradients
 
 The peak is the largest of these sums. A model is a Llama; FSDP2 spreads what belongs to weights,
 layers are checkpointed, and a loss has logits of some tokens at a time. Korthikanti et al. 2022,
@@ -12,6 +13,7 @@ layers are checkpointed, and a loss has logits of some tokens at a time. Korthik
 """
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import NamedTuple
 
 from ring_attention_pytorch.comm.transports import owners_at_once
@@ -20,13 +22,14 @@ from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.plan.explain import held_by_gather
 from ring_attention_pytorch.plan.proposal import MOST_MEMORY
-from ring_attention_pytorch.schedule.pieces import KVShape, Workload
+from ring_attention_pytorch.schedule.hardware import H200
+from ring_attention_pytorch.schedule.pieces import KVShape, Workload, rounds_of, tokens
+from ring_attention_pytorch.schedule.policy import is_small
 
-CAUSES = (
-    "weights", "gradients", "moments", "FSDP", "inputs", "layer",
-    "attention", "logits", "rest",
-)  # fmt: skip
-_REST = 6 << 30  # bytes that NCCL takes, and the allocator can't use: measured, see docs
+_STATES = ("weights", "gradients", "moments")  # one column of a table
+CAUSES = (*_STATES, "FSDP", "inputs", "layer", "attention", "loss", "rest")
+_KERNELS, _NCCL = 300 << 20, 1700 << 20  # bytes: measured, on H200s and by difference on H100s
+_SIDE = 68  # results of calls that overlap, in tensors as large as q: measured, see docs
 _ITEM = 2  # bytes of bfloat16, in which layers compute
 Parts = dict[str, int]
 
@@ -91,6 +94,17 @@ def peak(sizes: Sizes, how: Training) -> tuple[str, Parts]:
     return max(every.items(), key=lambda moment: sum(moment[1].values()))
 
 
+def allocated(sizes: Sizes, how: Training) -> int:
+    """Return the most that PyTorch's allocator holds, if attention is to own tokens alone.
+
+    It is the peak less what is not PyTorch's: NCCL's memory, kernels, and what ranks share.
+    """
+    others = _KERNELS + (how.ranks > 1) * _NCCL
+    return max(
+        sum(parts.values()) - parts["attention"] - others for parts in moments(sizes, how).values()
+    )
+
+
 def described(sizes: Sizes, how: Training) -> str:
     """Describe the peak in lines: a cause and its bytes each, and the sum."""
     moment, parts = peak(sizes, how)
@@ -102,19 +116,21 @@ def described(sizes: Sizes, how: Training) -> str:
 
 def table(sizes: Sizes, every: Iterable[Training]) -> str:
     """Make a Markdown table: a row for each way to train, a column for each cause, in GiB."""
-    columns = ("tokens", "GPUs", *CAUSES, "peak")
+    columns = ("tokens", "GPUs", "states", *CAUSES[len(_STATES) :], "peak")
     lines = [columns, ["---"] * len(columns)]
     for how in every:
         parts = peak(sizes, how)[1]
-        figures = [*(parts.get(cause, 0) for cause in CAUSES), sum(parts.values())]
-        lines.append([_length(how.tokens), str(how.ranks), *map(_gib, figures)])
+        figures = [parts.get(cause, 0) for cause in CAUSES]
+        states = sum(figures[: len(_STATES)])
+        figures = [states, *figures[len(_STATES) :], sum(parts.values())]
+        lines.append([length_of(how.tokens), str(how.ranks), *map(_gib, figures)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _length(tokens: int) -> str:
+def length_of(tokens: int) -> str:
     """Write a length as benchmarks do.
 
-    >>> _length(1 << 17), _length(1 << 20)
+    >>> length_of(1 << 17), length_of(1 << 20)
     ('128k', '1M')
     """
     return f"{tokens / 2**20:g}M" if tokens >= 1 << 20 else f"{tokens / 2**10:g}k"
@@ -125,35 +141,56 @@ def _gib(number: int) -> str:
 
 
 def moments(sizes: Sizes, how: Training) -> dict[str, Parts]:
-    """Return the bytes of each cause at the moments that can be the peak."""
-    item = 4 if how.float32 else _ITEM
-    shard = item * -(-sizes.weights // how.ranks)
+    """Return the bytes of each cause at the moments that can be the peak.
+
+    FSDP2 gathers weights on one stream and sums gradients on another, and attention may compute on
+    more of them. PyTorch's allocator keeps memory for the stream that had it. So what these streams
+    ever hold, all gradients of the step before included, is no one else's.
+    """
+    shard = (4 if how.float32 else _ITEM) * -(-sizes.weights // how.ranks)
     token = _ITEM * sizes.dim * how.here
     kept, work = _layer(sizes, how)
     inputs = 2 * token if how.offload else sizes.layers * token
     saved = inputs if how.checkpoint else inputs + sizes.layers * kept
     last = work if how.checkpoint else work - kept
-    always = {"weights": shard, "moments": 2 * shard, "rest": _REST}
-    attention = _shared(sizes, how)
-    layer = _ITEM * sizes.of_layer
-    head = _ITEM * sizes.of_head
-    spread = how.ranks > 1
-    sums = 4 + 4 // how.ranks if spread else _ITEM  # bytes of a gradient while ranks sum it
+    layer, head, spread = _ITEM * sizes.of_layer, _ITEM * sizes.of_head, how.ranks > 1
+    streams = spread * (head + layer + 4 * sizes.of_head // how.ranks)
+    always = {
+        "weights": shard, "gradients": spread * shard, "moments": 2 * shard,
+        "attention": _of_attention(sizes, how), "rest": _rest(sizes, how),
+    }  # fmt: skip
     return {
         "loss": always | {
-            "FSDP": spread * (head + layer), "inputs": saved + 2 * token,
-            "attention": attention, "logits": _logits(sizes, how) + token,
-            "gradients": 2 * head,
+            "FSDP": streams + spread * head, "inputs": saved + 2 * token,
+            "loss": _logits(sizes, how) + token + 2 * head,
         },
         "backward of the last layer": always | {
-            "FSDP": spread * 3 * layer + sums * sizes.of_head,
-            "inputs": saved + token, "layer": last, "attention": attention,
+            "gradients": shard if spread else head, "inputs": saved + token, "layer": last,
+            "FSDP": streams + spread * (layer + 4 * sizes.of_head),
         },
         "backward of the first layer": always | {
-            "gradients": shard, "FSDP": spread * (2 * layer + head) + sums * layer // 2,
-            "inputs": token, "layer": last, "attention": attention,
+            "gradients": shard if spread else shard - head, "inputs": token, "layer": last,
+            "FSDP": streams + spread * (layer + 4 * sizes.of_layer),
         },
+        "step of the optimizer": always | {"gradients": shard, "FSDP": streams},
     }  # fmt: skip
+
+
+def _rest(sizes: Sizes, how: Training) -> int:
+    """Return the bytes of NCCL and of loaded kernels, and those that the allocator can't use.
+
+    A large tensor needs a hole as large: one of the feed-forward's width stays empty, and where
+    gradients are on the same stream, too, one of the head's weights.
+    """
+    if how.ranks == 1:
+        return _KERNELS + _widest(sizes, how) + _ITEM * sizes.of_head
+    return _KERNELS + _NCCL + _widest(sizes, how)
+
+
+def _widest(sizes: Sizes, how: Training) -> int:
+    """Return the bytes of the largest tensor of a layer."""
+    chunk = how.here if how.chunk is None else min(how.chunk, how.here)
+    return _ITEM * max(chunk * sizes.ffn, how.here * sizes.heads * sizes.width)
 
 
 def _layer(sizes: Sizes, how: Training) -> tuple[int, int]:
@@ -184,17 +221,32 @@ def _shape(sizes: Sizes) -> KVShape:
     return KVShape(1, sizes.heads, sizes.key_heads, sizes.width, sizes.width, _ITEM)
 
 
-def _shared(sizes: Sizes, how: Training) -> int:
-    """Return the bytes of own keys and gradients that other ranks read: two slots of each."""
-    shape = _shape(sizes)
-    return (how.ranks > 1) * 2 * how.here * (shape.token_bytes + shape.grad_bytes)
+def _of_attention(sizes: Sizes, how: Training) -> int:
+    """Return the bytes that other ranks read, and of side streams where calls overlap.
+
+    What others read has two slots: own keys, and gradients of theirs. With few tokens calls overlap
+    on four streams, whose memory is not given to others before all have waited for it.
+    """
+    if how.ranks == 1:
+        return 0
+    work, at_once, shape = _exchange(sizes, how)
+    pieces = chain.from_iterable(each.pieces for each in rounds_of(work, at_once))
+    longest, widest = max(map(count, work.keys)), max(map(tokens, pieces))
+    q = _ITEM * how.here * sizes.heads * sizes.width
+    overlapping = _SIDE * q if is_small(work, shape, H200) else 0
+    return 2 * (longest * shape.token_bytes + widest * shape.grad_bytes) + overlapping
 
 
 def _of_peers(sizes: Sizes, how: Training) -> int:
     """Return the bytes of peers' keys and gradients while backward of attention runs."""
     if how.ranks == 1:
         return 0
+    work, at_once, shape = _exchange(sizes, how)
+    return held_by_gather(max(map(count, work.keys)), at_once, shape)
+
+
+def _exchange(sizes: Sizes, how: Training) -> tuple[Workload, int, KVShape]:
+    """Return what ranks exchange, and from how many owners at once."""
     shape, every = _shape(sizes), all_segments("zigzag", how.ranks, how.tokens)
     work = Workload(every, every, Mask(causal=True))
-    at_once = owners_at_once(MOST_MEMORY, work, shape)
-    return held_by_gather(max(map(count, every)), at_once, shape)
+    return work, owners_at_once(MOST_MEMORY, work, shape), shape

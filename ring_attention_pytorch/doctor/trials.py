@@ -18,6 +18,7 @@ from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.sharding import shard_sequence
 from ring_attention_pytorch.plan.explain import explain_plan
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.progress import counted, show
 from ring_attention_pytorch.ranks.ring import Ring
 
 # the largest relative error of out or a gradient: some hundred times the usual error
@@ -93,24 +94,23 @@ def explained(
 
 
 def _trial(rank: int, device: str) -> Trial:
-    del rank
     torch.set_num_threads(1)
+    if rank == 0:
+        show()
     return trial(device)
 
 
 def trial(device: str) -> Trial:
     """Run all trials on this rank; all ranks of the default group call this together."""
     found = []
-    for name in KERNELS:
-        if why_not(name, device) is not None:
-            continue
+    pairs = [(name, by) for name in KERNELS if why_not(name, device) is None for by in TRANSPORTS]
+    for name, transport in counted(pairs, "trying", len(pairs), "kernels and transports"):
         dtype = request(name, device).dtype
-        for transport in TRANSPORTS:
-            try:
-                error = _error(name, transport, dtype, device)
-            except Exception as problem:
-                raise RuntimeError(f"{name}, {transport}: {problem}") from problem
-            found.append(Parity(name, transport, str(dtype), error, ALLOWED[dtype]))
+        try:
+            error = _error(name, transport, dtype, device)
+        except Exception as problem:
+            raise RuntimeError(f"{name}, {transport}: {problem}") from problem
+        found.append(Parity(name, transport, str(dtype), error, ALLOWED[dtype]))
     ring = Ring()
     bandwidth = _bandwidth(ring, device)
     plan = RingPlan.make(*SIZES[device].tensors(device), causal=True, layout="zigzag")

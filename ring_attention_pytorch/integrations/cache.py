@@ -36,6 +36,7 @@ from ring_attention_pytorch.integrations.masks import Visible, visible_by
 from ring_attention_pytorch.integrations.recurrent import recurrent_layers, spread_chunk
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
 from ring_attention_pytorch.plan.placement import current
+from ring_attention_pytorch.progress import counted
 from ring_attention_pytorch.ranks.agreement import Check, agree, error_of
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.digests import digest
@@ -313,8 +314,10 @@ class RingHFCache(Cache):
         places = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
         name = "cache" if "cache" in inspect.signature(model.forward).parameters else None
         given = {name or "past_key_values": self, "use_cache": True}
-        for at in range(begin, length, chunk_size or max(1, length)):
-            end = min(at + (chunk_size or length), length)
+        size = chunk_size or max(1, length)
+        chunks = range(begin, length, size)
+        for at in counted(chunks, "prompt", length - begin, "tokens", lambda _: size):
+            end = min(at + size, length)
             mine = self._mine(end - at, input_ids.device)
             if attention_mask is not None:
                 given["attention_mask"] = attention_mask[:, :end]

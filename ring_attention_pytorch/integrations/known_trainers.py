@@ -18,6 +18,7 @@ _LOSSES = {
     "trl.trainer.kto_trainer.KTOTrainer": PROBABILITIES,
     "trl.trainer.reward_trainer.RewardTrainer": SCORES,
     "trl.trainer.grpo_trainer.GRPOTrainer": AFTER_GENERATION,
+    "axolotl.core.trainers.base.AxolotlTrainer": TOKENS,  # without orpo_alpha
 }
 _COMPUTE = ("compute_loss", "_compute_loss", "training_step", "prediction_step")
 

@@ -23,6 +23,7 @@ from ring_attention_pytorch.nn.layer_caches import LayerCache, Reading, TokenChu
 from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.plan.placement import current
+from ring_attention_pytorch.progress import counted
 from ring_attention_pytorch.ranks.agreement import agree, error_of, typed
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.digests import digest
@@ -234,7 +235,8 @@ class Generation:
                 kernel=kernel, starts=starts, cache_dtype=cache_dtype,
             )
         )  # fmt: skip
-        for chunk in ids[:, :-1].split(prefill_chunk_size or ids.shape[1], dim=1):
+        chunks = ids[:, :-1].split(prefill_chunk_size or n, dim=1)
+        for chunk in counted(chunks, "prompt", n - 1, "tokens", lambda chunk: chunk.shape[1]):
             if chunk.shape[1]:
                 decoder.prefill(chunk)
         draw = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
@@ -254,7 +256,7 @@ class Generation:
         found = [ids]
         ended = torch.zeros_like(ids[:, :1], dtype=torch.bool)
         of_ends = torch.tensor(ends, dtype=ids.dtype, device=ids.device)
-        for _ in range(new):
+        for _ in counted(range(new), "generation", new, "tokens"):
             hidden = decoder.hidden(found[-1][:, -1:].clamp(min=0))
             token = ids.new_empty((len(ids), 1))
             if ring.rank == 0:

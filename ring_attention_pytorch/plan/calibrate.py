@@ -21,6 +21,7 @@ from ring_attention_pytorch.comm.symmetric_memory import shared_by
 from ring_attention_pytorch.geometry.segments import Segment
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.kernels import SelectedKernel
+from ring_attention_pytorch.progress import say
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock, Residuals, ScoreMods
@@ -60,8 +61,10 @@ def calibrated(
     links_known, speeds_known = zip(*map(json.loads, notes))
     with torch.no_grad(), torch.autocast(like.device.type, enabled=False):
         if not all(links_known):
+            say("measuring the links of %d ranks", ring.size)
             known[links] = _slowest(ring, _links(ring, degree, like.device))
         if not all(speeds_known):
+            say("measuring the kernel %s", kernel.name)
             known[speeds] = _slowest(ring, _kernel(kernel, shape, like))
     return with_measured(machine, known[links] | known[speeds], shape)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.progress import say
 from ring_attention_pytorch.runtime.tape import opaque, prepared, recording
 
 logger = logging.getLogger("ring_attention_pytorch")
@@ -152,7 +153,7 @@ def _compile(calls: Sequence[KernelCall], mode: AbstractContextManager[Any] | No
 def _log(call: KernelCall, begin: float, future: Future[Any] | None = None) -> None:
     if future is None or future.exception() is None:
         seconds = time.perf_counter() - begin
-        logger.info("%s is compiled, %.1f s", call.kernel.fn.__name__, seconds)
+        say("%s is compiled, %.1f s", call.kernel.fn.__name__, seconds)
 
 
 def _forget_failed(kernel: Any) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bursts, peers, timeline
 from benchmarks.lib import spans, transformer_engine
 from benchmarks.lib.jobs import by_torchrun
 from ring_attention_pytorch.geometry.layouts import positions
@@ -161,13 +160,6 @@ def test_parts_of_a_timeline_sum_to_the_whole() -> None:
     assert parts.transfer == sum(m and not a for m, a in zip(moves, attends))
     assert parts.attention + parts.transfer + parts.other == sum(busy)
     assert sum(parts[:4]) == parts.whole
-
-
-@pytest.mark.parametrize("module", [bursts, peers, timeline])
-def test_help_is_the_docstring(module: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        module.main(["--help"])
-    assert module.__doc__ in capsys.readouterr().out
 
 
 def test_examples_are_as_shown() -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from importlib import import_module
@@ -46,6 +47,20 @@ def test_an_example_says_its_options_without_processes(name: str) -> None:
     said = CliRunner().invoke(import_module(f"examples.{name}").main, ["--help"])
     assert (said.exit_code, said.exception) == (0, None)
     assert "Usage:" in said.output
+
+
+@pytest.mark.parametrize(
+    "name", [file.stem for file in EXAMPLES if "ArgumentParser(" in file.read_text()]
+)
+def test_an_example_without_options_says_what_it_is(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(ROOT / "examples" / f"{name}.py")
+    monkeypatch.setattr(sys, "argv", [file, "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(file, run_name="__main__")
+    assert end.value.code == 0
+    assert f"examples/{name}.py" in capsys.readouterr().out
 
 
 def test_an_example_of_many_processes_alone_says_how_it_is_started() -> None:

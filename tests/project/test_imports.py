@@ -44,8 +44,8 @@ BELOW["doctor"] = BELOW["nn"] | {"nn", "training", "launch"}
 BELOW["__main__"] = {"doctor"}
 BELOW["compat"] = {*BELOW} - {"routing", "schedule", "recurrent"}
 BELOW["__init__"] = {*BELOW}
-BELOW["arguments"] = BELOW["svg"] = set()
-EVERYBODY = {"arguments", "svg"}  # are used by all, and use nothing
+BELOW["arguments"] = BELOW["progress"] = BELOW["svg"] = set()
+EVERYBODY = {"arguments", "progress", "svg"}  # are used by all, and use nothing
 # calls upwards: a method of what is below, in whose body the import stands; no other circle may be
 UPWARDS = {"plan.ring_plan": "warm_up"}
 # point-to-point and collectives are nobody else's business

@@ -1,12 +1,14 @@
 """What the site is made of. `make site` builds it strictly, with all links and anchors checked."""
 
 import re
+import shutil
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import ring_attention_pytorch
+from docs.check_widths import BROWSERS, too_wide
 from docs.site_links import on_page_markdown
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +52,27 @@ def test_links_out_of_the_docs_lead_to_the_repository(page, link, becomes):
     assert alone == f"see {wanted}."
 
 
+def test_a_picture_leads_to_itself():
+    given = "![which rank](../layouts.svg)\nand"
+    found = on_page_markdown(given, Page("guide/sharding.md"), {"repo_url": None}, None)
+    assert found == "[![which rank](../layouts.svg)](../layouts.svg)\nand"
+
+
 def test_a_link_out_of_the_docs_that_leads_nowhere_is_an_error():
     with pytest.raises(ValueError, match=r"guide: ../../gone\.py leads nowhere"):
         on_page_markdown("[x](../../gone.py)", Page("guide/meshes.md"), {"repo_url": None}, None)
+
+
+@pytest.mark.thorough
+def test_a_browser_finds_what_is_too_wide(tmp_path: Path) -> None:
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip("no browser is installed")
+    row = "<tr>" + "<td>0.123456789</td>" * 10 + "</tr>"
+    for name, table in {"wide": row * 2, "narrow": "<tr><td>1</td></tr>"}.items():
+        style = "<style>table { display: inline-block; max-width: 100%; overflow: auto }</style>"
+        body = f"<header></header><details class=md-typeset><table>{table}</table></details>"
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.html").write_text(f"<!doctype html>{style}{body}")
+    found = too_wide(tmp_path, browser)
+    assert [each[:3] for each in found] == [("/wide/index.html", 390, "table")]

@@ -1,10 +1,11 @@
-"""verl's engine trains over a ring as plain PyTorch does alone.
+"""Trainers of axolotl and verl train over a ring as transformers or plain PyTorch do alone.
 
-Where verl is not installed, a stub stands for the class that the example derives from. torchtitan
-and Lightning are in tests/project/test_training_runs.py and test_hf_examples.py.
+Where a package is not installed, stubs stand for the classes that an example derives from.
+torchtitan and Lightning are in tests/project/test_training_runs.py and test_hf_examples.py.
 """
 
 import sys
+import tempfile
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tests.support.trainers import causal, in_double
+from tests.support.trainers import as_launched, causal, in_double, texts
 
 STEPS = 10
 
@@ -41,6 +42,71 @@ def example(name: str, **stubs: dict[str, Any]) -> ModuleType:
         sys.modules.pop(f"examples.{name}", None)
         return import_module(f"examples.{name}")
 
+
+# --- axolotl ---
+
+
+def stubs_of_axolotl() -> dict[str, dict[str, Any]]:
+    """Its modules, with what its classes do to transformers' Trainer."""
+    from transformers import Trainer
+
+    class AxolotlTrainer(Trainer):
+        __module__, __qualname__ = "axolotl.core.trainers.base", "AxolotlTrainer"
+
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            self.model_accepts_loss_kwargs = False  # it looks at the model inside a Llama
+
+        def compute_loss(self, *given: Any, **more: Any) -> Any:
+            return super().compute_loss(*given, **more)
+
+    return dict(
+        axolotl__integrations__base={"BasePlugin": object},
+        axolotl__core__trainers__base={"AxolotlTrainer": AxolotlTrainer},
+    )
+
+
+def losses_of(ring: bool) -> list[float]:
+    """For a pool: the losses of ten steps, by axolotl's hooks or by transformers' Trainer alone."""
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    more: dict[str, Any] = {}
+    with as_launched(), in_double(), tempfile.TemporaryDirectory() as folder:
+        model, kind = causal("sdpa"), Trainer
+        if ring:
+            plugin = example("axolotl_plugin", **stubs_of_axolotl()).RingPlugin()
+            plugin.pre_model_load({})
+            plugin.post_model_load({}, model)
+            kind, more = plugin.get_trainer_cls({}), plugin.get_training_args({})
+        args = TrainingArguments(
+            output_dir=folder, use_cpu=True, max_steps=STEPS, optim="sgd", learning_rate=0.5,
+            per_device_train_batch_size=2, save_strategy="no", logging_steps=1, disable_tqdm=True,
+            report_to=[], dataloader_pin_memory=False, **more,
+        )  # fmt: skip
+        samples = Dataset.from_list(texts(2 * STEPS)).with_format("torch")
+        trainer = kind(model=model, args=args, train_dataset=samples)
+        trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.thorough
+def test_axolotl_trains_over_a_ring_as_transformers_alone(pools: Any) -> None:
+    pytest.importorskip("datasets")
+    want = losses_of(ring=False)
+    assert len({*want}) == STEPS
+    for found in pools(2).run(losses_of, True):
+        assert found == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sample_packing", "rl", "orpo_alpha"])
+def test_the_plugin_of_axolotl_refuses_what_is_not_spread(name: str) -> None:
+    plugin = example("axolotl_plugin", **stubs_of_axolotl()).RingPlugin()
+    with pytest.raises(ValueError, match=f"{name} must be off"):
+        plugin.pre_model_load({name: True})
+
+
+# --- verl ---
 
 LENGTHS = (7, 12, 5)
 

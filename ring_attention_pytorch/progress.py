@@ -1,0 +1,69 @@
+"""Progress of long work, in lines of the logger "ring_attention_pytorch.progress".
+
+    measuring the links of 4 ranks
+    training: 1 of 500 steps, 14 s
+    prompt: 262144 of 1048576 tokens, 21 s
+
+They are of level INFO, so a program that did not ask for that level stays silent. Commands of this
+project call `show`.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+logger = logging.getLogger("ring_attention_pytorch.progress")
+_FIRST, _EVERY = 1.0, 5.0  # seconds before a line of the same work
+_T = TypeVar("_T")
+
+
+class _Stderr(logging.Handler):
+    """A handler that prints lines to what stderr is now."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+def show() -> None:
+    """Print progress to stderr, unless this is another process of torchrun than the first."""
+    if os.environ.get("RANK", "0") != "0" or logger.handlers:
+        return
+    logger.addHandler(_Stderr())
+    logger.setLevel(logging.INFO)
+
+
+def say(text: str, *values: object) -> None:
+    """Say what takes long from here on, as `logging` formats it."""
+    logger.info(text, *values)
+
+
+def counted(
+    items: Iterable[_T], work: str, total: int, unit: str, size: Callable[[_T], int] | None = None
+) -> Iterator[_T]:
+    """Yield items, and say how many are done: after a second, then every five.
+
+    Args:
+        items: what the work is done on, one by one.
+        work: its name.
+        total: of all items.
+        unit: counted, such as "tokens".
+        size: an item's share of the total; None is one each.
+
+    >>> [*counted("ab", "letters", 2, "letters")]
+    ['a', 'b']
+    """
+    if not logger.isEnabledFor(logging.INFO):
+        yield from items
+        return
+    begin, done = time.perf_counter(), 0
+    due = begin + _FIRST
+    for item in items:
+        yield item
+        done += 1 if size is None else size(item)
+        if (now := time.perf_counter()) >= due:
+            so_far = min(done, total)  # the last item may be smaller
+            logger.info("%s: %d of %d %s, %.0f s", work, so_far, total, unit, now - begin)
+            due = now + _EVERY
