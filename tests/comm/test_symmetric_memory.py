@@ -39,7 +39,7 @@ def test_both_slots_of_a_buffer_start_where_any_dtype_may(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     monkeypatch.setattr(symmetric_memory, "Ring", lambda group: Ring.alone())
-    space = symmetric_memory.SymmetricWorkspace(group, torch.device("cpu"))
+    space = symmetric_memory.SymmetricWorkspace(group, torch.device("cpu"), Ring.alone(), range(2))
     space.reserve(None, keys=22_369_622, grads=5)
     assert space.keys.nbytes >= 22_369_622
     assert space.keys.nbytes % 512 == space.grads.nbytes % 512 == 0
