@@ -16,6 +16,7 @@ of both machines, and one GPU is that of all four ranks, for which NCCL takes ea
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -57,6 +58,7 @@ from tests.support.ranks import take_gpu
 ROOT = Path(__file__).parents[2]
 HEADS, D = 32, 128
 BOUND = 1.5e-2  # of bfloat16's errors
+INSIDE = (("sdpa-cudnn", None), ("sdpa-cudnn", 0))  # kernel, and memory=
 KERNELS = ("sdpa-cudnn", "triton", "flash-attn-4")
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": dict(),
@@ -74,6 +76,10 @@ def start(machines: int, words: list[str]) -> int:
     gpus = 2 * machines if on_cpu else torch.cuda.device_count()
     each, running = max(2, gpus // machines), []
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     for number in range(machines):
         env = os.environ | {
             "NCCL_HOSTID": f"machine{number}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
@@ -82,15 +88,15 @@ def start(machines: int, words: list[str]) -> int:
         }  # fmt: skip
         if not on_cpu:
             mine = {(number * each + i) % gpus for i in range(each)}  # shared by machines, if few
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, sorted(mine)))
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[i] for i in sorted(mine))
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", str(machines),
             "--node-rank", str(number), "--nproc-per-node", str(each),
-            "--master-addr", "127.0.0.1", "--master-port", "29517",
+            "--master-addr", "127.0.0.1", "--master-port", str(port),
             "-m", "tests.gpu.machines", "--rank", *words,
         ]  # fmt: skip
         running.append(subprocess.Popen(command, env=env, cwd=ROOT))
-    return max(process.wait() for process in running)
+    return max(abs(process.wait()) for process in running)
 
 
 class Bench:
@@ -245,7 +251,7 @@ def inside(asked: argparse.Namespace, device: torch.device, attempt: Attempts) -
     for memory in (None, 0):
         attempt(f"eager, memory={memory}", partial(repeated, few, memory))
     bench = Bench(device, asked.tokens[0], 2)
-    for kernel, memory in (("sdpa-cudnn", None), ("sdpa-cudnn", 0), ("triton", None)):
+    for kernel, memory in INSIDE:
         attempt(f"{kernel}, memory={memory}", partial(compared, bench, kernel, memory))
 
 
@@ -371,10 +377,7 @@ def decoded(device: torch.device, sequences: int, directly: bool, held: int = 40
 
 
 def graphs(asked: argparse.Namespace, device: torch.device, attempt: Attempts) -> None:
-    """Say whether a CUDA graph holds messages between machines, and a whole forward and backward.
-
-    The first is NCCL's own, the second this library's: `in_graphs()` refuses it until both work.
-    """
+    """Say whether a CUDA graph holds messages between machines, and a whole step."""
     if device.type != "cuda":
         say("graphs need CUDA")
         return
@@ -382,7 +385,13 @@ def graphs(asked: argparse.Namespace, device: torch.device, attempt: Attempts) -
     bench = Bench(device, asked.tokens[0], 8)
     for name in ("gather by relays", "default"):
         attempt(f"{name}, in a graph", partial(step_in_graph, bench, name))
-    attempt("gather by relays, in_graphs", partial(in_own_graphs, bench, "gather by relays"))
+
+
+def own(asked: argparse.Namespace, device: torch.device, attempt: Attempts) -> None:
+    """Say what becomes of a plan with graphs of its own, which `in_graphs` refuses here."""
+    if device.type == "cuda":
+        bench = Bench(device, asked.tokens[0], 8)
+        attempt("gather by relays, in_graphs", partial(in_own_graphs, bench, "gather by relays"))
 
 
 def in_own_graphs(bench: Bench, name: str) -> str:
@@ -467,6 +476,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, torch.device, Attempts], None]] =
     "times": times,
     "decode": decode,
     "graphs": graphs,
+    "own": own,
 }
 
 
