@@ -10,7 +10,7 @@ and the relay sums these where they lie. `schedule/held_keys.py` decides the pla
     take(2)  copies of it
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,9 +48,9 @@ class HolderChannel(CopyChannel):
     ) -> None:
         super().__init__(fabric, program, own, totals)
         self.block: int = 0  # whose keys are written
-        self.arrived: dict[int, Tensors] = {}  # by sender
+        self.arrived: Mapping[int, Tensors] = {}  # by sender
 
-    def hold(self, transfer: Transfer, arrived: dict[int, Tensors]) -> None:
+    def hold(self, transfer: Transfer, arrived: Mapping[int, Tensors]) -> None:
         """Write own keys, or those that have arrived, to this rank's slot, and publish it."""
         self.block, self.arrived = transfer.block, arrived
         self.put(transfer)

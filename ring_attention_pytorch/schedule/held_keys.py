@@ -60,11 +60,12 @@ class Held(NamedTuple):
         for rank in there:
             chunks = []
             for chunk in pieces[rank]:
-                holder, first = there.get(chunk.owner), chunk.first
-                if holder is None:
-                    leg, holder, at = arrived[chunk.owner]
-                    span = Span(chunk.owner, chunk.cols.start, chunk.cols.stop)
-                    first = at.start + leg.find(span).start
+                if chunk.owner in there:
+                    chunks.append(chunk._replace(owner=there[chunk.owner]))
+                    continue
+                leg, holder, at = arrived[chunk.owner]
+                span = Span(chunk.owner, chunk.cols.start, chunk.cols.stop)
+                first = at.start + leg.find(span).start
                 chunks.append(Chunk(holder, first, chunk.segment))
             seen.append(tuple(chunks))
         parts = tuple((slice(0, tokens(chunks)),) for chunks in seen)

@@ -52,7 +52,7 @@ from ring_attention_pytorch.plan.over_machines import plan_crossing
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.graphs import with_graphs
 from ring_attention_pytorch.schedule import relays
-from tests.gpu.test_transports_gpu import delays
+from tests.support.late_streams import delays
 from tests.support.ranks import take_gpu
 
 ROOT = Path(__file__).parents[2]
