@@ -41,12 +41,11 @@ class Holders(CopyEngines):
 class HolderChannel(CopyChannel):
     """One call inside a machine; `arrived` has tensors from other machines, of the next round."""
 
-    fabric: Holders
-
     def __init__(
         self, fabric: Holders, program: Program, own: KVBlock, totals: KVGrads | None
     ) -> None:
         super().__init__(fabric, program, own, totals)
+        self.held: tuple[Held, ...] = fabric.held
         self.block: int = 0  # whose keys are written
         self.arrived: Mapping[int, Tensors] = {}  # by sender
 
@@ -57,7 +56,7 @@ class HolderChannel(CopyChannel):
         self.arrived = {}
 
     def _written(self) -> list[Tensor]:
-        held, me = self.fabric.held[self.block - 1], self.fabric.ring.rank
+        held, me = self.held[self.block - 1], self.fabric.ring.rank
         if not held.relayed:
             return super()._written()
         form = self.fabric.form(self.own, held.lengths[me], masks=True)
@@ -133,7 +132,7 @@ class MachineChannel(RelayChannel):
         super().__init__(fabric, program, own, totals)
         copies, part = fabric.inside(program, totals is not None)
         self.near: HolderChannel = HolderChannel(copies, part, own, totals)
-        self.held: tuple[Held, ...] = copies.held
+        self.held: tuple[Held, ...] = self.near.held
 
     def put(self, transfer: Transfer) -> None:
         super().put(transfer)
