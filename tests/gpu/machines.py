@@ -231,7 +231,7 @@ def rank(asked: argparse.Namespace) -> None:
 def right(asked: argparse.Namespace, device: torch.device, attempt: Attempts) -> None:
     """Say the errors of each kernel, by relays and by default."""
     bench = Bench(device, asked.tokens[0], 8)
-    for kernel in KERNELS if device.type == "cuda" else ("sdpa", "eager"):
+    for kernel in asked.kernels if device.type == "cuda" else ("sdpa", "eager"):
         for name in ("gather by relays", "default"):
 
             def error(name: str = name, kernel: str = kernel) -> str:
@@ -488,6 +488,7 @@ def main() -> int:
     ask.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
     ask.add_argument("--key-heads", type=int, nargs="+", default=[8, 2, 1])
     ask.add_argument("--only", nargs="+", default=[*PARTS], choices=[*PARTS])
+    ask.add_argument("--kernels", nargs="+", default=KERNELS, help="that are right")
     ask.add_argument("--within", type=float, default=600.0, help="seconds")
     ask.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     asked = ask.parse_args()
