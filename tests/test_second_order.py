@@ -77,7 +77,9 @@ def test_shared_memory_carries_tangents():
         ring, job = plan.ring, plan.chosen.shape
         pairs = job._replace(d=2 * job.d, d_v=2 * job.d_v)
         if ring.rank not in made:
-            shared = PeerGroup(threads.ThreadSpace(ring), None, tuple(range(ring.size)))
+            shared = PeerGroup(
+                threads.ThreadSpace(ring.hub, ring.rank), None, tuple(range(ring.size))
+            )
             made[ring.rank] = by_copy_engines(ring, plan.blocks, 2, pairs, shared)
         gather = made[ring.rank]
         return replace(gather, fabric=replace(gather.fabric, ring=ring))

@@ -5,6 +5,7 @@ no multiprocessors. An owner sums its gradients on that stream. It sums copies o
 no compute is left to hide the copies, reads peers' memory.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,6 @@ from ring_attention_pytorch.runtime.streams import side_stream_after_others
 from ring_attention_pytorch.schedule.pieces import (
     Chunks,
     Round,
-    Workload,
     most_in_front,
     places,
     tokens,
@@ -60,17 +60,21 @@ class CopyEngines(SharedMemory):
         """List the keys that this rank pulls from each owner, by stage."""
         made = program.blocks[block].made
         if ("keys", id(made)) not in self.known:
-            self.known["keys", id(made)] = self._sources(program.workload, made)
+            self.known["keys", id(made)] = self._sources(self.lengths(program, block), made)
         return self.known["keys", id(made)]
 
-    def _sources(self, workload: Workload, made: Round) -> list[list[Source]]:
+    def lengths(self, program: Program, block: int) -> Sequence[int]:
+        """Return how many keys each rank publishes for a block: all of its own."""
+        return [*map(count, program.workload.keys)]
+
+    def _sources(self, lengths: Sequence[int], made: Round) -> list[list[Source]]:
         pieces, stages = made.pieces[self.ring.rank], []
         for stage in made.stages:
             sources = []
             for distance in chain.from_iterable(stage):
                 owner = (self.ring.rank - distance) % self.ring.size
                 moves = tuple((piece.cols, here) for piece, here in places(pieces, owner))
-                sources.append(Source(self.ranks[owner], count(workload.keys[owner]), moves))
+                sources.append(Source(self.ranks[owner], lengths[owner], moves))
             if len(made.stages) > 1:
                 stages.append([source.joined() for source in sources])
             else:

@@ -48,10 +48,13 @@ class Relays(Messages):
     def route(self, program: Program, transfer: Transfer) -> Route:
         """Return this rank's messages of a transfer, of keys or back. Cached."""
         if transfer not in self.routes:
-            block = transfer.block if transfer.kind == KEYS else transfer.source
-            pieces = [program.chunks(block, rank) for rank in range(self.ring.size)]
-            self.routes[transfer] = Route.of(pieces, self.machines, self.ring.rank)
+            self.routes[transfer] = self._made(program, transfer)
         return self.routes[transfer]
+
+    def _made(self, program: Program, transfer: Transfer) -> Route:
+        block = transfer.block if transfer.kind == KEYS else transfer.source
+        pieces = [program.chunks(block, rank) for rank in range(self.ring.size)]
+        return Route.of(pieces, self.machines, self.ring.rank)
 
 
 class Sums(NamedTuple):

@@ -1,6 +1,6 @@
 """Symmetric memory: all ranks of an NVLink domain can read it, in a fixed order of use."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -13,13 +13,15 @@ from torch.distributed import ProcessGroup
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.ranks.failures import timeout_of
 from ring_attention_pytorch.ranks.guard import Barrier, Board
-from ring_attention_pytorch.ranks.machines import machine_name
+from ring_attention_pytorch.ranks.machines import are_apart, machine_name
+from ring_attention_pytorch.ranks.notes import companion, groups_so_far
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.ranks.steps import Steps
 from ring_attention_pytorch.runtime.graph_pool import outside_graph_pool
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.streams import captures_for_good, capturing, current_stream
 from ring_attention_pytorch.runtime.tape import opaque, prepared
+from ring_attention_pytorch.schedule.relays import members
 
 _MOST_CACHED = 1024  # views of a buffer, and tables of it
 _SLOTS = {"keys": 2, "grads": 2, "swaps": 1}
@@ -173,8 +175,12 @@ def allocate(
 ) -> tuple[Tensor, list[Tensor], object]:
     """Allocate zeros that all ranks can access; return own memory, every rank's, and a handle.
 
-    All ranks of the group call this together.
+    All ranks of the group call this together. The memory of one rank alone is any memory.
     """
+    if group.size() == 1:
+        with torch.inference_mode(False):
+            alone = torch.zeros(shape, dtype=dtype, device=device)
+        return alone, [alone], None
     import torch.distributed._symmetric_memory as symmetric
 
     # memory made in inference mode could not be written outside of it, and memory comes from the
@@ -189,7 +195,8 @@ def allocate(
 class SymmetricWorkspace:
     """The buffers that the ranks of a group share, for all layers: keys, gradients, all-to-all.
 
-    All of them use the barriers of one `board`, in one order.
+    All of them use the barriers of one `board`, in one order. The group is a `whole` ring or some
+    `ranks` of it.
     """
 
     memory: Tensor
@@ -198,11 +205,14 @@ class SymmetricWorkspace:
     grads: SymmetricBuffer
     swaps: SymmetricBuffer
 
-    def __init__(self, group: ProcessGroup, device: torch.device):
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, whole: Ring, ranks: Sequence[int]
+    ) -> None:
         self.device: torch.device = device
-        self.steps: Steps = Ring(group).steps
+        self.steps: Steps = whole.steps
         self.memory, boards, self.handle = allocate(group, device, (2, group.size()), torch.int64)
-        self.board: Board = Board(device, group.rank(), boards, timeout_of(group).total_seconds())
+        patience = timeout_of(group).total_seconds()
+        self.board: Board = Board(device, group.rank(), boards, patience, ranks)
         for name in _SLOTS:
             setattr(self, name, self._buffer(group, name, 1 << 10))
         self.outgrown: list[SymmetricBuffer] = []  # still used by graphs that were captured
@@ -265,6 +275,7 @@ class PeerGroup(NamedTuple):
 
 
 _spaces: WeakKeyDictionary[ProcessGroup, SymmetricWorkspace | None] = WeakKeyDictionary()
+_near_spaces: WeakKeyDictionary[ProcessGroup, PeerGroup | None] = WeakKeyDictionary()
 
 
 def shared_by(ring: Ring, device: torch.device) -> PeerGroup | None:
@@ -284,20 +295,68 @@ def space_of(group: ProcessGroup, device: torch.device) -> SymmetricWorkspace | 
     All ranks of the group call this together and get the same answer.
     """
     if group not in _spaces:
-        ring, space = Ring(group), None
+        ring = Ring(group)
         notes = [
             note.decode() for note in ring.gather_notes("hosts", _sharing_host(device).encode())
         ]
-        if "" not in notes and len(set(notes)) == 1:
-            with suppress(RuntimeError):  # no peer access, or no way to share memory
-                space = SymmetricWorkspace(group, device)
-            if b"" in ring.gather_notes("space", b"here" if space is not None else b""):
-                space = None
-        if space is not None:
-            ring.steps.watch(space.board)
-            space.board.wait_for_all("the first meeting")  # compiles the kernel
-        _spaces[group] = space
+        alike = "" not in notes and len(set(notes)) == 1
+        _spaces[group] = _agreed_space(ring, group if alike else None, range(ring.size), device)
     return _spaces[group]
+
+
+def near_by(ring: Ring, device: torch.device, together: int | None = None) -> PeerGroup | None:
+    """Return the workspace of this rank's machine; None unless there are several with one each.
+
+    Ranks on other machines are -1 in it. Ranks of the group are neighbours by so many `together`,
+    which must be on one machine: by default, those who are in other rings of this size. All ranks
+    of the group call this together and get the same answer.
+    """
+    if device.type != "cuda" or (found := ring.shared()) is None:
+        return None
+    group, places = found
+    whole = Ring(group)
+    if not any(whole.machines) or are_apart(whole.machines, together or whole.size // ring.size):
+        return None
+    if group not in _near_spaces:
+        _near_spaces[group] = _near_space(whole, device)
+    near = _near_spaces[group]
+    if near is None:
+        return None
+    return near._replace(ranks=tuple(near.ranks[place] for place in places))
+
+
+def _near_space(whole: Ring, device: torch.device) -> PeerGroup | None:
+    """Make the group and the workspace of each machine of a ring; None if any machine has none.
+
+    A group's name has the number of groups before it, so that ranks of a machine must have made
+    equally many.
+    """
+    machines, group = whole.machines, whole.group
+    mine = members(machines, machines[whole.rank])
+    sharing = str(groups_so_far()) if _sharing_host(device) else ""
+    notes = whole.gather_notes("groups of machines", sharing.encode())
+    if group is None or b"" in notes or len({*zip(machines, notes)}) != len({*machines}):
+        return None
+    near = companion(group, [whole.ranks[rank] for rank in mine])
+    space = _agreed_space(whole, near, mine, device)
+    ranks = tuple(mine.index(rank) if rank in mine else -1 for rank in range(whole.size))
+    return None if space is None else PeerGroup(space, near, ranks)
+
+
+def _agreed_space(
+    whole: Ring, group: ProcessGroup | None, ranks: Sequence[int], device: torch.device
+) -> SymmetricWorkspace | None:
+    """Make the workspace of a group of some ranks; None if any rank of the whole ring has none."""
+    space = None
+    if group is not None:
+        with suppress(RuntimeError):  # no peer access, or no way to share memory
+            space = SymmetricWorkspace(group, device, whole, ranks)
+        if b"" in whole.gather_notes("space", b"here" if space is not None else b""):
+            space = None
+    if space is not None:
+        whole.steps.watch(space.board)
+        space.board.wait_for_all("the first meeting")  # compiles the kernel
+    return space
 
 
 def _sharing_host(device: torch.device) -> str:

@@ -10,17 +10,19 @@ import torch
 from ring_attention_pytorch.comm.fabric import Fabric
 from ring_attention_pytorch.comm.fabric_copies import CopyEngines
 from ring_attention_pytorch.comm.fabric_kernels import OneStream
+from ring_attention_pytorch.comm.fabric_machines import MachineMemory
 from ring_attention_pytorch.comm.fabric_messages import Messages
 from ring_attention_pytorch.comm.fabric_relays import Relays
 from ring_attention_pytorch.comm.gather import Gather
 from ring_attention_pytorch.comm.send_recv import SendRecv
-from ring_attention_pytorch.comm.symmetric_memory import PeerGroup, shared_by
+from ring_attention_pytorch.comm.symmetric_memory import PeerGroup, near_by, shared_by
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import Transport
 from ring_attention_pytorch.schedule import steps
 from ring_attention_pytorch.schedule.arrangement import arrangements
 from ring_attention_pytorch.schedule.hardware import H200, Hardware
+from ring_attention_pytorch.schedule.held_keys import most_held
 from ring_attention_pytorch.schedule.pieces import (
     KVShape,
     Workload,
@@ -95,15 +97,18 @@ def make_transport(
             ring, blocks, at_once, kv_shape, shared, machine, own_low_priority, late
         )
     if name == "gather" and relays_spare(blocks, ring.machines):
-        return over_machines(ring, blocks, at_once, device)
+        return over_machines(ring, blocks, at_once, kv_shape, device)
     return TRANSPORTS[name].make(ring, blocks, at_once)
 
 
-def over_machines(ring: Ring, blocks: Workload, at_once: int, device: torch.device) -> Gather:
+def over_machines(
+    ring: Ring, blocks: Workload, at_once: int, kv_shape: KVShape, device: torch.device
+) -> Gather:
     """Make a gather whose keys cross to a machine once, in rounds of at most `at_once` owners.
 
-    All ranks of the ring call this together, and exchange a byte: NCCL connects a group in its
-    first exchange, for which it needs all ranks, and later ones may have no message for some.
+    Inside machines copies replace messages if each machine's ranks share memory. All ranks of the
+    ring call this together, and exchange a byte: NCCL connects a group in its first exchange, for
+    which it needs all ranks, and later ones may have no message for some.
     """
     if device.type == "cuda":
         ahead, behind = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
@@ -111,7 +116,13 @@ def over_machines(ring: Ring, blocks: Workload, at_once: int, device: torch.devi
         ring.exchange([(ahead, sent)], [(behind, room)]).wait()
     plan = by_relays(blocks, ring.machines, at_once)
     idle = not plan.forward.transfers
-    return Gather(plan, Relays(ring, idle, machines=ring.machines))
+    shared = None if idle else near_by(ring, device)
+    if shared is None:
+        return Gather(plan, Relays(ring, idle, machines=ring.machines))
+    memory = MachineMemory(ring, machines=ring.machines, shared=shared)
+    widest, longest = most_held(memory.inside(plan.backward, back=True)[0].held)
+    _reserve(shared, kv_shape, keys=longest, grads=widest)
+    return Gather(plan, memory)
 
 
 def make_one_stream(
@@ -203,7 +214,7 @@ def fabric_among(neighbours: Ring, most: int, device: torch.device) -> Fabric:
 
     It is shared memory if the ranks have any. All ranks of the group call this together.
     """
-    shared = shared_by(neighbours, device)
+    shared = shared_by(neighbours, device) or near_by(neighbours, device, neighbours.size)
     if shared is None:
         return Messages(neighbours)
     shared.space.reserve(shared.group, swaps=most)

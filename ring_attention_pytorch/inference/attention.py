@@ -26,6 +26,7 @@ from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.prefill import PromptChunk, plan_chunk, prefill
 from ring_attention_pytorch.inference.programs import Tuning
+from ring_attention_pytorch.inference.relayed_chunk import chunk_over
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.plan_cache import settings
 from ring_attention_pytorch.plan.ring_plan import RingPlan
@@ -347,7 +348,7 @@ def _agreed_chunk(
     _check_layout(layout, counts)
     cache.prepare(sum(counts), layer, in_graph=False)
     kept = len({note["plan"] for note in notes}) == 1
-    return PromptChunk(cache.ring, layout, counts), plan if kept else None
+    return chunk_over(cache.ring, layout, counts), plan if kept else None
 
 
 def _kind_of_chunk(given: Given, layout: LayoutOption, scores: Scores) -> tuple[object, ...]:

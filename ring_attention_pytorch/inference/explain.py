@@ -7,6 +7,7 @@ from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.chunk_costs import ChunkSizes
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.schedule.passing import passes, passes_spare
 from ring_attention_pytorch.schedule.relays import merge_route
 
 
@@ -84,9 +85,10 @@ def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: i
             f"new tokens alone; the cached keys, {elsewhere} from other ranks, stay where they are"
         )
     chunk, held = chunk_sizes(cache, heads, tokens, dtype)
+    sent, to = _chunk_sent(cache.ring, chunk)
     return (
-        f"sends {_mib(chunk.sent)} a layer while it computes, its part of the chunk to each other "
-        f"rank and results home: that depends on the chunk alone; the cached keys, {elsewhere} "
+        f"sends {_mib(sent)} a layer while it computes, its part of the chunk to each other "
+        f"rank{to} and results home: that depends on the chunk alone; the cached keys, {elsewhere} "
         f"from other ranks, stay where they are\n"
         f"takes {_mib(chunk.memory(held))} at most beside the cache"
     )
@@ -100,6 +102,19 @@ def _results(ring: Ring, nbytes: int) -> tuple[int, str]:
     others = len(route.receivers)
     crossing = f"{_mib(others * nbytes)} of it its machine's to {others} of other machines"
     return (len(route.near) - 1 + others) * nbytes, f"to each rank of its machine, {crossing}"
+
+
+def _chunk_sent(ring: Ring, chunk: ChunkSizes) -> tuple[int, str]:
+    """Return the bytes of a chunk that a rank sends, and which of them cross to other machines."""
+    machines, me = ring.machines, ring.rank
+    if not passes_spare(machines):
+        return chunk.sent, ""
+    way, mine = passes(machines, me), machines[me]
+    parts = len({*machines}) - 1
+    results = sum(machines[owner] != mine for owner in way.straight)
+    crossing = _mib(parts * chunk.message + results * chunk.result)
+    sent = way.sent * chunk.message + (ring.size - 1) * chunk.result
+    return sent, f" by relays, with {crossing} between machines,"
 
 
 def chunk_sizes(

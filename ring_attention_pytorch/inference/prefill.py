@@ -70,7 +70,7 @@ class PromptChunk(NamedTuple):
             form = Form.of(tensors, self.counts[me])
             message = form.pack(tensors, form.empty(device))
             sends = [(rank, message) for rank, _ in receives]
-        transfer = ring.exchange(_some(sends), _some(receives))
+        transfer = ring.exchange(some(sends), some(receives))
 
         def wait() -> list[list[Tensor]]:
             transfer.wait()
@@ -85,10 +85,10 @@ class PromptChunk(NamedTuple):
         """
         ring, me = self.ring, self.ring.rank
         ahead, behind = (me + places) % ring.size, (me - places) % ring.size
-        theirs, mine = _form(found, self.counts[ahead]), _form(found, self.counts[me])
+        theirs, mine = form_of(found, self.counts[ahead]), form_of(found, self.counts[me])
         message = theirs.pack(found, theirs.empty(found[0].device))
         came = mine.empty(message.device)
-        transfer = ring.exchange(_some([(ahead, message)]), _some([(behind, came)]))
+        transfer = ring.exchange(some([(ahead, message)]), some([(behind, came)]))
 
         def wait() -> Found:
             transfer.wait()
@@ -97,8 +97,23 @@ class PromptChunk(NamedTuple):
 
         return wait
 
+    def results(self, queries: Sequence[Tensor], attend: "Attend") -> list[Found]:
+        """Return all ranks' results for own queries; `queries` has the queries of each rank.
 
-def _form(found: Found, n: int) -> Form:
+        `attend` is attention to own cached keys. There are fewer results where some are merged.
+        """
+        ring, me = self.ring, self.ring.rank
+        arriving = []
+        for places in range(1, ring.size):
+            asked = queries[(me + places) % ring.size]
+            arriving.append(self.send_home(attend(asked), places))
+        return [attend(queries[me]), *[wait() for wait in arriving]]
+
+
+Attend = Callable[[Tensor], Found]
+
+
+def form_of(found: Found, n: int) -> Form:
     """Return the form of results for n queries."""
     out, lse = found
     b, _, h, d_v = out.shape
@@ -111,7 +126,7 @@ def _order(layout: Layout, ranks: int, length: int, device: torch.device) -> Ten
     return torch.cat(each).argsort().to(device)
 
 
-def _some(messages: Messages) -> list[tuple[int, Tensor]]:
+def some(messages: Messages) -> list[tuple[int, Tensor]]:
     """Leave out empty messages; both sides know which are empty."""
     return [(rank, t) for rank, t in messages if t.numel()]
 
@@ -191,19 +206,9 @@ def prefill(
         cached = CachedKeys.of(cache, layer, plan, q.dtype) if asks else None
         every = gathered()  # k, v and q of each rank
         if cached is not None:
-            for found in _by_all([each[2] for each in every], cached, chunk):
+            for found in chunk.results([each[2] for each in every], cached.attend):
                 result.add(all_rows, *found)
         out, lse = result.finalize()
     keys, values = (chunk.in_order([each[i] for each in every]) for i in (0, 1))
     cache.append(keys, values, layer)
     return out, lse
-
-
-def _by_all(queries: Sequence[Tensor], cached: CachedKeys, chunk: PromptChunk) -> list[Found]:
-    """Return every rank's results for own queries; `queries` has the queries of each rank."""
-    ring, me = chunk.ring, chunk.ring.rank
-    coming = []
-    for places in range(1, ring.size):
-        asked = queries[(me + places) % ring.size]
-        coming.append(chunk.send_home(cached.attend(asked), places))
-    return [cached.attend(queries[me]), *[wait() for wait in coming]]

@@ -109,13 +109,20 @@ class SharedGuard(Guard):
 class Board(SharedGuard):
     """A guard of ranks that share memory: they wait at barriers, each for a purpose.
 
-    Every rank's board is `[2, ranks]`. All ranks reach the same barriers in the same order.
+    Every rank's board is `[2, ranks]`. All ranks reach the same barriers in the same order. Texts
+    have the ranks' `names`, if these are some of a ring's.
     """
 
     def __init__(
-        self, device: torch.device, rank: int, boards: Sequence[Tensor], patience: float
+        self,
+        device: torch.device,
+        rank: int,
+        boards: Sequence[Tensor],
+        patience: float,
+        names: Sequence[int] = (),
     ) -> None:
         super().__init__(device, rank, boards, patience)
+        self._names: Sequence[int] = names or range(len(boards))
         self._kinds: dict[int, str] = {}  # of barriers, by their numbers
 
         from ring_attention_pytorch.ranks import _triton_guard as kernels
@@ -159,7 +166,7 @@ class Board(SharedGuard):
         self._fail(self.state, self.rank)
 
     def explained(self, rank: int, expected: int, came: int) -> str:
-        purpose = self._purpose(expected)
+        purpose, rank = self._purpose(expected), self._names[rank]
         if came == expected:  # `FAILED`, both
             return f"rank {rank} has failed"
         if came == -1:

@@ -40,3 +40,13 @@ def numbered(names: Sequence[Hashable]) -> tuple[int, ...]:
     """
     numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+
+
+def are_apart(machines: Sequence[int], together: int) -> bool:
+    """True if any neighbours, so many `together`, are not all on one machine.
+
+    >>> [are_apart((0, 0, 1, 1, 0, 0), together) for together in (1, 2, 3)]
+    [False, False, True]
+    """
+    starts = range(0, len(machines), together)
+    return any(len({*machines[at : at + together]}) > 1 for at in starts)

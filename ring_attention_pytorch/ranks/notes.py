@@ -242,13 +242,28 @@ def _host_group(group: ProcessGroup) -> ProcessGroup:
     if "cpu:" in str(dist.get_backend_config(group)):
         return group
     if group not in _host_groups:
-        ranks = dist.get_process_group_ranks(group)
-        companion: Any = dist.new_group(
-            ranks, timeout_of(group), backend="gloo", use_local_synchronization=True
-        )
-        _host_groups[group] = known(companion)
-        finalize(group, _end, ref(companion)).atexit = False
+        _host_groups[group] = companion(group, dist.get_process_group_ranks(group))
     return _host_groups[group]
+
+
+def companion(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
+    """Make a gloo group of some of a group's ranks, with its lifetime; only these call this.
+
+    `ranks` are those in the default group.
+    """
+    made: Any = dist.new_group(
+        [*ranks], timeout_of(group), backend="gloo", use_local_synchronization=True
+    )
+    finalize(group, _end, ref(made)).atexit = False
+    return known(made)
+
+
+def groups_so_far() -> int:
+    """Count the process groups of this process, by which PyTorch names the next one.
+
+    Ranks that make a group of some of them must have equally many.
+    """
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 def _end(companion: "ref[ProcessGroup]") -> None:

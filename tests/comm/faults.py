@@ -4,6 +4,16 @@ from tests.faults.mutant import Mutant
 
 ATTENTION = [
     Mutant(
+        "gradients of others' keys are added to own ones, too",
+        "comm/fabric_machines.py:MachineChannel._send_sums",
+        "[] if held.relayed else sums", "sums",
+    ),
+    Mutant(
+        "a relay writes a message where the one before begins",
+        "comm/fabric_machines.py:HolderChannel._written",
+        "room[:, at]", "room[:, : at.stop - at.start]",
+    ),
+    Mutant(
         "two parts leave something for the same queries", "comm/scheduled_transport.py:_parts",
         "if deferred: deferred.do() yield part", "yield part",
     ),

@@ -33,7 +33,7 @@ def test_no_two_ranks_pull_from_one_at_a_time(size, layout, causal):
     (group,) = rounds_of(work, size)
     for rank in range(size):
         ranks = tuple(range(size))
-        (sources,) = CopyEngines(Place(rank, size), None, ranks)._sources(work, group)
+        (sources,) = CopyEngines(Place(rank, size), None, ranks)._sources([8] * size, group)
         assert {m[0].stop - m[0].start for s in sources for m in s.moves} <= {4, 8}
         by_rank.append([s.rank for s in sources for _ in s.moves])
     for asked in zip_longest(*by_rank):

@@ -16,54 +16,16 @@ from ring_attention_pytorch.schedule.relays import crossing
 from tests.support import threads
 from tests.support.cases import Attention, check, check_in_threads, errors, oracle, shard
 from tests.support.features import together
+from tests.support.over_machines import CASES, CAUSAL, SHUFFLED, TWO, UNEVEN, planned
 from tests.support.random_cases import problem
 from tests.support.random_draw import draw
 from tests.support.second_order import Second
-
-TWO, UNEVEN, SHUFFLED = (0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 2, 2, 0, 1)
-MIDDLE = (0, 1, 1, 2, 2, 0)  # the ring begins in the middle of a machine
-CAUSAL = dict(causal=True, transport="gather")
-CASES = {
-    "zigzag": (dict(layout="zigzag", length=37), TWO),
-    "no mask": (dict(causal=False, length=16), UNEVEN),
-    "one key head": (dict(layout="zigzag", heads=6, key_heads=1, length=41), SHUFFLED),
-    "window": (dict(window=9, length=43, layout="zigzag"), MIDDLE),
-    "striped window": (dict(window=5, length=29, layout="striped"), UNEVEN),
-    "key mask": (dict(layout="zigzag", masked=True, length=33), SHUFFLED),
-    "an owner at a time": (dict(layout="zigzag", memory=0, length=48), SHUFFLED),
-    "two owners at a time": (dict(causal=False, memory=9000, length=23), (0, 0, 1, 0, 1)),
-    "softclamp, other sizes": (dict(softclamp=3.0, d_v=4, length=26, layout="zigzag"), MIDDLE),
-    "float32": (dict(layout="zigzag", dtype=torch.float32, length=24), UNEVEN),
-    "ulysses": (dict(layout="zigzag", ulysses=2, key_heads=1, length=50), (0,) * 4 + (1,) * 4),
-    "documents": (
-        dict(layout="zigzag", length=30, ids=((0,) * 9 + (1,) * 21, (0,) * 17 + (4,) * 13)), TWO,
-    ),
-    "borders": (
-        dict(length=31, borders=((0, 9, 22, 31),)), MIDDLE,
-    ),
-    "cross": (
-        dict(causal=False, cross=True, queries=(3, 0, 5, 2), keys=(4, 7, 0, 1)), UNEVEN,
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_attention_over_several_machines_is_dense_attention(name):
     options, machines = CASES[name]
     check_in_threads(Attention(**CAUSAL | options), len(machines), machines)
-
-
-def planned(case: Attention, machines: tuple[int, ...]) -> RingPlan:
-    tensors, _, _, _ = case.data()
-
-    def main(ring: threads.ThreadRing) -> RingPlan:
-        at, _ = case.places(ring.rank, ring.size)
-        mine = (t[:, at] for t in tensors)
-        return RingPlan.make(
-            *mine, **case.options(), layout=case.layout, group=ring, transport="gather"
-        )
-
-    return threads.run(len(machines), main, machines)[0][0]
 
 
 @pytest.mark.parametrize(

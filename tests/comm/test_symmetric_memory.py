@@ -1,13 +1,17 @@
 """Memory that ranks share: its tables, its halves, and how long it stays."""
 
+import os
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ring_attention_pytorch.comm import fused_copies, symmetric_memory
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricBuffer
-from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.ring import Ring, SubRing
 from ring_attention_pytorch.runtime import streams
 
 
@@ -39,7 +43,7 @@ def test_both_slots_of_a_buffer_start_where_any_dtype_may(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     monkeypatch.setattr(symmetric_memory, "Ring", lambda group: Ring.alone())
-    space = symmetric_memory.SymmetricWorkspace(group, torch.device("cpu"))
+    space = symmetric_memory.SymmetricWorkspace(group, torch.device("cpu"), Ring.alone(), range(2))
     space.reserve(None, keys=22_369_622, grads=5)
     assert space.keys.nbytes >= 22_369_622
     assert space.keys.nbytes % 512 == space.grads.nbytes % 512 == 0
@@ -90,3 +94,47 @@ def test_what_a_graph_reads_is_made_before_it_and_stays(monkeypatch):
     assert swaps.read_by_graphs == {made.table}
     assert fused_copies.table_of_pieces(swaps, "another", *pieces) is None
     assert fused_copies.table_of_pieces(buffer(), "one", *pieces) is None
+
+
+class Space:
+    """A workspace without memory."""
+
+    def __init__(self, group: ProcessGroup, *_: object) -> None:
+        self.group, self.board = group, mock.Mock(trouble=lambda: None)
+
+
+def near_of(extra: int, without: int) -> tuple[list[int], tuple[int, ...]] | None:
+    """For a pool: who shares memory with this rank, ranks 1 and 3 being on a machine of their own.
+
+    Rank `extra` has a group of itself beside, and rank `without` can share nothing.
+    """
+    me, device = dist.get_rank(), torch.device("cuda", 0)
+    alone = [dist.new_group([me], use_local_synchronization=True)] if me == extra else []
+    name = "" if me == without else "some machine"
+    with (
+        mock.patch.dict(os.environ, RING_ATTENTION_MACHINE=f"m{me % 2}"),
+        mock.patch.object(symmetric_memory, "SymmetricWorkspace", Space),
+        mock.patch.object(symmetric_memory, "_sharing_host", return_value=name),
+    ):
+        ring = Ring(dist.new_group())
+        near = symmetric_memory.near_by(ring, device)
+        assert symmetric_memory.near_by(ring, torch.device("cpu")) is None
+        assert symmetric_memory.near_by(ring, device, together=2) is None, "two machines"
+        again = symmetric_memory.near_by(SubRing(ring, (2, 3, me)[: 2 + (me < 2)]), device, 1)
+    for group in alone:
+        dist.destroy_process_group(group)
+    if near is None:
+        assert again is None
+        return None
+    assert again.space is near.space
+    assert again.ranks[:2] == near.ranks[2:4]
+    return dist.get_process_group_ranks(near.space.group), near.ranks
+
+
+def test_each_machine_has_memory_of_its_own_or_none_has(pools):
+    """Ranks with other numbers of groups would give their machine's group another name."""
+    odd, even = ([1, 3], (-1, 0, -1, 1)), ([0, 2], (0, -1, 1, -1))
+    pool = pools(4)
+    assert pool.run(near_of, -1, -1) == [even, odd, even, odd]
+    assert pool.run(near_of, 2, -1) == [None] * 4
+    assert pool.run(near_of, -1, 3) == [None] * 4

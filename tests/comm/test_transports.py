@@ -153,7 +153,12 @@ def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
         assert isinstance(other.fabric, Messages)
     assert isinstance(fabric_among(ring, 100, torch.device("cpu")), Messages)
     monkeypatch.setattr(symmetric_memory, "_spaces", {group: None})
-    assert isinstance(fabric_among(ring, 100, device), Messages)
+    of_machine = symmetric_memory.PeerGroup(space, group, (1, 2))
+    for near in (None, of_machine):
+        monkeypatch.setattr(transports, "near_by", lambda *_, near=near: near)
+        swap = fabric_among(ring, 100, device)
+        assert isinstance(swap, Messages if near is None else OneStream)
+    assert swap.ranks == (1, 2)
 
 
 @pytest.mark.parametrize("causal", [False, True])

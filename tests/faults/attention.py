@@ -87,6 +87,7 @@ def battery() -> Iterator[Case]:
     yield from other_kernels_calls_cover_the_tiles()
     yield sums_of_16_bits_are_kept_in_32
     yield from shared_memory_is_read_before_it_is_written()
+    yield from machines_share_memory()
     yield from kernels_may_leave_dq_for_later()
     yield from memory_is_not_all()
     yield from parts_are_one_softmax()
@@ -173,6 +174,20 @@ def shared_memory_is_read_before_it_is_written() -> Iterator[Case]:
         yield partial(
             test_shared_memory_is_written_anew_when_all_have_read_it, at_once, ulysses, how
         )
+
+
+def machines_share_memory() -> Iterator[Case]:
+    """Inside; what crosses goes through relays. And calls one after another are walked."""
+    from tests.comm import test_fabric_machines
+    from tests.stories.test_shared_memory_order import (
+        no_call_of_a_machine_writes_what_another_reads,
+    )
+
+    dense = test_fabric_machines.test_attention_over_machines_that_share_memory_is_dense_attention
+    for name in ("no mask", "an owner at a time"):
+        yield partial(dense, name)
+    yield test_fabric_machines.test_a_message_has_each_key_once_wherever_sums_begin
+    yield no_call_of_a_machine_writes_what_another_reads
 
 
 def keys_come_in_stages_where_they_are_late() -> Iterator[Case]:

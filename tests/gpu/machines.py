@@ -2,6 +2,7 @@
 
     python -m tests.gpu.machines                             2k and 8k tokens, 8, 2 and 1 key heads
     python -m tests.gpu.machines --only right                each kernel against dense attention
+    python -m tests.gpu.machines --only inside               memory that ranks of a machine share
     python -m tests.gpu.machines --only decode               a step with a cache
     python -m tests.gpu.machines --only graphs               can NCCL's messages be captured?
     python -m tests.gpu.machines --device cpu --tokens 64    a trial of this script, without GPUs
@@ -9,15 +10,18 @@
 Each half of the GPUs is a machine: torchrun is started twice, with names of machines for NCCL and
 for us, and with sockets between. Inside one NCCL uses NVLink. Bytes and results are evidence, times
 are of sockets over loopback (some 1.7 GB/s a rank). An option that fails is told, and others go on.
-After `--within` seconds nothing more is begun.
+After `--within` seconds nothing more is begun. A machine has two ranks at least: two GPUs are those
+of both machines, and one GPU is that of all four ranks, for which NCCL takes each for a host.
 """
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -38,14 +42,23 @@ from ring_attention_pytorch import (
     ring_attn_with_cache,
     shard_sequence,
 )
+from ring_attention_pytorch.comm import transports
+from ring_attention_pytorch.comm.fabric_machines import MachineMemory
+from ring_attention_pytorch.comm.fabric_relays import Relays
 from ring_attention_pytorch.comm.gather import Gather
-from ring_attention_pytorch.comm.symmetric_memory import shared_by
+from ring_attention_pytorch.comm.symmetric_memory import near_by, shared_by
+from ring_attention_pytorch.plan import plan_cache
 from ring_attention_pytorch.plan.over_machines import plan_crossing
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime.graphs import with_graphs
 from ring_attention_pytorch.schedule import relays
+from tests.support.late_streams import delays
+from tests.support.ranks import take_gpu
 
 ROOT = Path(__file__).parents[2]
 HEADS, D = 32, 128
+BOUND = 1.5e-2  # of bfloat16's errors
+INSIDE = (("sdpa-cudnn", None), ("sdpa-cudnn", 0))  # kernel, and memory=
 KERNELS = ("sdpa-cudnn", "triton", "flash-attn-4")
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": dict(),
@@ -63,22 +76,27 @@ def start(machines: int, words: list[str]) -> int:
     gpus = 2 * machines if on_cpu else torch.cuda.device_count()
     each, running = max(2, gpus // machines), []
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     for number in range(machines):
         env = os.environ | {
             "NCCL_HOSTID": f"machine{number}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
             "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path,
+            "RING_ATTENTION_MACHINE": f"machine{number}",
         }  # fmt: skip
         if not on_cpu:
-            mine = [(number * each + i) % gpus for i in range(each)]  # shared by machines, if few
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
+            mine = {(number * each + i) % gpus for i in range(each)}  # shared by machines, if few
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[i] for i in sorted(mine))
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", str(machines),
             "--node-rank", str(number), "--nproc-per-node", str(each),
-            "--master-addr", "127.0.0.1", "--master-port", "29517",
+            "--master-addr", "127.0.0.1", "--master-port", str(port),
             "-m", "tests.gpu.machines", "--rank", *words,
         ]  # fmt: skip
         running.append(subprocess.Popen(command, env=env, cwd=ROOT))
-    return max(process.wait() for process in running)
+    return max(abs(process.wait()) for process in running)
 
 
 class Bench:
@@ -172,6 +190,7 @@ class Attempts:
 
     def __init__(self, device: torch.device, within: float) -> None:
         self.device, self.within, self.began = device, within, time.monotonic()
+        self.wrong: list[str] = []
 
     def __call__(self, name: str, do: Callable[[], str]) -> None:
         gone = torch.tensor([time.monotonic() - self.began], device=self.device)
@@ -183,15 +202,18 @@ class Attempts:
             told = do()
         except (ValueError, ImportError, torch.cuda.OutOfMemoryError) as error:  # all ranks alike
             told = f"{type(error).__name__}: {str(error)[:300]}"
+        except AssertionError as error:  # all ranks alike
+            told = f"WRONG: {error}"
+            self.wrong.append(name)
         say(f"{name:28s} {told}   ({gone.item():.0f} s)")
 
 
 def rank(asked: argparse.Namespace) -> None:
-    local = int(os.environ["LOCAL_RANK"])
-    device = torch.device(asked.device, local if asked.device == "cuda" else None)
-    backend, more = "gloo", {}
+    backend, more, device = "gloo", {}, torch.device("cpu")
     if asked.device == "cuda":
-        torch.cuda.set_device(device)
+        device = take_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+        if "rank" in os.environ["NCCL_HOSTID"]:  # of all ranks, not of one machine's
+            os.environ["NCCL_HOSTID"] = f"rank {os.environ['RANK']}"
         backend, more = "nccl", dict(device_id=device)
     dist.init_process_group(backend, timeout=timedelta(seconds=60), **more)
     attempt, ring = Attempts(device, asked.within), Ring()
@@ -202,12 +224,14 @@ def rank(asked: argparse.Namespace) -> None:
         PARTS[part](asked, device, attempt)
     dist.barrier()
     dist.destroy_process_group()
+    if attempt.wrong:
+        sys.exit(f"wrong: {attempt.wrong}")
 
 
 def right(asked: argparse.Namespace, device: torch.device, attempt: Attempts) -> None:
     """Say the errors of each kernel, by relays and by default."""
     bench = Bench(device, asked.tokens[0], 8)
-    for kernel in KERNELS if device.type == "cuda" else ("sdpa", "eager"):
+    for kernel in asked.kernels if device.type == "cuda" else ("sdpa", "eager"):
         for name in ("gather by relays", "default"):
 
             def error(name: str = name, kernel: str = kernel) -> str:
@@ -215,6 +239,61 @@ def right(asked: argparse.Namespace, device: torch.device, attempt: Attempts) ->
                 return f"worst relative error of any rank {most(worst, device):.1e}"
 
             attempt(f"{kernel}, {name}", error)
+
+
+def inside(asked: argparse.Namespace, device: torch.device, attempt: Attempts) -> None:
+    """Say whether ranks of a machine share memory, and compare it with messages."""
+    near = near_by(Ring(), device)
+    say("each machine's memory:", "none" if near is None else f"ranks {near.ranks}")
+    if near is None:
+        return
+    few = Bench(device, 256, 2)
+    for memory in (None, 0):
+        attempt(f"eager, memory={memory}", partial(repeated, few, memory))
+    bench = Bench(device, asked.tokens[0], 2)
+    for kernel, memory in INSIDE:
+        attempt(f"{kernel}, memory={memory}", partial(compared, bench, kernel, memory))
+
+
+def in_memory(bench: "Bench", **how: Any) -> RingPlan:
+    """A plan whose keys are copied inside machines; a ValueError if they are not."""
+    plan = bench.plan("", transport="gather", ulysses=1, **how)
+    if type(plan.transport.fabric) is not MachineMemory:
+        raise ValueError(f"its fabric is {type(plan.transport.fabric).__name__}")
+    return plan
+
+
+def repeated(bench: "Bench", memory: int | None) -> str:
+    """Steps give the same bits, also if streams are late and slots full of NaN."""
+    plan = in_memory(bench, kernel="eager", memory=memory)
+    worst, differ = bench.error(plan), 0
+    want = [t.clone() for t in (bench.step(plan), *(t.grad for t in bench.mine))]
+    for late in (False, True, True, False):
+        with delays() if late else nullcontext():
+            for _ in range(3):
+                got = bench.step(plan), *(t.grad for t in bench.mine)
+                differ += not all(map(torch.equal, want, got))
+    worst, differ = most(worst, bench.device), int(most(differ, bench.device))
+    assert worst < BOUND, f"error {worst:.1e}"
+    assert not differ, f"{differ} of 12 steps differ"
+    return f"error {worst:.1e}, 12 steps of the same bits"
+
+
+def compared(bench: "Bench", kernel: str, memory: int | None) -> str:
+    """Errors, times and bytes over loopback of memory inside machines, and of messages there."""
+    shared = in_memory(bench, kernel=kernel, memory=memory)
+    plan_cache.forget()  # what is patched is no part of what a plan is found by
+    with mock.patch.object(transports, "near_by", return_value=None):
+        sent = bench.plan("", transport="gather", ulysses=1, kernel=kernel, memory=memory)
+    if type(sent.transport.fabric) is not Relays:
+        raise ValueError(f"its fabric is {type(sent.transport.fabric).__name__}")
+    lines = []
+    for name, plan in (("memory", shared), ("messages", sent)):
+        worst = most(bench.error(plan), bench.device)
+        assert worst < BOUND, f"{name}: error {worst:.1e}"
+        took, came = bench.times(plan, rounds=2)
+        lines.append(f"{name}: error {worst:.1e}, {took:.1f} ms, {came:.1f} MiB")
+    return "; ".join(lines)
 
 
 def most(number: float, device: torch.device) -> float:
@@ -298,10 +377,7 @@ def decoded(device: torch.device, sequences: int, directly: bool, held: int = 40
 
 
 def graphs(asked: argparse.Namespace, device: torch.device, attempt: Attempts) -> None:
-    """Say whether a CUDA graph holds messages between machines, and a whole forward and backward.
-
-    The first is NCCL's own, the second this library's: `in_graphs()` refuses it until both work.
-    """
+    """Say whether a CUDA graph holds messages between machines, and a whole step."""
     if device.type != "cuda":
         say("graphs need CUDA")
         return
@@ -309,6 +385,24 @@ def graphs(asked: argparse.Namespace, device: torch.device, attempt: Attempts) -
     bench = Bench(device, asked.tokens[0], 8)
     for name in ("gather by relays", "default"):
         attempt(f"{name}, in a graph", partial(step_in_graph, bench, name))
+
+
+def own(asked: argparse.Namespace, device: torch.device, attempt: Attempts) -> None:
+    """Say what becomes of a plan with graphs of its own, which `in_graphs` refuses here."""
+    if device.type == "cuda":
+        bench = Bench(device, asked.tokens[0], 8)
+        attempt("gather by relays, in_graphs", partial(in_own_graphs, bench, "gather by relays"))
+
+
+def in_own_graphs(bench: Bench, name: str) -> str:
+    """Let a plan have graphs of its own in spite of its messages; say what becomes of it."""
+    plan = with_graphs(bench.plan(name, **OPTIONS[name]))
+    try:
+        worst = max(bench.error(plan) for _ in range(4))
+    except RuntimeError as error:
+        raise ValueError(f"refused: {error}") from error
+    took, _ = timed(partial(bench.step, plan), bench.device, 3)
+    return f"error {most(worst, bench.device):.1e}, {took:.2f} ms"
 
 
 def messages_in_graph(device: torch.device) -> str:
@@ -378,9 +472,11 @@ def captured(call: Callable[[], object]) -> Callable[[], object]:
 
 PARTS: dict[str, Callable[[argparse.Namespace, torch.device, Attempts], None]] = {
     "right": right,
+    "inside": inside,
     "times": times,
     "decode": decode,
     "graphs": graphs,
+    "own": own,
 }
 
 
@@ -392,6 +488,7 @@ def main() -> int:
     ask.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
     ask.add_argument("--key-heads", type=int, nargs="+", default=[8, 2, 1])
     ask.add_argument("--only", nargs="+", default=[*PARTS], choices=[*PARTS])
+    ask.add_argument("--kernels", nargs="+", default=KERNELS, help="that are right")
     ask.add_argument("--within", type=float, default=600.0, help="seconds")
     ask.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     asked = ask.parse_args()

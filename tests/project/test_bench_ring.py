@@ -206,7 +206,7 @@ def test_keys_come_together_as_a_plan_has_them(square: bool, monkeypatch) -> Non
     q = torch.randn(1, 16, 2, 4)
 
     def space(ring: threads.ThreadRing, _: torch.device) -> PeerGroup:
-        return PeerGroup(threads.ThreadSpace(ring), None, (0, 1))
+        return PeerGroup(threads.ThreadSpace(ring.hub, ring.rank), None, (0, 1))
 
     def main(ring: threads.ThreadRing) -> None:
         messages = RingPlan.make(q, q, q, causal=True, layout="zigzag", group=ring)

@@ -245,11 +245,11 @@ def test_a_board_remembers_no_plan(ranks):
     assert ranks.submit(of_many_plans, 9).result() == (2, "keys by plan 9")
 
 
-def of_many_ranks(rank: int, time: int) -> tuple[bool, str]:
+def of_many_ranks(rank: int, time: int, names: range = range(0)) -> tuple[bool, str]:
     """Whether what was read is NaN after that rank of twenty has failed, and what is said of it."""
     without_clock()
     boards = [torch.zeros(2, 20, dtype=torch.int64) for _ in range(20)]
-    board, read = Board(CPU, 0, boards, patience=5.0), torch.ones(5)
+    board, read = Board(CPU, 0, boards, patience=5.0, names=names), torch.ones(5)
     boards[0][time, rank] = -1
     board.fill_nan(read)
     return read.isnan().all().item(), board.trouble() or ""
@@ -260,6 +260,11 @@ def of_many_ranks(rank: int, time: int) -> tuple[bool, str]:
 def test_any_of_many_ranks_may_fail_at_any_time(rank, time, ranks):
     """There may be more words on a board than ranks have threads that wait."""
     assert ranks.submit(of_many_ranks, rank, time).result() == (True, f"rank {rank} has failed")
+
+
+def test_ranks_of_a_machine_have_the_names_of_their_ring(ranks):
+    said = ranks.submit(of_many_ranks, 3, 0, range(40, 60)).result()[1]
+    assert said == "rank 43 has failed"
 
 
 class Found:

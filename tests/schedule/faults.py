@@ -6,6 +6,14 @@ STEPS = "schedule/steps.py:"
 
 ATTENTION = [
     Mutant(
+        "a relay does not use what it holds", "schedule/held_keys.py:distances_inside",
+        "range(ranks)", "range(1, ranks)",
+    ),
+    Mutant(
+        "a chunk is where its message has it, not its slot", "schedule/held_keys.py:Held.of",
+        "at.start + leg.find(span).start", "leg.find(span).start",
+    ),
+    Mutant(
         "all of a call hides its gradients", "schedule/policy.py:reduce_by_copy_engine",
         "machine.deferred_share * visible_pairs(others)", "1e9 * visible_pairs(others)",
     ),

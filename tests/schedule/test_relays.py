@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring_attention_pytorch.geometry.documents import of_borders
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
 from ring_attention_pytorch.geometry.segments import Segments, count
 from ring_attention_pytorch.geometry.tiles import Mask
-from ring_attention_pytorch.ranks.machines import numbered
 from ring_attention_pytorch.schedule.pieces import Chunks, KVShape, Workload, rounds_of
 from ring_attention_pytorch.schedule.relays import (
     Machines,
@@ -28,32 +26,13 @@ from ring_attention_pytorch.schedule.relays import (
     swap_crossing,
 )
 from ring_attention_pytorch.schedule.steps import Block, gather, ring
+from tests.support.over_machines import Token, masks, message, placed, wanted
 
-Token = tuple[int, int]  # owner, local index
 JOB = KVShape(1, 2, 1, 2, 3, itemsize=2)
-
-masks = st.builds(
-    Mask,
-    st.booleans(),
-    st.none() | st.integers(0, 9),
-    st.sampled_from([None, of_borders([0, 3, 11, 24]), of_borders([0, 12, 24])]),
-    st.none(),
-)
-# as many machines as there may be, uneven, and their ranks in any order
-placed = st.lists(st.integers(0, 3), min_size=1, max_size=7).map(numbered)
 
 
 def positions(segments: Segments) -> list[int]:
     return [start + i * stride for start, stride, length in segments for i in range(length)]
-
-
-def wanted(chunks: Chunks) -> list[Token]:
-    """Tokens of chunks, in their order."""
-    return [(c.owner, at) for c in chunks for at in range(c.cols.start, c.cols.stop)]
-
-
-def message(leg) -> list[Token]:
-    return [(span.owner, at) for span in leg.spans for at in range(span.start, span.stop)]
 
 
 def sees(mask: Mask, query: int, key: int) -> bool:

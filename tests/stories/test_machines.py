@@ -30,10 +30,20 @@ def check_exact(found: list[dict[str, Any]], machines: int, ranks: int) -> None:
 
 @needs_namespaces
 @pytest.mark.thorough
-def test_attention_over_three_machines_is_exact():
+def test_attention_over_three_machines_is_exact_and_relays_send_the_least():
+    """Bytes of a link, with all that TCP adds; docs/guide/machines.md has this of more tokens."""
     with lab(3) as made:
-        made.start(2, "exact", 60)
+        made.start(2, "all", 60, 8, 512)
         check_exact(made.heard(200), 3, 2)
+        assert {str(each) for each in made.heard(200)} == {str({"wrong": {}, "cases": 8})}
+        found = netlab.counted(made, 2)
+    for key_heads in (8, 2, 1):
+        sent = {name: both for (heads, name), (_, both) in found.items() if heads == key_heads}
+        least = sent.pop("lower bound")
+        assert 0.99 * least < sent["gather by relays"] < 1.05 * least, sent
+        assert sent["default"] < 1.05 * min(sent.values()), sent
+        assert sent["gather"] > 1.9 * least, sent
+        assert sent["ring"] > 1.8 * least, sent
 
 
 READY = {"ready": True, "by": "Relays"}

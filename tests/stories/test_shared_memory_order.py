@@ -8,7 +8,7 @@ meeting lies between. Whatever has none between may happen in any order, and in 
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain, pairwise, product
 from typing import Any, NamedTuple
@@ -18,12 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm import fabric_copies
+from ring_attention_pytorch.comm import fabric_copies, transports
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+from ring_attention_pytorch.schedule.relays import members
 from tests.support import threads
 from tests.support.cases import Attention, over_shared_memory
 
@@ -137,8 +138,9 @@ class LoggedBuffer(threads.ThreadBuffer):
 
 
 def whose(hub: threads.Hub, t: Tensor) -> Where | None:
-    """Where a tensor lies in shared memory; None if it is elsewhere."""
-    for (name, rank), memory in hub.buffers.items():
+    """Where a tensor lies in shared memory, of all or of a machine; None if it is elsewhere."""
+    hubs = hub, *hub.parts.values()
+    for (name, rank), memory in chain.from_iterable(each.buffers.items() for each in hubs):
         at = t.data_ptr() - memory.data_ptr()
         if 0 <= at < memory.nbytes and t.numel():
             return name, rank, at // memory[0].nbytes
@@ -240,6 +242,40 @@ def recorded(calls: list[tuple[str, bool]]) -> list[Log]:
     return found
 
 
+MACHINES = (0, 1, 0, 1, 1)
+OVER_MACHINES = {
+    "all owners": {}, "an owner at a time": dict(memory=0), "window": dict(window=3),
+    "no mask": dict(causal=False),
+}  # fmt: skip
+
+
+def recorded_over_machines(calls: list[tuple[str, bool]]) -> list[list[Log]]:
+    """The logs of the ranks of each machine, whose relays pass keys on in its memory."""
+    logs: dict[int, Log] = {}
+
+    def main(ring: threads.ThreadRing) -> Log:
+        mine = logs[threading.get_ident()] = Log()
+        q = torch.zeros(1, TOKENS, 1, 2)
+        how = dict(causal=True, layout="zigzag", group=ring, transport="gather")
+        plans = {way: RingPlan.make(q, q, q, **how | more) for way, more in OVER_MACHINES.items()}
+        space = ring.near
+        space.reserve(None, keys=1 << 12, grads=1 << 12)
+        for name in ("keys", "grads"):
+            buffer = getattr(space, name)
+            buffer.__class__, buffer.log = LoggedBuffer, mine
+        ring.hub.barrier.wait()
+        with noted(ring.hub, logs) if ring.rank == 0 else nullcontext():
+            ring.hub.barrier.wait()
+            for way, back in calls:
+                call(plans[way], back)
+            ring.hub.barrier.wait()
+        return mine
+
+    with mock.patch.object(transports, "near_by", threads.near_by):
+        found, _ = threads.run(len(MACHINES), main, MACHINES)
+    return [[found[rank] for rank in members(MACHINES, machine)] for machine in (0, 1)]
+
+
 def check(logs: list[Log]) -> None:
     """Every read is of the newest writing that is surely over, and none may come meanwhile."""
     writes: dict[Where, list[int]] = defaultdict(list)
@@ -260,9 +296,9 @@ def check(logs: list[Log]) -> None:
     assert reads, "nothing was read of others"
 
 
-def every_two() -> list[tuple[str, bool]]:
+def every_two(ways: Iterable[str] = WAYS) -> list[tuple[str, bool]]:
     """Calls among which each pair of kinds stands once, one behind the other."""
-    kinds = [*product(WAYS, (False, True))]
+    kinds = [*product(ways, (False, True))]
     left = {a: [b for b in kinds] for a in kinds}
     path, trail = [kinds[0]], []
     while path:  # Hierholzer's walk over all pairs
@@ -282,6 +318,15 @@ def test_no_call_writes_what_another_reads() -> None:
     kinds = 2 * len(WAYS)
     assert len({*pairwise(calls)}) == kinds**2
     no_call_writes_what_another_reads()
+
+
+def no_call_of_a_machine_writes_what_another_reads() -> None:
+    for logs in recorded_over_machines(every_two(OVER_MACHINES)):
+        check(logs)
+
+
+def test_no_call_of_a_machine_writes_what_another_reads() -> None:
+    no_call_of_a_machine_writes_what_another_reads()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,11 @@ from ring_attention_pytorch.plan.over_machines import shape_of
 from ring_attention_pytorch.ranks.failures import RingError
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.schedule.relays import by_relays, crossing, members
-from tests.support.cases import Attention, errors, oracle, shard
+from tests.support import random_cases
+from tests.support.case import drawn
+from tests.support.cases import IN_MEMORY, Attention, errors, oracle, shard, shard_of
+from tests.support.lazy import kernels_by_address
+from tests.support.random_draw import Case, mended
 
 ROOT = Path(__file__).parents[2]
 
@@ -197,6 +202,30 @@ def exact() -> None:
     say(machines=ring.machines, worst=worst)
 
 
+def random(cases: int) -> None:
+    """Say what is wrong with random cases of all features, each by its number."""
+    ring, wrong = Ring(), dict[int, str]()
+    for seed in range(cases):
+        case = mended(drawn(Case, seed, size=ring.size))
+        if case.transport in IN_MEMORY:
+            case = replace(case, transport="gather")
+        with kernels_by_address() if case.lazy else nullcontext():
+            mine = shard_of(case, ring)
+        got: list[Any] = [None] * ring.size
+        dist.all_gather_object(got, mine)
+        for (name, rank), (eps, _) in random_cases.errors(case, got).items():
+            if not eps < random_cases.BOUND:
+                wrong[seed] = f"{name} of rank {rank}: {eps:.3g} eps of its magnitude: {case}"
+    say(wrong=wrong, cases=cases)
+
+
+def all_of(cases: int, tokens: int) -> None:
+    """Say what the other functions do, one after another."""
+    exact()
+    random(cases)
+    table(tokens)
+
+
 def table(tokens: int) -> None:
     """Say the bytes that this machine sends, by key heads and way, forward and both passes."""
     ring, found = Ring(), []
@@ -292,20 +321,32 @@ def work(what: str, timeout: float, *numbers: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(int(os.environ["RANK"]))
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-    {"exact": exact, "table": table, "lost": lost, "late": late}[what](*numbers)
+    does = {"exact": exact, "all": all_of, "table": table, "lost": lost, "late": late}
+    does[what](*numbers)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def rows(machines: int, ranks: int, tokens: int) -> list[str]:
-    """The table of bytes that the first machine sends, as lines."""
-    with lab(machines) as made:
-        made.start(ranks, "table", 120, tokens)
-        first = made.heard(300)[0]
-    lines = [f"| key heads | way | forward | both passes | ({machines} machines of {ranks} ranks)"]
+def counted(made: Lab, ranks: int) -> dict[tuple[int, str], tuple[float, float]]:
+    """What the first machine says that it sends: forward, and in both passes.
+
+    In units of its own keys, by the number of key heads and the way.
+    """
+    first, found = made.heard(300)[0], {}
     for key_heads, name, forward, both in first["rows"]:
         unit = first["mine"] * key_heads * ranks
-        lines.append(f"| {key_heads} | {name} | {forward / unit:.2f} | {both / unit:.2f} |")
+        found[key_heads, name] = forward / unit, both / unit
+    return found
+
+
+def rows(machines: int, ranks: int, tokens: int) -> list[str]:
+    """The table of bytes that the first machine sends, as lines."""
+    lines = [f"| key heads | way | forward | both passes | ({machines} machines of {ranks} ranks)"]
+    with lab(machines) as made:
+        made.start(ranks, "table", 120, tokens)
+        found = counted(made, ranks)
+    for (key_heads, name), (forward, both) in found.items():
+        lines.append(f"| {key_heads} | {name} | {forward:.2f} | {both:.2f} |")
     return lines
 
 

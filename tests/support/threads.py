@@ -19,9 +19,10 @@ from torch import Tensor
 from ring_attention_pytorch.comm import fabric_copies
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup, SymmetricWorkspace, rounded
-from ring_attention_pytorch.ranks.machines import numbered
+from ring_attention_pytorch.ranks.machines import are_apart, numbered
 from ring_attention_pytorch.ranks.ring import Ring, SubRing
 from ring_attention_pytorch.runtime.tape import opaque
+from ring_attention_pytorch.schedule.relays import members
 
 PATIENCE = 120.0  # seconds; who waits for nothing hears of it, if late: machines may be busy
 
@@ -42,6 +43,7 @@ class Hub:
         self.gathers = [0] * size
         self.summed: list[Tensor] = [torch.empty(0)] * size
         self.machines = (0,) * size  # of each rank
+        self.parts: dict[int, Hub] = {}  # what the ranks of each machine share
         self.ways = Counter[tuple[int, int]]()  # bytes sent, by sender and receiver
 
     def box(self, sender: int, receiver: int, tag: int, number: int) -> Queue:
@@ -49,10 +51,16 @@ class Hub:
         with self.lock:
             return self.boxes.setdefault((sender, receiver, tag, number), Queue())
 
+    def part(self, machine: int) -> "Hub":
+        """What the ranks of a machine share."""
+        with self.lock:
+            return self.parts.setdefault(machine, Hub(numbered(self.machines).count(machine)))
+
     def fail(self) -> None:
         """Let no rank wait for one that has failed."""
         self.failed.set()
-        self.barrier.abort()
+        for hub in (self, *self.parts.values()):
+            hub.barrier.abort()
 
     def patiently(self, attempt: Callable[[float], bool], what: str) -> None:
         """Try until it succeeds, patience ends or another rank has failed."""
@@ -76,6 +84,7 @@ class ThreadRing(Ring):
     def join(self, hub: Hub) -> None:
         """Take part in another run, as this rank."""
         self.hub, self.sent, self.awaited = hub, Counter(), Counter()
+        self.near: ThreadSpace | None = None  # what this rank shares with its machine
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
@@ -249,13 +258,13 @@ def _later(do: Callable[..., object]) -> Callable[..., None]:
 
 
 class ThreadSpace(SymmetricWorkspace):
-    """A `SymmetricWorkspace` of threads."""
+    """A `SymmetricWorkspace` of threads; on one device it is that of them all."""
 
-    def __init__(self, ring: ThreadRing):
-        self.hub, self.rank, self.device = ring.hub, ring.rank, torch.device("cpu")
+    def __init__(self, hub: Hub, rank: int, device: torch.device | None = None):
+        self.hub, self.rank, self.device = hub, rank, device or torch.device("cpu")
         self.board = ThreadBoard()
         for name in ("keys", "grads", "swaps"):
-            setattr(self, name, ThreadBuffer(ring.hub, name, ring.rank))
+            setattr(self, name, ThreadBuffer(hub, name, rank))
 
     def follow_stream(self) -> None:
         pass
@@ -263,7 +272,9 @@ class ThreadSpace(SymmetricWorkspace):
     def reserve(self, group: None, **wanted: int) -> None:
         for name, nbytes in wanted.items():
             halves = 1 if name == "swaps" else 2
-            memory = torch.full((halves, rounded(nbytes)), 255, dtype=torch.uint8)
+            before = self.hub.buffers.get((name, self.rank))
+            most = max(rounded(nbytes), 0 if before is None else before.shape[1])
+            memory = torch.full((halves, most), 255, dtype=torch.uint8, device=self.device)
             self.hub.buffers[name, self.rank] = memory
             setattr(self, name, ThreadBuffer(self.hub, name, self.rank))
         self.hub.barrier.wait()
@@ -275,7 +286,24 @@ class ThreadSpace(SymmetricWorkspace):
 
 def shared_by(ring: ThreadRing, _: torch.device | None = None) -> PeerGroup:
     """What the ranks of a ring share; all of them ask together."""
-    return PeerGroup(ThreadSpace(ring), None, tuple(range(ring.size)))
+    return PeerGroup(ThreadSpace(ring.hub, ring.rank), None, tuple(range(ring.size)))
+
+
+def near_by(
+    ring: Ring, device: torch.device | None = None, together: int | None = None
+) -> PeerGroup | None:
+    """What the ranks of each machine share; all ranks of the ring ask together."""
+    whole, places = ring, range(ring.size)
+    if isinstance(ring, SubRing):
+        whole, places = ring.whole, ring.places
+    machines = whole.machines
+    if are_apart(machines, together or whole.size // ring.size):
+        return None
+    machine = machines[whole.rank]
+    mine = members(machines, machine)
+    whole.near = whole.near or ThreadSpace(whole.hub.part(machine), mine.index(whole.rank), device)
+    ranks = tuple(mine.index(place) if place in mine else -1 for place in places)
+    return PeerGroup(whole.near, None, ranks)
 
 
 def run(

@@ -1,0 +1,61 @@
+"""The ways of a message of each rank to all ranks, across to each machine once. Arithmetic on ints.
+
+owner ──► ranks of its machine, and its relay on each other one
+          relay ──► the other ranks of its machine
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from ring_attention_pytorch.schedule.relays import Machines, members, relay
+
+
+class Passes(NamedTuple):
+    """One rank's messages, in two exchanges: of owners, then of relays.
+
+    The own message goes to the ranks `to`, and messages of the owners `straight` come from these.
+    `passed` has the receiver and the owner of each message that this rank passes on, `relayed` the
+    sender and the owner of each that is passed on to it.
+    """
+
+    to: tuple[int, ...]
+    straight: tuple[int, ...]
+    passed: tuple[tuple[int, int], ...]
+    relayed: tuple[tuple[int, int], ...]
+
+    @property
+    def sent(self) -> int:
+        """The number of messages that this rank sends, own ones and others'."""
+        return len(self.to) + len(self.passed)
+
+
+def passes_spare(machines: Machines) -> bool:
+    """True if ranks share machines, of which there are several.
+
+    >>> [passes_spare(machines) for machines in ((0, 0, 0), (0, 1, 2), (0, 0, 1))]
+    [False, False, True]
+    """
+    return len({*machines}) not in (1, len(machines))
+
+
+@lru_cache(maxsize=256)
+def passes(machines: Machines, rank: int) -> Passes:
+    """Return a rank's messages.
+
+    >>> passes((0, 0, 0, 1), 3)
+    Passes(to=(0,), straight=(0, 1, 2), passed=(), relayed=())
+    >>> passes((0, 0, 0, 1), 0)
+    Passes(to=(1, 2, 3), straight=(1, 2, 3), passed=((1, 3), (2, 3)), relayed=())
+    """
+    mine = machines[rank]
+    near = [other for other in members(machines, mine) if other != rank]
+    far = [other for other, machine in enumerate(machines) if machine != mine]
+    relays = {owner: relay(machines, mine, owner) for owner in far}
+    there = [relay(machines, machine, rank) for machine in {*machines} - {mine}]
+    own = [owner for owner in far if relays[owner] == rank]
+    return Passes(
+        tuple(sorted([*near, *there])),
+        tuple(sorted([*near, *own])),
+        tuple((receiver, owner) for owner in own for receiver in near),
+        tuple((sender, owner) for owner, sender in relays.items() if sender != rank),
+    )
