@@ -143,7 +143,8 @@ def test_a_call_in_a_batch_s_block_has_one_key_for_both_caches() -> None:
             made.append(RingPlan.make(Q, Q, Q, causal=True))
             assert keys.call_count == 1
             assert RingPlan.make(Q, Q, Q, causal=True) is made[0]
-    assert made[1] is made[0] and made[0].layout == "zigzag"
+    assert made[1] is made[0]
+    assert made[0].layout == "zigzag"
 
 
 def test_who_has_found_another_plan_makes_a_new_one() -> None:
