@@ -461,7 +461,12 @@ def _ends(documents: Any, length: int) -> Tensor:
 def _digest(batch: Mapping[str, Any], *options: object) -> int:
     """Return a checksum of a batch and its options."""
     parts: list[object] = [of_borders(batch.get("cu_seqlens")), *map(str, options)]
-    parts += [(name, digest(t)) for name, t in sorted(batch.items()) if isinstance(t, Tensor)]
+    known: dict[int, int] = {}  # by tensor: labels are often the ids themselves
+    for name, t in sorted(batch.items()):
+        if isinstance(t, Tensor):
+            if id(t) not in known:
+                known[id(t)] = digest(t)
+            parts.append((name, known[id(t)]))
     return crc32(repr(parts).encode())
 
 
