@@ -273,7 +273,9 @@ def shard_batch(
             document. False if labels are shifted already.
         ignore_index: the label of tokens that predict nothing, such as the last of a document.
         check_same: compare a digest of the batch between the ranks: here, or without a group when
-            `with batch:` begins.
+            `with batch:` begins. Values on a GPU that nothing else reads are compared without a
+            wait: in the block's loss, or at the block's end; without a block in the ring's next
+            `shard_batch`.
 
     Returns:
         A `ShardedBatch`. Nothing but the digest is sent.
