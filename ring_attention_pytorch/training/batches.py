@@ -38,7 +38,6 @@ from ring_attention_pytorch.training.comparison import (
     UnreadDigest,
     compare_now,
     digest_of_batch,
-    of_batch_before,
 )
 from ring_attention_pytorch.training.labels import (
     documents_of_positions,
@@ -200,7 +199,7 @@ class ShardedBatch(MutableMapping[str, Any]):
 
     def __exit__(self, *error: Any) -> None:
         self._blocks.pop().__exit__(*error)
-        if not any(error):
+        if not any(error) and isinstance(self.digest, UnreadDigest):
             compare_now(self.ring, self.digest)
 
     @typed(report_to_ring_of_batch("unshard_sequence", "self"))
@@ -324,7 +323,11 @@ def shard_batch(
     error = error_of(make)
     mine = found[0].digest if found else None
     now = mine.of_kinds if isinstance(mine, UnreadDigest) else mine
-    same = {"check_same": check_same, WORDS: now, **of_batch_before(ring)}
+    same = {"check_same": check_same, WORDS: now}
+    before: UnreadDigest | None = ring.steps.unread
+    if before is not None and not before.compared:
+        same["the batch before (its digest)"] = before.for_note()
+    ring.steps.unread = None
     agree(ring, "shard_batch", same, check=error)
     ring.steps.unread = mine if isinstance(mine, UnreadDigest) else None
     return found[0] if rank is None else replace(found[0], uncompared=now)

@@ -8,7 +8,7 @@ host. A batch that the host has not read otherwise is therefore compared later i
                             block's end; without a block in the ring's next `shard_batch`
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
@@ -18,12 +18,12 @@ from torch import Tensor
 from ring_attention_pytorch.geometry.documents import digest as of_borders
 from ring_attention_pytorch.ranks.agreement import agree
 from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.runtime.digests import digest, mixed
+from ring_attention_pytorch.runtime.digests import mixed
 from ring_attention_pytorch.runtime.streams import current_stream
-from ring_attention_pytorch.training.loss_inputs import reads_at_once
 
 # what the host reads of a batch before its ranks compare it
 _READ = ("attention_mask", "key_mask", "documents", "cu_seqlens", "position_ids")
+_HOST = {"cpu"}  # devices whose values are read without a wait
 WORDS = "batch, layout and labels (their digest)"  # of an error, when it differs
 
 
@@ -35,11 +35,9 @@ class UnreadDigest:
         compared: whether the ring's ranks have compared it.
     """
 
-    def __init__(self, options: Sequence[object], tensors: Mapping[str, Tensor]):
-        kinds = [(name, list(t.shape), t.dtype) for name, t in tensors.items()]
-        self.of_kinds: int = crc32(repr((options, kinds)).encode())
+    def __init__(self, of_kinds: int, sums: Tensor):
+        self.of_kinds: int = of_kinds
         self.compared: bool = False
-        sums = torch.stack([mixed(t) for t in {id(t): t for t in tensors.values()}.values()])
         self._sums = sums.to("cpu", non_blocking=True)
         self._copied = current_stream(sums.device).record_event() if sums.is_cuda else None
 
@@ -67,32 +65,22 @@ def digest_of_batch(batch: Mapping[str, Any], *options: object, at_once: bool) -
     It is to be read `at_once` if it will leave this process.
     """
     tensors = {name: t for name, t in sorted(batch.items()) if isinstance(t, Tensor)}
-    given = [of_borders(batch.get("cu_seqlens")), *map(str, options)]
+    given: list[object] = [of_borders(batch.get("cu_seqlens")), *map(str, options)]
+    given += [(name, list(t.shape), t.dtype) for name, t in tensors.items()]
+    of_kinds = crc32(repr(given).encode())
+    sums = [mixed(t) for t in {id(t): t for t in tensors.values()}.values()]  # labels may be ids
+    places = {t.device for t in sums}
     is_read = at_once or any(name in tensors for name in _READ)
-    places = {t.device for t in tensors.values()}
-    if not is_read and len(places) == 1 and not any(map(reads_at_once, tensors.values())):
-        return UnreadDigest(given, tensors)
-    known: dict[int, int] = {}  # by tensor: labels are often the ids themselves
-    for t in tensors.values():
-        if id(t) not in known:
-            known[id(t)] = digest(t)
-    return crc32(repr((given, [(name, known[id(t)]) for name, t in tensors.items()])).encode())
+    if not is_read and len(places) == 1 and _HOST.isdisjoint(place.type for place in places):
+        return UnreadDigest(of_kinds, torch.stack(sums))
+    return crc32(repr((of_kinds, [int(t) for t in sums])).encode())
 
 
-def of_batch_before(ring: Ring) -> dict[str, int]:
-    """Return the digest of the ring's batch before for the next note, if it was never compared."""
-    before: UnreadDigest | None = ring.steps.unread
-    ring.steps.unread = None
-    if before is None or before.compared:
-        return {}
-    return {"the batch before (its digest)": before.for_note()}
-
-
-def compare_now(ring: Ring, found: Digest | None) -> None:
+def compare_now(ring: Ring, found: UnreadDigest) -> None:
     """Compare a digest that is still unread among the ring's ranks, which do so together.
 
     Raises:
         ValueError: ranks have different batches; on all ranks.
     """
-    if isinstance(found, UnreadDigest) and not found.compared:
+    if not found.compared:
         agree(ring, "a batch", {WORDS: found.for_note()})

@@ -73,14 +73,14 @@ def test_another_batch_is_noticed_in_the_loss_at_the_end_or_in_the_next_batch(
     use: Callable[[Ring, bool], None],
 ) -> None:
     words, notes = WAYS[use]
-    with mock.patch.object(comparison, "reads_at_once", return_value=False):
+    with mock.patch.object(comparison, "_HOST", set()):
         for error, called in threads.run(2, partial(compared, use))[0]:
             assert words in error
             assert called == notes
 
 
 def test_a_digest_is_unread_only_if_the_host_has_no_other_reason_to_wait() -> None:
-    with mock.patch.object(comparison, "reads_at_once", return_value=False):
+    with mock.patch.object(comparison, "_HOST", set()):
         unread = digest_of_batch({"input_ids": IDS}, "zigzag", at_once=False)
         assert isinstance(unread, UnreadDigest)
         assert pickle.loads(pickle.dumps(unread)) == int(unread)
