@@ -5,7 +5,8 @@
 
 "by hand" is what one writes without `ring_forward`, and all that it can forget; "one process" is
 transformers' SDPA over the whole sequence, on every rank at the same time; "context_parallel" is
-PyTorch's, which has no causal attention on CPUs. Subjects take turns; times are lower quartiles.
+PyTorch's, which has no causal attention on CPUs. Ids are on the host at first, as from a loader.
+Subjects take turns of a few steps back to back, as in training; times are lower quartiles.
 """
 
 import statistics
@@ -33,6 +34,7 @@ from ring_attention_pytorch.launch import torchrun_group
 from ring_attention_pytorch.progress import counted
 
 WORDS = 512
+TURN = 4  # steps without a wait for the GPU between them
 Step = Callable[[nn.Module, Tensor], Tensor]
 
 
@@ -70,7 +72,7 @@ def seconds(device: str, tokens: int, dim: int, layers: int, rounds: int) -> dic
     """Return the lower quartile of a step's seconds, forward and backward, by each."""
     torch.manual_seed(0)
     where = torch.device(device, torch.cuda.current_device() if device == "cuda" else None)
-    ids = torch.randint(WORDS, (1, tokens)).to(where)
+    ids = torch.randint(WORDS, (1, tokens))  # on the host, as from a loader
     heads = dict(num_attention_heads=dim // 64, num_key_value_heads=max(1, dim // 128))
     sizes = dict(hidden_size=dim, intermediate_size=3 * dim, num_hidden_layers=layers)
     config = dict(**sizes, **heads, vocab_size=WORDS, max_position_embeddings=tokens)
@@ -85,11 +87,12 @@ def seconds(device: str, tokens: int, dim: int, layers: int, rounds: int) -> dic
         for name, (model, step) in subjects.items():
             dist.barrier()
             begin = time.perf_counter()
-            step(model, ids)
+            for _ in range(TURN):
+                step(model, ids)
             if device == "cuda":
                 torch.cuda.synchronize()
             if number >= 2:
-                times[name].append(time.perf_counter() - begin)
+                times[name].append((time.perf_counter() - begin) / TURN)
     return {name: statistics.quantiles(each)[0] for name, each in times.items()}
 
 
@@ -101,19 +104,22 @@ def table(device: str, tokens: int, found: dict[str, float]) -> str:
 
 
 def whole(model: nn.Module, ids: Tensor) -> Tensor:
+    ids = ids.to(model.device, non_blocking=True)
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
     return loss
 
 
 def by_ring_forward(model: nn.Module, ids: Tensor) -> Tensor:
-    with ring_forward(shard_batch({"input_ids": ids, "labels": ids})) as inputs:
+    batch = shard_batch({"input_ids": ids, "labels": ids})  # compared without a wait for the GPU
+    with ring_forward(batch.to(model.device, non_blocking=True)) as inputs:
         loss = model(**inputs).loss
         loss.backward()
     return loss
 
 
 def by_hand(model: nn.Module, ids: Tensor) -> Tensor:
+    ids = ids.to(model.device, non_blocking=True)
     size, rank, n = dist.get_world_size(), dist.get_rank(), ids.shape[1]
     labels = shard_sequence(F.pad(ids[:, 1:], (0, 1), value=-100), layout="zigzag")
     at = positions("zigzag", rank=rank, ring_size=size, length=n).to(ids.device)[None]
@@ -126,7 +132,8 @@ def by_hand(model: nn.Module, ids: Tensor) -> Tensor:
 
 def by_pytorch(model: nn.Module, ids: Tensor) -> Tensor:
     mesh, n = init_device_mesh("cuda", (dist.get_world_size(),)), ids.shape[1]
-    ids, labels = ids.clone(), F.pad(ids[:, 1:], (0, 1), value=-100)
+    ids = ids.to(model.device, non_blocking=True, copy=True)  # it is cut in place
+    labels = F.pad(ids[:, 1:], (0, 1), value=-100)
     at = torch.arange(n, device=ids.device)[None]
     buffers = [ids, labels, at]
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1]):

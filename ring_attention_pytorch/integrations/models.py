@@ -198,7 +198,8 @@ class RingForward:
         return self.inputs
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        self._opened.close()
+        value, trace = error or (kind and kind(), None)  # with an error, batches don't agree
+        self._opened.__exit__(kind, value, trace)
         if kind is None and not self._attended:
             raise ValueError(
                 "ring_forward: no attention in the block was ring attention; call register() and "

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsInt
 from weakref import WeakSet
 
 import torch
@@ -67,7 +67,7 @@ class Placement:
     packing: BatchDocuments | None = None
     key_mask: Tensor | None = None
     whole_mask: int | None = None
-    digest: int | None = None
+    digest: SupportsInt | None = None
     wholes: list[str] = field(default_factory=list, repr=False)
     plans: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 

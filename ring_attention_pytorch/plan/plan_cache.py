@@ -112,11 +112,10 @@ def cache_key(
     given: tuple[Tensor, ...],
     options: Mapping[str, Any],
     also: Mapping[str, Any],
-    memory: bool = True,
 ) -> Hashable:
-    """Return all that a plan depends on; None if it may depend on more, as on tensors' values.
+    """Return all that a plan depends on, except how much memory is free.
 
-    Without `memory` it leaves out how much of that is free.
+    None if it may depend on more, as on tensors' values.
 
     >>> q = torch.empty(1, 6, 2, 4)
     >>> alike = [cache_key(Ring(), (q, q, q), dict(causal=on), {}) for on in (True, True, False)]
@@ -133,7 +132,6 @@ def cache_key(
         of_shared = tuple(map(_seen, shared))
         values = tuple([of_shared if value is shared else value for value in values])
     types = tuple(map(type, values))
-    chooses = memory and options.get("transport") is None and options.get("memory") is None
     if any(map(is_functorch_wrapped_tensor, given)) or _has_tensors(types):
         return None
     drawn = options.get("dropout") or options.get("mask_mod") is not None
@@ -142,8 +140,7 @@ def cache_key(
     key = (
         (ring.group, ring.first, ring.size, ring.rank),
         tuple([(t.shape, t.dtype, t.device, t.layout, t.requires_grad) for t in given]),
-        tuple(options), values, types, tuple(also.items()),
-        memory_left(given[0], ring.size) if chooses else 0, *settings(given[0].device.type),
+        tuple(options), values, types, tuple(also.items()), *settings(given[0].device.type),
     )  # fmt: skip
     try:
         hash(key)
@@ -152,12 +149,16 @@ def cache_key(
     return key
 
 
+# a call's key in a batch's block, and whether it is one without the batch's mask
+Again: TypeAlias = tuple[Hashable, bool] | None
+
+
 def of_block(
     ring: Ring,
     qkv: tuple[Tensor, Tensor, Tensor],
     options: Mapping[str, Any],
     also: Mapping[str, Any],
-) -> tuple[dict[Hashable, Any], Hashable]:
+) -> tuple[dict[Hashable, Any], Again]:
     """Return the plans of the batch's block, and such a call's key there; None if it has none.
 
     The batch's own mask is no part of the key: all calls in the block have that one. Nor is the
@@ -170,8 +171,8 @@ def of_block(
         own = options.get("key_mask")
         if own is not None and own is block.key_mask:
             options = {**options, "key_mask": None}
-        key = cache_key(ring, qkv, options, also, memory=False)
-        return block.plans, key and (key, own is None)
+        key = cache_key(ring, qkv, options, also)
+        return block.plans, (key, own is None) if key else None
     return block.plans, None
 
 
@@ -186,11 +187,18 @@ def find(
     options: Mapping[str, Any],
     also: Mapping[str, Any],
     codec: Codec | None = None,
+    again: Again = None,
 ) -> Found:
-    """Find the proposal for such a call, and its cached plan; or make the proposal."""
+    """Find the proposal for such a call, and its cached plan; or make the proposal.
+
+    `again` is the call's key in a batch's block. Without the batch's mask it is that of this cache.
+    """
     try:
         options = placed(ring, qkv[0], options)
-        key = cache_key(ring, qkv, options, also)
+        shared, plain = again or (None, False)
+        key = shared if plain else cache_key(ring, qkv, options, also)
+        if key and options.get("transport") is None and options.get("memory") is None:
+            key = key, memory_left(qkv[0], ring.size)
         found = None if key is None else _plans.get(key)
         if found is None:
             return key, Proposal.of(Call(*qkv, ring.size, codec), options, also), None, None

@@ -143,7 +143,7 @@ class RingPlan:
             known, again = of_block(ring, qkv, options, also)
             if (agreed := known.get(again)) is not None:
                 return agreed
-            key, mine, kept, wrong = find(ring, qkv, options, also, codec)
+            key, mine, kept, wrong = find(ring, qkv, options, also, codec, again)
             own = {**mine.own, "plan": 0 if kept is None else kept.agreed.number}
             lengths = agree(ring, "ring attention", mine.must_match, own, wrong)
             plan: Any = kept

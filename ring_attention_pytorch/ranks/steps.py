@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Self
+from typing import Any, Self
 from weakref import ref
 from zlib import crc32
 
@@ -51,6 +51,7 @@ class Steps:
         self.guards: list[Guard] = []  # checks that devices make
         # callers that agree no more until a batch's block ends: an error of one rank is its own
         self.passed_by: set[str] = set()
+        self.unread: Any = None  # the digest of a batch that ranks may not have compared yet
 
     @property
     def notes(self) -> int:

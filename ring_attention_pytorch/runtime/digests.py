@@ -24,13 +24,17 @@ def digest(t: Tensor) -> int:
     >>> digest(torch.tensor([1, 2])) == digest(torch.tensor([2, 1]))
     False
     """
+    return crc32(f"{int(mixed(t))} {list(t.shape)} {t.dtype}".encode())
+
+
+def mixed(t: Tensor) -> Tensor:
+    """Return a number, int64 `[]` on the tensor's device, that depends on its values and places."""
     bits = t.detach().reshape(-1)
     if bits.is_floating_point():
         bits = bits.view(_INTS[bits.itemsize])
     places = torch.arange(1, len(bits) + 1, device=t.device)
-    mixed = (bits.long() ^ (places * 0x1E3779B97F4A7C15)) * 0x2545F4914F6CDD1D
-    found = int((mixed ^ (mixed >> 29)).sum())  # in 64 bits, which wrap around
-    return crc32(f"{found} {list(t.shape)} {t.dtype}".encode())
+    each = (bits.long() ^ (places * 0x1E3779B97F4A7C15)) * 0x2545F4914F6CDD1D
+    return (each ^ (each >> 29)).sum()  # in 64 bits, which wrap around
 
 
 def digest_of_function(function: Callable[..., Any]) -> str:

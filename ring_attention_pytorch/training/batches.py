@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from torch import Tensor
 from ring_attention_pytorch.arguments import check_least, checked, known_device
 from ring_attention_pytorch.geometry.balance import deal
 from ring_attention_pytorch.geometry.documents import BatchDocuments, check_documents
-from ring_attention_pytorch.geometry.documents import digest as of_borders
 from ring_attention_pytorch.geometry.layouts import (
     Layout,
     all_segments,
@@ -34,6 +32,13 @@ from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_gr
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.tensor_kinds import check_plain
+from ring_attention_pytorch.training.comparison import (
+    WORDS,
+    Digest,
+    UnreadDigest,
+    compare_now,
+    digest_of_batch,
+)
 from ring_attention_pytorch.training.labels import (
     documents_of_positions,
     next_of_whole,
@@ -102,7 +107,7 @@ class ShardedBatch(MutableMapping[str, Any]):
     positions_given: bool = False
     group: Group = None
     uncompared: int | None = None  # a digest that ranks have not compared yet
-    digest: int | None = None  # the same, also after they have
+    digest: Digest | None = None  # the same, also after they have
     whole_mask: int | None = None  # a digest of the whole sequences' mask
     state: Mapping[str, int | None] | None = None
     _blocks: list[Placement] = field(default_factory=list, init=False, repr=False)
@@ -174,7 +179,7 @@ class ShardedBatch(MutableMapping[str, Any]):
         ring = self.ring
         error = error_of(partial(self._check_ring, ring))
         if self.uncompared is not None or error is not None:
-            same = {"batch, layout and labels (their digest)": self.uncompared}
+            same = {WORDS: self.uncompared}
             agree(ring, "a batch", same, check=error)
             object.__setattr__(self, "uncompared", None)
         placement = Placement(
@@ -194,6 +199,8 @@ class ShardedBatch(MutableMapping[str, Any]):
 
     def __exit__(self, *error: Any) -> None:
         self._blocks.pop().__exit__(*error)
+        if not any(error) and isinstance(self.digest, UnreadDigest):
+            compare_now(self.ring, self.digest)
 
     @typed(report_to_ring_of_batch("unshard_sequence", "self"))
     def unshard(self, x: Tensor, *, dim: int = 1) -> Tensor:
@@ -265,7 +272,9 @@ def shard_batch(
             document. False if labels are shifted already.
         ignore_index: the label of tokens that predict nothing, such as the last of a document.
         check_same: compare a digest of the batch between the ranks: here, or without a group when
-            `with batch:` begins.
+            `with batch:` begins. Values on a GPU that nothing else reads are compared without a
+            wait: in the block's loss, or at the block's end; without a block in the ring's next
+            `shard_batch`.
 
     Returns:
         A `ShardedBatch`. Nothing but the digest is sent.
@@ -305,16 +314,23 @@ def shard_batch(
                 chosen = deal(whole.packing, size, causal=True, window=None)
         check_layout(chosen, size, whole.length)
         made = whole.shard(chosen, place, size)
-        uncompared = None
+        mine = None
         if check_same and size > 1:
-            uncompared = _digest(batch, chosen, shift_labels, ignore_index)
-        found.append(replace(made, group=group, uncompared=uncompared, digest=uncompared))
+            how = chosen, shift_labels, ignore_index
+            mine = digest_of_batch(batch, *how, at_once=rank is not None)
+        found.append(replace(made, group=group, digest=mine))
 
     error = error_of(make)
-    uncompared = found[0].uncompared if found else None
-    same = {"check_same": check_same, "batch, layout and labels (their digest)": uncompared}
+    mine = found[0].digest if found else None
+    now = mine.of_kinds if isinstance(mine, UnreadDigest) else mine
+    same = {"check_same": check_same, WORDS: now}
+    before: UnreadDigest | None = ring.steps.unread
+    if before is not None and not before.compared:
+        same["the batch before (its digest)"] = before.for_note()
+    ring.steps.unread = None
     agree(ring, "shard_batch", same, check=error)
-    return found[0] if rank is not None else replace(found[0], uncompared=None)
+    ring.steps.unread = mine if isinstance(mine, UnreadDigest) else None
+    return found[0] if rank is None else replace(found[0], uncompared=now)
 
 
 @dataclass(frozen=True)
@@ -456,13 +472,6 @@ def _ends(documents: Any, length: int) -> Tensor:
     """Return the end of each position's run of its document, `[length]`."""
     stops = torch.tensor([run.stop for run in documents.runs])
     return stops.repeat_interleave(stops.diff(prepend=stops.new_zeros(1)), output_size=length)
-
-
-def _digest(batch: Mapping[str, Any], *options: object) -> int:
-    """Return a checksum of a batch and its options."""
-    parts: list[object] = [of_borders(batch.get("cu_seqlens")), *map(str, options)]
-    parts += [(name, digest(t)) for name, t in sorted(batch.items()) if isinstance(t, Tensor)]
-    return crc32(repr(parts).encode())
 
 
 def _shown(shape: Any) -> str:

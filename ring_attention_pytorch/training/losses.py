@@ -23,6 +23,7 @@ from ring_attention_pytorch.ranks.failures import Disagreement
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.training.batches import ShardedBatch, report_to_ring_of_batch
+from ring_attention_pytorch.training.comparison import UnreadDigest
 from ring_attention_pytorch.training.loss_inputs import (
     Head,
     check_labels,
@@ -124,8 +125,10 @@ def _agree_in_block(ring: Ring, same: dict[str, Any], error: ValueError | None) 
     """
     block, own = current(), {"ring": -1, "batch": -1}  # outside of a block
     if block is not None and block.digest is not None:
-        own = {"ring": block.ring.ranks[0], "batch": block.digest}
+        own = {"ring": block.ring.ranks[0], "batch": int(block.digest)}
     told = agree(ring, "ring_cross_entropy", same, own, check=error)
+    if block is not None and isinstance(block.digest, UnreadDigest):
+        block.digest.compared |= {*block.ring.ranks} <= {*ring.ranks}
     rings: dict[int, set[int]] = {}
     for note in told:
         if note["ring"] >= 0:
@@ -134,7 +137,8 @@ def _agree_in_block(ring: Ring, same: dict[str, Any], error: ValueError | None) 
         where = ", ".join(f"rank {rank}: {note['batch']}" for rank, note in enumerate(told))
         raise Disagreement(
             "ring_cross_entropy: ranks of one ring are in the blocks of different batches, by "
-            f"their digests {where}; one has made more or fewer steps than the others"
+            f"their digests {where}; one has made more or fewer steps than the others, or their "
+            "loaders give them different data"
         )
     if block is not None:
         block.wholes.append("ring_cross_entropy")
@@ -180,7 +184,8 @@ def ring_token_logprobs(
     labels: Any = batch.get("shift_labels")
     ring, of = batch.ring, Head(head, bias, scale, softcap)
     error = error_of(partial(_check, x, labels, of, None, ignore_index, chunk, ring))
-    same = _same(x, of, error, ignore_index) | {"batch (its digest)": batch.digest}
+    own = batch.digest.for_note() if isinstance(batch.digest, UnreadDigest) else batch.digest
+    same = _same(x, of, error, ignore_index) | {"batch (its digest)": own}
     agree(ring, "ring_token_logprobs", same, check=error)
     wanted = targets(labels, None, ignore_index, of.classes(x), x.dtype)
     parts = _by_chunks(of, chunk, "none", ignore_index, x, wanted.labels, None)

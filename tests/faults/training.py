@@ -22,6 +22,7 @@ def battery() -> Iterator[Callable[[], object]]:
     from tests.nn import test_projections as projections
     from tests.support import threads
     from tests.training import test_batches as batches
+    from tests.training import test_comparison as comparison
     from tests.training import test_dataset
     from tests.training import test_losses as losses
 
@@ -35,6 +36,10 @@ def battery() -> Iterator[Callable[[], object]]:
     yield logprobs_are_right
     yield from losses_are_right()
     yield losses.test_ranks_in_blocks_of_different_batches_are_told_by_the_loss
+    for use in comparison.WAYS:
+        look = comparison.test_another_batch_is_noticed_in_the_loss_at_the_end_or_in_the_next_batch
+        yield partial(look, use)
+    yield comparison.test_a_digest_is_unread_only_if_the_host_has_no_other_reason_to_wait
     for ulysses in (1, 2):
         yield partial(batches.test_a_plan_is_for_batches_of_an_equal_mask_only, ulysses)
     yield batches.test_a_plan_whose_mask_was_given_is_for_batches_of_equal_values

@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.plan import plan_cache, ring_plan
+from ring_attention_pytorch.plan.placement import Placement
 from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.ranks.agreement import agree
+from ring_attention_pytorch.ranks.ring import Ring
 
 Q = torch.randn(1, 6, 4, 8)
 
@@ -129,6 +131,20 @@ def test_ranks_keep_a_plan_only_if_all_have_found_that_one(pools: Callable) -> N
         assert numbers[2] == numbers[0]
         assert numbers[4] == numbers[3]
         assert len({*numbers[:2], numbers[3]}) == 3
+
+
+def test_a_call_in_a_batch_s_block_has_one_key_for_both_caches() -> None:
+    made = []
+    for _ in range(2):  # the second block finds the plan among those of the process
+        with (
+            Placement(Ring.alone(), layout="zigzag", length=6),
+            mock.patch.object(plan_cache, "cache_key", wraps=plan_cache.cache_key) as keys,
+        ):
+            made.append(RingPlan.make(Q, Q, Q, causal=True))
+            assert keys.call_count == 1
+            assert RingPlan.make(Q, Q, Q, causal=True) is made[0]
+    assert made[1] is made[0]
+    assert made[0].layout == "zigzag"
 
 
 def test_who_has_found_another_plan_makes_a_new_one() -> None:

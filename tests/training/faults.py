@@ -23,6 +23,14 @@ TRAINING = [
         "return t.narrow(dim, 0, len(segment_positions(segments)))",
     ),
     Mutant(
+        "a batch that no block used is never compared", "training/batches.py:shard_batch",
+        "ring.steps.unread = mine if isinstance(mine, UnreadDigest) else None", "pass",
+    ),
+    Mutant(
+        "a loss over other ranks compares a batch", "training/losses.py:_agree_in_block",
+        "block.digest.compared |= {*block.ring.ranks} <= {*ring.ranks}", "pass",
+    ),
+    Mutant(
         "masks stay whole", "training/batches.py:_Whole.shard",
         "None if t is None else mine(t)", "t",
     ),
