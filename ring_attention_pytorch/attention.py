@@ -36,6 +36,7 @@ from torch import Tensor
 from ring_attention_pytorch.plan.placement import check_began_here, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
+from ring_attention_pytorch.runtime.codec import Codec, Decoding
 from ring_attention_pytorch.runtime.deferred import Deferred
 from ring_attention_pytorch.runtime.interfaces import Grads, Residuals, grad_of_sinks
 from ring_attention_pytorch.runtime.resolved import resolved
@@ -48,9 +49,12 @@ from ring_attention_pytorch.runtime.torch_func import (
 )
 from ring_attention_pytorch.second_order import gradient_tangents, tangents
 
-Given = tuple[Tensor, Tensor, Tensor, Tensor | None]  # q, k, v, sinks
+Given = tuple[Tensor, Tensor, Tensor, Tensor | None, *tuple[Tensor, ...]]  # parameters last
 Result = tuple[Tensor, Tensor]  # out, lse
-Saved = tuple[*Given, Tensor, Tensor, Tensor, Tensor | None]  # and out, lse, dout, dlse
+Saved = tuple[  # and out, lse, dout, dlse
+    Tensor, Tensor, Tensor, Tensor | None, *tuple[Tensor, ...],
+    Tensor, Tensor, Tensor, Tensor | None,
+]  # fmt: skip
 Gradients = tuple[Tensor | Any, ...]  # None where the input was None
 
 
@@ -58,9 +62,11 @@ def forward(plan: RingPlan, *given: *Given, into: Result | None = None) -> Resul
     """Compute (out, lse) of this rank's (q, k, v, sinks), into the tensors `into` if given.
 
     q `[b, n, h, d]`, k `[b, m, h_kv, d]`, v `[b, m, h_kv, d_v]`, sinks `[h]` or None -> out
-    `[b, n, h, d_v]`, lse `[b, h, n]`.
+    `[b, n, h, d_v]`, lse `[b, h, n]`. If the plan has a codec, k and v are encoded keys, and the
+    codec's parameters follow.
     """
-    q, k, v, sinks = given
+    q, k, v, sinks, *params = given
+    kernel: Any = plan.kernel if plan.codec is None else Decoding(plan.kernel, plan.codec, params)
     reset_side_streams(q.device)
     calls = plan.calls(back=False) if sinks is None else None
     result = OutputAccumulator(q, plan.values(v), calls, into)
@@ -68,7 +74,7 @@ def forward(plan: RingPlan, *given: *Given, into: Result | None = None) -> Resul
         for keys in plan.transport.stream(plan.keys(k, v)):
             for samples, tiles in plan.tiles(keys.segments):  # samples with the same mask
                 kv, so_far = keys.samples(samples), result.samples(samples)
-                plan.kernel.forward(q[samples], kv, tiles, plan.terms, so_far)
+                kernel.forward(q[samples], kv, tiles, plan.terms, so_far)
     if sinks is not None:
         result.add_sinks(sinks)
     return result.finalize()
@@ -77,10 +83,14 @@ def forward(plan: RingPlan, *given: *Given, into: Result | None = None) -> Resul
 def backward(plan: RingPlan, *given: *Saved, into: Gradients | None = None) -> Gradients:
     """Compute (dq, dk, dv, dsinks) of this rank's (q, k, v, sinks, out, lse, dout, dlse).
 
-    The gradients are written to the tensors `into`, if given.
+    The gradients are written to the tensors `into`, if given. A codec's parameters come after
+    sinks, and so do their gradients, which are of this rank's queries alone.
     """
-    q, k, v, sinks, out, lse, dout, dlse = given
+    q, k, v, sinks, *params, out, lse, dout, dlse = given
     dq, dk, dv, dsinks = into or (None, None, None, None)
+    kernel: Any = plan.kernel
+    if plan.codec is not None:
+        kernel = Decoding.with_sums(plan.kernel, plan.codec, params)
     reset_side_streams(q.device)
     calls, deferred = plan.calls(back=True), Deferred()
     own = Grads(
@@ -96,28 +106,32 @@ def backward(plan: RingPlan, *given: *Saved, into: Gradients | None = None) -> G
             for samples, tiles in plan.tiles(keys.segments):
                 rows, kv = saved.samples(samples), keys.samples(samples)
                 grads = Grads(own.dq, *of_keys).samples(samples)
-                plan.kernel.backward(rows, kv, tiles, plan.terms, grads)
+                kernel.backward(rows, kv, tiles, plan.terms, grads)
         deferred.do()
         dsinks = None if sinks is None else grad_of_sinks(sinks, saved, dsinks)
-    return *(total.finalize() for total in own), dsinks
+    found = *(total.finalize() for total in own), dsinks
+    return found if plan.codec is None else (*found, *kernel.grads())
 
 
 def attention(
-    plan: RingPlan, *given: *Given, return_lse: bool = False
+    plan: RingPlan, *given: *Given, codec: Codec | None = None, return_lse: bool = False
 ) -> tuple[Tensor, Tensor | Any]:
     """Compute (out, lse) of (q, k, v, sinks), with autograd where an input needs derivatives.
 
-    lse can be None without `return_lse`.
+    With a codec, the plan's, k and v are encoded keys, and its parameters follow sinks. Under
+    Ulysses a rank uses, and has gradients of, its own heads' parameters only. lse can be None
+    without `return_lse`.
 
     Raises:
-        ValueError: the plan was made for other tensors.
+        ValueError: the plan was made for other tensors, or for another codec.
     """
-    plan.check(*given)
-    (q, k, v, sinks), swap = given, plan.ulysses
+    (q, k, v, sinks, *params), swap = given, plan.ulysses
+    plan.check(q, k, v, sinks, codec)
     if swap is not None:
         q, k, v = swap.to_heads(q, k, v)
         sinks = None if sinks is None else sinks[swap.heads]
-    given = resolved(q), resolved(k), resolved(v), resolved(sinks)
+        params = [p[swap.heads] for p in params]
+    given = resolved(q), resolved(k), resolved(v), resolved(sinks), *map(resolved, params)
     if needs_derivatives(given):
         out, lse = RingAttentionFunction.apply(plan, *given)
     else:
@@ -126,7 +140,7 @@ def attention(
 
 
 class RingAttentionFunction(Function):
-    """(plan, q, k, v, sinks) -> (out, lse)."""
+    """(plan, q, k, v, sinks, and parameters of a codec) -> (out, lse)."""
 
     @staticmethod
     def forward(plan: RingPlan, *given: *Given) -> Result:
@@ -154,7 +168,7 @@ class RingAttentionFunction(Function):
 
 
 class RingGradients(Function):
-    """(plan, q, k, v, sinks, out, lse, dout, dlse) -> (dq, dk, dv, dsinks)."""
+    """(plan, q, k, v, sinks, ..., out, lse, dout, dlse) -> (dq, dk, dv, dsinks, ...)."""
 
     @staticmethod
     def forward(plan: RingPlan, *given: *Saved) -> Gradients:

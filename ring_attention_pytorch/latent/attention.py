@@ -12,8 +12,8 @@ from einops import rearrange
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ring_attention_pytorch.attention import Given, attention
 from ring_attention_pytorch.latent.codecs import LatentKeys, TiedKeys
-from ring_attention_pytorch.latent.coded import coded_attention
 from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.options import DEFAULTS
@@ -227,8 +227,8 @@ def _attend(
             f"{caller}: the plan already decides {', '.join(given)}; pass one or the other"
         )
     _check_plan(caller, plan, found)
-    params = tuple(found.params.values())
-    out, lse = coded_attention(plan, found.q, found.keys, params, sinks, return_lse)
+    given: Given = found.q, *found.keys, sinks, *found.params.values()
+    out, lse = attention(plan, *given, codec=found.codec, return_lse=return_lse)
     return (out, lse) if return_lse else out
 
 

@@ -8,9 +8,10 @@ Encoded keys take the places of k and v in a `KVBlock`, and their gradients thos
 transport, fabric or loop knows of codecs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
@@ -21,7 +22,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     ScoreMods,
     Tiles,
 )
-from ring_attention_pytorch.runtime.rowwise import wire_dtype
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
 
 Pair = tuple[Tensor, Tensor]
 Tensors = tuple[Tensor, ...]
@@ -95,8 +96,18 @@ class Decoding(NamedTuple):
 
     kernel: Any  # a `kernels.SelectedKernel`
     codec: Any  # a `Codec`
-    params: Tensors
+    params: Sequence[Tensor]
     sums: Tensors = ()
+
+    @classmethod
+    def with_sums(cls, kernel: Any, codec: Codec, params: Sequence[Tensor]) -> "Decoding":
+        """Return one for a backward call, whose sums are zero."""
+        zeros = (torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) for p in params)
+        return cls(kernel, codec, params, tuple(zeros))
+
+    def grads(self) -> Tensors:
+        """Return the gradients of the parameters so far, in their dtypes."""
+        return tuple(total.to(p.dtype) for total, p in zip(self.sums, self.params))
 
     def forward(
         self,
@@ -150,7 +161,7 @@ class Decoding(NamedTuple):
 
     def _decoded(self, keys: KVBlock, heads: slice | None) -> tuple[KVBlock, Tensors]:
         """Return the block with keys and values of these heads, and the heads' parameters."""
-        params = self.params if heads is None else tuple(p[heads] for p in self.params)
+        params = tuple(p if heads is None else p[heads] for p in self.params)
         k, v = self.codec.decode((keys.k, keys.v), params)
         return keys._replace(k=k, v=v), params
 

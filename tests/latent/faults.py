@@ -35,9 +35,9 @@ LATENT = [
     ),
     Mutant(
         "under Ulysses every rank decodes the first heads",
-        "latent/coded.py:coded_attention",
-        "tuple(p[swap.heads] for p in params)",
-        "tuple(p[: p.shape[0] // swap.together.size] for p in params)",
+        "attention.py:attention",
+        "[p[swap.heads] for p in params]",
+        "[p[: p.shape[0] // swap.together.size] for p in params]",
     ),
     Mutant(
         "latents are scaled in decoding as their own width says",

@@ -138,3 +138,29 @@ def test_compiled_code_breaks_its_graph_around_it():
     args = [case.tensors()[name] for name in case.names]
     compiled = torch.compile(lambda *a: mla_ring_attn(*a, causal=True) * 2, backend="eager")
     assert torch.equal(compiled(*args), 2 * mla_ring_attn(*args, causal=True))
+
+
+def of_one() -> list[torch.Tensor]:
+    case = Case(1)
+    return [case.tensors()[name].requires_grad_() for name in case.names]
+
+
+def test_second_derivatives_and_forward_mode_are_refused():
+    args = of_one()
+    out = mla_ring_attn(*args)
+    grads = torch.autograd.grad(out.square().sum(), args, create_graph=True)
+    with pytest.raises(NotImplementedError, match="encoded keys have no second derivatives"):
+        torch.autograd.grad(grads[4].sum(), args)
+    with pytest.raises(NotImplementedError, match="no forward mode"):
+        torch.func.jvp(lambda q: mla_ring_attn(q, *args[1:]), (args[0],), (args[0],))
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    args = [t.detach() for t in of_one()]
+    assert not mla_ring_attn(*args).requires_grad
+    args[4].requires_grad_()
+    out = mla_ring_attn(*args)
+    (grad,) = torch.autograd.grad(out.sum(), args[4:])
+    assert grad.shape == args[4].shape
+    with torch.no_grad():
+        assert torch.equal(mla_ring_attn(*args), out)
