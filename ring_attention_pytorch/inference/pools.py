@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.inference.page_table import Pages
-from ring_attention_pytorch.inference.scaled import as_integers, restored, stored
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime.scaled import as_integers, restored, stored
 
 
 class Sizes(NamedTuple):

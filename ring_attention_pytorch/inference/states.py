@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.inference.scaled import SCALED
 from ring_attention_pytorch.inference.storage import PagedStorage
+from ring_attention_pytorch.runtime.scaled import SCALED
 
 _NAMES = ("lengths", "starts", "held")
 _PARTS = ("keys", "values", "tokens", "scales of keys", "scales of values")

@@ -14,9 +14,9 @@ from ring_attention_pytorch.inference.lineage import Lineage
 from ring_attention_pytorch.inference.page_table import HEADROOM, Copies, Pages, PageTable
 from ring_attention_pytorch.inference.pools import Pools, Sizes
 from ring_attention_pytorch.inference.rolling import RollingTokens, Windows
-from ring_attention_pytorch.inference.scaled import SCALED, WIDE
 from ring_attention_pytorch.plan.plan_cache import PlanCache
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime.scaled import SCALED, WIDE
 from ring_attention_pytorch.runtime.streams import capturing
 
 _USED = (

@@ -311,7 +311,8 @@ class RingPlan:
 
         Keys that no query may see are 0 in it, so that no kernel reads NaN there.
         """
-        keys = KVBlock(k, v, self.key_mask, self.blocks.keys[self.place], own=True)
+        rounded = self.codec is not None and self.codec.in_8_bits
+        keys = KVBlock(k, v, self.key_mask, self.blocks.keys[self.place], True, rounded)
         if self.key_mask is None and self.seen.reached is None:
             return keys
         return keys.without_unseen(self.seen.reached)

@@ -96,7 +96,7 @@ INFERENCE = [
         "circle.take(", "(lambda *_: None)(",
     ),
     Mutant(
-        "rows that do not fit 8 bits", "inference/scaled.py:stored", "> _THREE_QUARTERS",
+        "rows that do not fit 8 bits", "runtime/scaled.py:stored", "> _THREE_QUARTERS",
         "> _MANTISSA",
     ),
 ]  # fmt: skip
