@@ -198,7 +198,8 @@ def generated(ring: Ring, given: list[Tensor], kinds: dict[str, Any]) -> Tensor:
     """A prompt that all ranks have, a chunk that they share, and then a token at a time."""
     *tokens, w_up = given
     b, n = tokens[0].shape[:2]
-    cache = RingCache(b, 1, RANK + D_ROPE, value_dim=RANK, group=ring, device="cuda", **kinds)
+    kinds = dict(kinds, group=ring, device="cuda")
+    cache = RingCache(b, 1, RANK + D_ROPE, value_dim=RANK, **kinds)
 
     def part(at: Tensor | slice) -> list[Tensor]:
         return [*(t[:, at] for t in tokens), w_up]
@@ -215,9 +216,9 @@ def generated(ring: Ring, given: list[Tensor], kinds: dict[str, Any]) -> Tensor:
     return torch.cat(found, dim=1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("size", "tied"), [(1, True), (2, True), (3, True), (2, False)])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_generation_with_a_cache_of_latents(heads: int, size: int) -> None:
+def test_generation_with_a_cache_of_latents(heads: int, size: int, tied: bool) -> None:
     draw = torch.Generator().manual_seed(1)
     n, dtype = 70, torch.bfloat16
     shapes = (2, n, heads, D_NOPE), (2, n, heads, D_ROPE), (2, n, RANK), (2, n, D_ROPE)
@@ -228,9 +229,10 @@ def test_generation_with_a_cache_of_latents(heads: int, size: int) -> None:
     rough, _ = dense_of(given, dtype)
     bound = 2 * relative_error(rough, want)
     with torch.no_grad():
-        ranks = in_threads(size, lambda ring: generated(ring, given, dict(page=16, dtype=dtype)))
+        kinds = dict(page=16, dtype=dtype, tied=tied)
+        ranks = in_threads(size, lambda ring: generated(ring, given, kinds))
     found = [relative_error(out, want) for out in ranks]
-    print("cache of latents", heads, size, [f"{error:.1e}" for error in found], f"{bound:.1e}")
+    print("cache of latents", heads, size, tied, *(f"{error:.1e}" for error in found), bound)
     assert max(found) < bound
 
 

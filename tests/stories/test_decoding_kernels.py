@@ -48,6 +48,7 @@ CASES = {
     "a circle of pages": replace(
         ALONE, page=4, windows=(3,), deeds=("attend", "attend", "rollback", "reorder"), steps=12
     ),
+    "values in keys": replace(ALONE, page=3, tied=True, deeds=("append", "attend", "rollback")),
     "8 bits": replace(
         ALONE, page=3, kept=torch.float8_e4m3fn, given=("sinks",), options={"window": 9}
     ),
@@ -344,7 +345,7 @@ ATTEND = dict(
     window="i32",
 )  # fmt: skip
 ATTEND_SIZES = dict(
-    N=1, ROWS_IN_ALL=32, SPLITS=33, BLOCKS=1, KV=8, GROUP=4, D=128, D_V=128, WIDTH=128,
+    N=1, ROWS_IN_ALL=32, SPLITS=33, BLOCKS=1, KV=8, GROUP=4, D=128, D_V=128, ROW_V=128, WIDTH=128,
     WIDTH_V=128, ROWS=16, COLS=64, NEW_COLS=16, STEP=1, PAGE=64, RANKS=2, RANK=1, NEW=True,
     CAUSAL=True, SCALED=False, MASKED=False, WINDOW=False, STARTS=False, CLAMP=False, ALIBI=False,
     SHARED=True, PDL=True, PRECISION="tf32",
@@ -374,7 +375,8 @@ APPEND = dict(
     capacities="*i32", n="i32", width="i32",
 )  # fmt: skip
 APPEND_SIZES = dict(
-    PAGE=16, RANKS=2, RANK=1, KV=8, D=80, D_V=64, ROWS=16, WIDTH=128, WIDTH_V=64, SCALED=False,
+    PAGE=16, RANKS=2, RANK=1, KV=8, D=80, D_V=64, ROW_V=64, ROWS=16, WIDTH=128, WIDTH_V=64,
+    SCALED=False,
 )  # fmt: skip
 IN_8_BITS = dict(keys="*fp8e4nv", values="*fp8e4nv")
 VARIANTS = {
