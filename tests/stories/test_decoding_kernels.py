@@ -400,6 +400,13 @@ VARIANTS = {
     "decode, 8 bits": (
         "_triton_attend", "attend_kernel", ATTEND | IN_8_BITS, ATTEND_SIZES, dict(SCALED=True),
     ),
+    "decode of DeepSeek V3's latents": (
+        "_triton_attend", "attend_kernel", ATTEND, ATTEND_SIZES,
+        dict(
+            KV=1, GROUP=128, D=576, D_V=512, ROW_V=576, WIDTH=1024, WIDTH_V=512, ROWS=32, COLS=16,
+            BLOCKS=4, SPLITS=34, ROWS_IN_ALL=128,
+        ),
+    ),
     "append, 8 bits": (
         "_triton_append", "append_kernel", APPEND | IN_8_BITS, APPEND_SIZES, dict(SCALED=True),
     ),
@@ -421,3 +428,4 @@ def test_kernels_are_code_for_a_gpu(name: str) -> None:
     options = dict(num_warps=1 if "merge" in name else 4)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert ".entry" in made.asm["ptx"]
+    assert made.metadata.shared <= 232448  # of an H100
