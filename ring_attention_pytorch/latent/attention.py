@@ -57,7 +57,7 @@ def mla_ring_attn(
     A key and a value of all heads are functions of one latent and one rotated key, which are sent
     in their place: 576 numbers a token for DeepSeek V3, instead of 40,960. Each rank expands the
     latents of a block before it computes on it, and once more in backward. Where all heads together
-    would take more than 256 MiB, that is done by groups of heads.
+    would take more than 1 GiB, that is done by groups of heads.
 
     Args:
         q_nope: `[b, n, h, d_nope]`, this rank's queries, the part without rotation.

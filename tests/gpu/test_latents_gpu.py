@@ -1,4 +1,4 @@
-"""Attention to latents and to keys that are values on a CUDA device, and a cache of latents.
+"""Attention to encoded keys on a CUDA device: latents, keys that are values, 8 bits; a cache.
 
 Rings are of threads that share the device. Head sizes are those of DeepSeek V3.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from ring_attention_pytorch import RingCache, mla_attn_with_cache
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.kernels import refusal
-from ring_attention_pytorch.latent import mla_ring_attn, tied_ring_attn
+from ring_attention_pytorch.latent import mla_ring_attn, rounded_ring_attn, tied_ring_attn
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime import codec
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
@@ -26,7 +26,12 @@ from tests.support.reference import dense_attention, relative_error
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 B, N, H, D_NOPE, D_ROPE, RANK, D_V = 2, 333, 8, 128, 64, 512, 128
-LATENTS, TIED = ("q_nope", "q_rope", "latent", "k_rope", "w_up"), ("q", "kv")
+LATENTS = "q_nope", "q_rope", "latent", "k_rope", "w_up"
+KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "latents": (mla_ring_attn, LATENTS),
+    "tied": (tied_ring_attn, ("q", "kv")),
+    "rounded": (rounded_ring_attn, ("q", "k", "v")),
+}
 CAUSAL: dict[str, Any] = dict(causal=True)
 
 
@@ -36,7 +41,7 @@ class Way(NamedTuple):
     options: dict[str, Any]
     layout: str = "zigzag"
     most: int = codec.MOST_DECODED
-    tied: bool = False
+    kind: str = "latents"
 
     @property
     def mask(self) -> dict[str, Any]:
@@ -54,29 +59,32 @@ WAYS = [
     Way(dict(CAUSAL, window=50), "contiguous", most=1),
     Way(dict(CAUSAL, key_mask=True)),
     Way(dict(CAUSAL, ulysses=2), most=1),
-    Way(dict(CAUSAL, transport="ring"), tied=True),
-    Way(dict(CAUSAL, transport="gather"), tied=True),
+    Way(dict(CAUSAL, transport="ring"), kind="tied"),
+    Way(dict(CAUSAL, transport="gather"), kind="tied"),
+    Way(dict(CAUSAL, transport="ring"), kind="rounded"),
+    Way(dict(CAUSAL, transport="gather"), kind="rounded"),
 ]
 
 
-def whole(tied: bool, dtype: torch.dtype) -> dict[str, Tensor]:
+def whole(kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Tensors of the whole sequence, as the dtype holds them."""
     draw = torch.Generator().manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = dict(
         q_nope=(B, N, H, D_NOPE), q_rope=(B, N, H, D_ROPE), latent=(B, N, RANK),
         k_rope=(B, N, D_ROPE), w_up=(H, D_NOPE + D_V, RANK), sinks=(H,), q=(B, N, H, 128),
-        kv=(B, N, 2, 128), dout=(B, N, H, 128), dlse=(B, H, N),
+        kv=(B, N, 2, 128), k=(B, N, 2, 128), v=(B, N, 2, 128), dout=(B, N, H, 128),
+        dlse=(B, H, N),
     )  # fmt: skip
     found = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
     found["w_up"] *= RANK**-0.5
-    found = {name: t.to(dtype) for name, t in found.items() if name in (TIED if tied else LATENTS)
-             or name in ("sinks", "dout", "dlse")}  # fmt: skip
+    held = *KINDS[kind][1], "sinks", "dout", "dlse"
+    found = {name: found[name].to(dtype) for name in held}
     found["key_mask"] = torch.rand(B, N, generator=draw) < 0.7
     return {name: t.cuda() for name, t in found.items()}
 
 
 def learned(way: Way) -> tuple[str, ...]:
-    return (TIED if way.tied else LATENTS) + (("sinks",) if "sinks" in way.options else ())
+    return KINDS[way.kind][1] + (("sinks",) if "sinks" in way.options else ())
 
 
 @lru_cache(maxsize=64)
@@ -85,7 +93,7 @@ def wanted(which: int, held_in: torch.dtype, computed_in: torch.dtype) -> dict[s
     way = WAYS[which]
     given = {
         name: t.to(computed_in) if t.is_floating_point() else t
-        for name, t in whole(way.tied, held_in).items()
+        for name, t in whole(way.kind, held_in).items()
     }
     leaves = {name: given[name].requires_grad_() for name in learned(way)}
     options = way.mask
@@ -108,7 +116,7 @@ def of_rank(ring: Ring, which: int, kernel: str, dtype: torch.dtype) -> dict[str
     at = positions(way.layout, rank=ring.rank, ring_size=ring.size, length=N).cuda()
     given = {
         name: t[..., at] if name == "dlse" else t if name in ("w_up", "sinks") else t[:, at]
-        for name, t in whole(way.tied, dtype).items()
+        for name, t in whole(way.kind, dtype).items()
     }
     leaves = {name: given[name].clone().requires_grad_() for name in learned(way)}
     options = dict(way.options, kernel=kernel, group=ring, layout=way.layout)
@@ -120,8 +128,7 @@ def of_rank(ring: Ring, which: int, kernel: str, dtype: torch.dtype) -> dict[str
         options["cu_seqlens"] = [*ends]
     if ring.size % options.get("ulysses", 1):
         del options["ulysses"]
-    call: Any = tied_ring_attn if way.tied else mla_ring_attn
-    names = TIED if way.tied else LATENTS
+    call, names = KINDS[way.kind]
     out, lse = call(*(leaves[name] for name in names), return_lse=True, **options)
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     along = given["dout"], given["dlse"].to(lse.dtype)
@@ -161,7 +168,7 @@ def errors(which: int, kernel: str, dtype: torch.dtype, size: int) -> dict[str, 
 
 
 def able(kernel: str, way: Way, dtype: torch.dtype) -> bool:
-    d = 128 if way.tied else D_NOPE + D_ROPE
+    d = D_NOPE + D_ROPE if way.kind == "latents" else 128
     like = [torch.empty(1, 0, 1, size, device="cuda", dtype=dtype) for size in (d, D_V)]
     masks = dict(window=way.options.get("window"), key_mask=way.options.get("key_mask"))
     return refusal(kernel, KernelRequest.of(like[0], like[1], **masks)) is None
@@ -185,7 +192,7 @@ def test_all_gradients_equal_those_of_dense_attention_to_expanded_keys(
         ran += 1
         found = errors(which, kernel, dtype, size)
         said = " ".join(f"{name} {error:.1e}" for name, (error, _) in found.items())
-        print(kernel, str(dtype)[6:], size, way.options, way.layout, way.most, said)
+        print(kernel, str(dtype)[6:], size, way.kind, way.options, way.layout, way.most, said)
         bad += [(way, found)] * any(not error <= most for error, most in found.values())
     assert ran
     assert not bad

@@ -46,7 +46,7 @@ def test_the_plan_says_what_a_token_takes_and_what_is_decoded_at_once():
     given = [torch.empty((), dtype=torch.bfloat16).expand(shape) for shape in shapes]
     said = explain_plan(mla_plan(*given, causal=True))
     assert "1.15 kB a token instead of 81.9 kB" in said
-    assert "for 32 heads at once, at most 168 MB" in said
+    assert "for 128 heads at once, at most 671 MB" in said
 
 
 def wrong_on_one_rank(ring, wrong: int, change) -> str:

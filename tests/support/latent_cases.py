@@ -212,7 +212,8 @@ def expanded(given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     if "kv" in given:
         return given["q"], given["kv"], given["kv"]
     if "k" in given:
-        return given["q"], *(t + (to_8_bits(t) - t).detach() for t in (given["k"], given["v"]))
+        both = given["k"], given["v"]
+        return given["q"], *(t - t.detach() + to_8_bits(t).to(t.dtype) for t in both)
     both = torch.einsum("b m r, h d r -> b m h d", given["latent"], given["w_up"])
     rotated = given["k_rope"].unsqueeze(2).expand(-1, -1, both.shape[2], -1)
     d_nope = given["q_nope"].shape[-1]
