@@ -47,6 +47,9 @@ def battery() -> Iterable[Callable[[], object]]:
         errors, _ = threads.run(size, lambda ring: Teller(story, ring).tell())
         assert max(errors) < 1e-12, story
 
+    moved = ("attend", "attend", "reorder")
+    tied = Story(1, sequences=3, windows=(3,), deeds=moved, steps=20, tied=True)
+    yield partial(tell, 1, tied)
     decoding = Story(deeds=("attend",), given=("sinks",), steps=12)
     yield partial(tell, 2, decoding)
     yield partial(tell, 1, Story(deeds=("attend",), options={"window": 3}))
