@@ -47,9 +47,6 @@ def battery() -> Iterable[Callable[[], object]]:
         errors, _ = threads.run(size, lambda ring: Teller(story, ring).tell())
         assert max(errors) < 1e-12, story
 
-    moved = ("attend", "attend", "reorder")
-    tied = Story(1, sequences=3, windows=(3,), deeds=moved, steps=20, tied=True)
-    yield partial(tell, 1, tied)
     decoding = Story(deeds=("attend",), given=("sinks",), steps=12)
     yield partial(tell, 2, decoding)
     yield partial(tell, 1, Story(deeds=("attend",), options={"window": 3}))
@@ -151,6 +148,7 @@ def _small_caches() -> list[tuple[int, Any]]:
         (2, Story(deeds=chunks, steps=8, kept=torch.float8_e4m3fn)),
         (2, replace(rolling, deeds=(*Story.deeds, "prefill"))),
         (1, replace(rolling, deeds=(*chunks, *much))),
+        (1, Story(1, sequences=3, windows=(3,), deeds=("attend", "reorder"), steps=20, tied=True)),
     ]
 
 
