@@ -49,7 +49,8 @@ from ring_attention_pytorch.runtime.torch_func import (
 )
 from ring_attention_pytorch.second_order import gradient_tangents, tangents
 
-Given = tuple[Tensor, Tensor, Tensor, Tensor | None, *tuple[Tensor, ...]]  # parameters last
+Given = tuple[Tensor, Tensor, Tensor, Tensor | None]  # q, k, v, sinks
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, *tuple[Tensor, ...]]  # and parameters
 Result = tuple[Tensor, Tensor]  # out, lse
 Saved = tuple[  # and out, lse, dout, dlse
     Tensor, Tensor, Tensor, Tensor | None, *tuple[Tensor, ...],
@@ -58,7 +59,7 @@ Saved = tuple[  # and out, lse, dout, dlse
 Gradients = tuple[Tensor | Any, ...]  # None where the input was None
 
 
-def forward(plan: RingPlan, *given: *Given, into: Result | None = None) -> Result:
+def forward(plan: RingPlan, *given: *Inputs, into: Result | None = None) -> Result:
     """Compute (out, lse) of this rank's (q, k, v, sinks), into the tensors `into` if given.
 
     q `[b, n, h, d]`, k `[b, m, h_kv, d]`, v `[b, m, h_kv, d_v]`, sinks `[h]` or None -> out
@@ -114,7 +115,7 @@ def backward(plan: RingPlan, *given: *Saved, into: Gradients | None = None) -> G
 
 
 def attention(
-    plan: RingPlan, *given: *Given, codec: Codec | None = None, return_lse: bool = False
+    plan: RingPlan, *given: *Inputs, codec: Codec | None = None, return_lse: bool = False
 ) -> tuple[Tensor, Tensor | Any]:
     """Compute (out, lse) of (q, k, v, sinks), with autograd where an input needs derivatives.
 
@@ -143,7 +144,7 @@ class RingAttentionFunction(Function):
     """(plan, q, k, v, sinks, and parameters of a codec) -> (out, lse)."""
 
     @staticmethod
-    def forward(plan: RingPlan, *given: *Given) -> Result:
+    def forward(plan: RingPlan, *given: *Inputs) -> Result:
         return plan.run("forward", forward, *given)
 
     @staticmethod

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.attention import Given, attention
+from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.options import DEFAULTS
@@ -56,8 +56,10 @@ def attend(
             f"{caller}: the plan already decides {', '.join(given)}; pass one or the other"
         )
     _check_plan(caller, plan, found)
-    given: Given = found.q, *found.keys, sinks, *found.params.values()
-    out, lse = attention(plan, *given, codec=found.codec, return_lse=return_lse)
+    (k, v), params = found.keys, found.params.values()
+    out, lse = attention(
+        plan, found.q, k, v, sinks, *params, codec=found.codec, return_lse=return_lse
+    )
     return (out, lse) if return_lse else out
 
 
