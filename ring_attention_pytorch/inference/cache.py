@@ -159,11 +159,11 @@ class RingCache(PagedStorage):
             ValueError: they don't fit the cache, or a sequence has no room for them.
         """
         with checks_of("RingCache"):
-            k, v = resolved(k), resolved(self.values_of(k, v))
-            self.check_new(k, v, layer)
+            k, values = resolved(k), resolved(self.values_of(k, v))
+            self.check_new(k, values, layer)
         self.prepare(k.shape[1], layer, self.in_graph)
         step = self.memory(layer).at_once or max(1, k.shape[1])
-        for some_k, some_v in zip(k.split(step, dim=1), v.split(step, dim=1)):
+        for some_k, some_v in zip(k.split(step, dim=1), values.split(step, dim=1)):
             self._append(some_k, some_v, layer)
 
     def _append(self, k: Tensor, v: Tensor, layer: int) -> None:
