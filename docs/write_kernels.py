@@ -144,8 +144,8 @@ others as single calls of `scaled_dot_product_attention`, whose launches count
 A Triton block is a power of two wide, so 96, 192 and 320 cost what 128, 256 and 512 do. At 512 the
 backward figure is the sum of its three launches, each with the blocks that are the default now.
 
-`flash-attn-4` was compared with float64 at 64 and 128, and at 16 and 80, where 4.0.0b36 was wrong. The
-other sizes that it accepts on Hopper (96, 192, 192/128, 256) were not, so it is refused there.
+`flash-attn-4` was compared with float64 at 64 and 128, and at 16 and 80, where 4.0.0b36 was wrong.
+The other sizes that it accepts on Hopper (96, 192, 192/128, 256) were not, so it is refused there.
 """
 
 
