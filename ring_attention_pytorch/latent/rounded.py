@@ -75,6 +75,7 @@ def rounded_ring_attn(
         ValueError: as `ring_attn`; on all ranks, before any tensor is sent.
         NotImplementedError: second derivatives or forward mode.
 
+    >>> from ring_attention_pytorch import ring_attn
     >>> q, k = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8)
     >>> out, exact = rounded_ring_attn(q, k, k, causal=True), ring_attn(q, k, k, causal=True)
     >>> bool((out - exact).norm() < 0.1 * exact.norm())
