@@ -20,7 +20,7 @@ from torch import Tensor
 from ring_attention_pytorch.arguments import checks_of
 from ring_attention_pytorch.geometry.layouts import Layout, all_segments, check_layout
 from ring_attention_pytorch.geometry.segments import count
-from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.cache import RingCache, values_of
 from ring_attention_pytorch.inference.checks import check_call, check_options, triton_refusal
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
 from ring_attention_pytorch.inference.partial import Scores
@@ -155,7 +155,7 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
 def _of_keys(cache: RingCache, k: Tensor | None, v: Tensor | None) -> Tensor | None:
     """Return the values of keys that a tied cache gets; raise ValueError if some are given."""
     try:
-        return cache.values_of(k, v)
+        return values_of(cache, k, v)
     except ValueError as error:
         wrong = ValueError(f"{_CALLER}: {error}")
         _report({"cache": cache}, wrong)

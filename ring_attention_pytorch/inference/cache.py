@@ -159,7 +159,7 @@ class RingCache(PagedStorage):
             ValueError: they don't fit the cache, or a sequence has no room for them.
         """
         with checks_of("RingCache"):
-            k, values = resolved(k), resolved(self.values_of(k, v))
+            k, values = resolved(k), resolved(values_of(self, k, v))
             self.check_new(k, values, layer)
         self.prepare(k.shape[1], layer, self.in_graph)
         step = self.memory(layer).at_once or max(1, k.shape[1])
@@ -178,20 +178,6 @@ class RingCache(PagedStorage):
         else:
             pools.write(k, v, layer, self.lengths_in(layer))
             self.advance(k.shape[1], layer)
-
-    def values_of(self, k: Tensor | None, v: Tensor | None) -> Any:
-        """Return the values that come with keys k; those of a tied cache are a part of k.
-
-        Raises:
-            ValueError: the cache is tied and v is given, or it is not and v is missing.
-        """
-        if self.tied and v is not None:
-            raise ValueError("this cache is tied, its values are the first of keys: give no v")
-        if self.tied and k is not None and k.ndim:
-            return k[..., : self.value_dim]
-        if k is not None and v is None:
-            raise ValueError("v must be given with k, unless the cache is tied")
-        return v
 
     @checked
     def rounded(self, t: Tensor) -> Tensor:
@@ -394,6 +380,21 @@ class RingCache(PagedStorage):
         """Raise ValueError if there is no such layer."""
         if not 0 <= layer < self.layers:
             raise ValueError(f"layer must be from 0 to {self.layers - 1}, got {layer}")
+
+
+def values_of(cache: RingCache, k: Tensor | None, v: Tensor | None) -> Any:
+    """Return the values that come with keys k; those of a tied cache are a part of k.
+
+    Raises:
+        ValueError: the cache is tied and v is given, or it is not and v is missing.
+    """
+    if cache.tied and v is not None:
+        raise ValueError("this cache is tied, its values are the first of keys: give no v")
+    if cache.tied and k is not None and k.ndim:
+        return k[..., : cache.value_dim]
+    if k is not None and v is None:
+        raise ValueError("v must be given with k, unless the cache is tied")
+    return v
 
 
 def _indexed(named: torch.device | str) -> torch.device:
