@@ -29,7 +29,7 @@ comm/send_recv.py, kernels/eager.py, runtime/accumulate.py. The rest are variant
 code that makes the plan (plan/ring_plan.py).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,11 +38,13 @@ from torch import Tensor
 from ring_attention_pytorch.plan.placement import check_began_here, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
+from ring_attention_pytorch.runtime.codec import Codec, Decoding
 from ring_attention_pytorch.runtime.deferred import Deferred
 from ring_attention_pytorch.runtime.interfaces import (
     Grads,
     KVBlock,
     Residuals,
+    ScoreMods,
     Tiles,
     grad_of_sinks,
 )
@@ -57,39 +59,49 @@ from ring_attention_pytorch.runtime.torch_func import (
 from ring_attention_pytorch.second_order import gradient_tangents, tangents
 
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None]  # q, k, v, sinks
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, *tuple[Tensor, ...]]  # and more
 Result = tuple[Tensor, Tensor]  # out, lse
-Saved = tuple[*Given, Tensor, Tensor, Tensor, Tensor | None]  # and out, lse, dout, dlse
+Saved = tuple[  # and out, lse, dout, dlse
+    Tensor, Tensor, Tensor, Tensor | None, *tuple[Tensor, ...],
+    Tensor, Tensor, Tensor, Tensor | None,
+]  # fmt: skip
 Gradients = tuple[Tensor | Any, ...]  # None where the input was None
+How = tuple[Any, ScoreMods]  # a kernel and its terms
+SampleTiles = list[tuple[slice, Tiles]]
 
 
-def forward(plan: RingPlan, *given: Tensor | Any, into: Result | None = None) -> Result:
+def forward(plan: RingPlan, *given: *Inputs, into: Result | None = None) -> Result:
     """Compute (out, lse) of this rank's (q, k, v, sinks), into the tensors `into` if given.
 
     q `[b, n, h, d]`, k `[b, m, h_kv, d]`, v `[b, m, h_kv, d_v]`, sinks `[h]` or None -> out
-    `[b, n, h, d_v]`, lse `[b, h, n]`. Keys and values that all ranks hold can follow.
+    `[b, n, h, d_v]`, lse `[b, h, n]`. If the plan has a codec, k and v are encoded keys, and the
+    codec's parameters follow. Without one, keys and values that all ranks hold can follow.
     """
-    q, k, v, sinks, *shared = given
+    q, k, v, sinks, *more = given
+    kernel, shared = _kernel(plan, more, Decoding)
     reset_side_streams(q.device)
     calls = plan.with_shared.calls[False] if shared else plan.calls(back=False)
     result = OutputAccumulator(q, plan.values(v), calls if sinks is None else None, into)
     with torch.autocast(q.device.type, enabled=False):
-        for of, keys, tiles_of in _blocks(plan, plan.transport.stream(plan.keys(k, v)), shared):
+        stream = plan.transport.stream(plan.keys(k, v))
+        for (kernel_of, terms), keys, tiles_of in _blocks(plan, kernel, stream, shared):
             for samples, tiles in tiles_of:  # samples with the same mask
                 kv, so_far = keys.samples(samples), result.samples(samples)
-                of.kernel.forward(q[samples], kv, tiles, of.terms, so_far)
+                kernel_of.forward(q[samples], kv, tiles, terms, so_far)
     if sinks is not None:
         result.add_sinks(sinks)
     return result.finalize()
 
 
-def backward(plan: RingPlan, *given: Tensor | Any, into: Gradients | None = None) -> Gradients:
+def backward(plan: RingPlan, *given: *Saved, into: Gradients | None = None) -> Gradients:
     """Compute (dq, dk, dv, dsinks) of this rank's (q, k, v, sinks, out, lse, dout, dlse).
 
-    The gradients are written to the tensors `into`, if given. Shared keys and values can follow:
-    then this rank's parts of their gradients follow, too.
+    The gradients are written to the tensors `into`, if given. A codec's parameters, or shared keys
+    and values, come after sinks, and so do their gradients, which are of this rank's queries alone.
     """
-    q, k, v, sinks, out, lse, dout, dlse, *shared = given
-    dq, dk, dv, dsinks, *places = into or (None,) * (4 + len(shared))
+    q, k, v, sinks, *more, out, lse, dout, dlse = given
+    dq, dk, dv, dsinks, *places = into or (None,) * (4 + len(more))
+    kernel, shared = _kernel(plan, more, Decoding.with_sums)
     reset_side_streams(q.device)
     calls, deferred = plan.calls(back=True), Deferred()
     of_q = plan.with_shared.calls[True] if shared else calls
@@ -104,78 +116,97 @@ def backward(plan: RingPlan, *given: Tensor | Any, into: Gradients | None = None
     with torch.autocast(q.device.type, enabled=False):
         saved = Residuals(q, out, lse, dout, dlse)
         stream = plan.transport.stream_back(plan.keys(k, v), own[1:], deferred)
-        for of, keys, tiles_of, of_keys in _blocks_back(plan, stream, shared, of_shared, deferred):
+        blocks = _blocks_back(plan, kernel, stream, shared, of_shared, deferred)
+        for (kernel_of, terms), keys, tiles_of, of_keys in blocks:
             for samples, tiles in tiles_of:
                 rows, kv = saved.samples(samples), keys.samples(samples)
                 grads = Grads(own.dq, *of_keys).samples(samples)
-                of.kernel.backward(rows, kv, tiles, of.terms, grads)
+                kernel_of.backward(rows, kv, tiles, terms, grads)
         deferred.do()
         dsinks = None if sinks is None else grad_of_sinks(sinks, saved, dsinks)
     dq, dk, dv, *others = (total.finalize() for total in (*own, *of_shared))
-    return dq, dk, dv, dsinks, *others
+    return dq, dk, dv, dsinks, *others, *(kernel.grads() if plan.codec is not None else ())
+
+
+def _kernel(
+    plan: RingPlan, more: Sequence[Tensor], decoding: Callable[..., Decoding]
+) -> tuple[Any, Sequence[Tensor]]:
+    """Return the kernel of keys that travel, and the shared keys and values, if any.
+
+    `more` is shared keys and values, or what `decoding` needs of a codec: its parameters.
+    """
+    if plan.codec is None:
+        return plan.kernel, more
+    return decoding(plan.kernel, plan.codec, more), ()
 
 
 def _blocks(
-    plan: RingPlan, stream: Iterable[KVBlock], shared: Sequence[Tensor]
-) -> Iterator[tuple[RingPlan, KVBlock, list[tuple[slice, Tiles]]]]:
-    """Yield blocks with their plan and tiles; shared keys join this rank's own, or are the last.
+    plan: RingPlan, kernel: Any, stream: Iterable[KVBlock], shared: Sequence[Tensor]
+) -> Iterator[tuple[How, KVBlock, SampleTiles]]:
+    """Yield blocks with how they are computed; shared keys join this rank's own, or are the last.
 
     In one call they cost no more than their scores. In a call of their own queries are read once
     more, and a result is merged.
     """
+    how = kernel, plan.terms
     for keys in stream:
         found = plan.with_shared.joined.get(keys.segments) if shared else None
         if found is None:
-            yield plan, keys, plan.tiles(keys.segments)
+            yield how, keys, plan.tiles(keys.segments)
         else:
-            yield plan, keys.followed_by(*shared), found
+            yield how, keys.followed_by(*shared), found
             shared = ()
-    if shared and plan.shared is not None:
-        keys = plan.shared.keys(*shared)
-        yield plan.shared, keys, plan.shared.tiles(keys.segments)
+    if shared and (of := plan.shared) is not None:
+        keys = of.keys(*shared)
+        yield (of.kernel, of.terms), keys, of.tiles(keys.segments)
 
 
 def _blocks_back(
     plan: RingPlan,
+    kernel: Any,
     stream: Iterable[tuple[KVBlock, Sequence[GradAccumulator]]],
     shared: Sequence[Tensor],
     of_shared: Sequence[GradAccumulator],
     deferred: Deferred,
-) -> Iterator[tuple[RingPlan, KVBlock, list[tuple[slice, Tiles]], Sequence[GradAccumulator]]]:
+) -> Iterator[tuple[How, KVBlock, SampleTiles, Sequence[GradAccumulator]]]:
     """Yield the blocks of `_blocks`, and accumulators of dk and dv."""
+    how = kernel, plan.terms
     for keys, of_keys in stream:
         found = plan.with_shared.joined.get(keys.segments) if shared else None
         if found is None:
-            yield plan, keys, plan.tiles(keys.segments), of_keys
+            yield how, keys, plan.tiles(keys.segments), of_keys
             continue
         both = keys.followed_by(*shared)
         sums = [GradAccumulator(t, 1 if plan.alone else None) for t in both[:2]]
-        yield plan, both, found, sums
+        yield how, both, found, sums
         for total, first, second in zip(sums, of_keys, of_shared):
             total.move_to((first, 0), (second, -keys.k.shape[1]))
         shared = ()
-    if shared and plan.shared is not None:
+    if shared and (of := plan.shared) is not None:
         deferred.do()  # their kernel can be another one, which adds to dq at once
-        keys = plan.shared.keys(*shared)
-        yield plan.shared, keys, plan.shared.tiles(keys.segments), of_shared
+        keys = of.keys(*shared)
+        yield (of.kernel, of.terms), keys, of.tiles(keys.segments), of_shared
 
 
 def attention(
-    plan: RingPlan, *given: *Given, return_lse: bool = False
+    plan: RingPlan, *given: *Inputs, codec: Codec | None = None, return_lse: bool = False
 ) -> tuple[Tensor, Tensor | Any]:
     """Compute (out, lse) of (q, k, v, sinks), with autograd where an input needs derivatives.
 
-    lse can be None without `return_lse`.
+    With a codec, the plan's, k and v are encoded keys, and its parameters follow sinks. Under
+    Ulysses a rank uses, and has gradients of, its own heads' parameters only. lse can be None
+    without `return_lse`.
 
     Raises:
-        ValueError: the plan was made for other tensors.
+        ValueError: the plan was made for other tensors, or for another codec.
     """
-    plan.check(*given)
-    (q, k, v, sinks), swap = given, plan.ulysses
+    (q, k, v, sinks, *params), swap = given, plan.ulysses
+    plan.check(q, k, v, sinks, codec)
     if swap is not None:
         q, k, v = swap.to_heads(q, k, v)
         sinks = None if sinks is None else sinks[swap.heads]
-    given = resolved(q), resolved(k), resolved(v), resolved(sinks)
+        params = [p[swap.heads] for p in params]
+    given = resolved(q), resolved(k), resolved(v), resolved(sinks), *map(resolved, params)
     if needs_derivatives(given):
         out, lse = RingAttentionFunction.apply(plan, *given)
     else:
@@ -184,10 +215,10 @@ def attention(
 
 
 class RingAttentionFunction(Function):
-    """(plan, q, k, v, sinks) -> (out, lse)."""
+    """(plan, q, k, v, sinks, and parameters of a codec) -> (out, lse)."""
 
     @staticmethod
-    def forward(plan: RingPlan, *given: *Given) -> Result:
+    def forward(plan: RingPlan, *given: *Inputs) -> Result:
         return plan.run("forward", forward, *given)
 
     @staticmethod
@@ -212,7 +243,7 @@ class RingAttentionFunction(Function):
 
 
 class RingGradients(Function):
-    """(plan, q, k, v, sinks, out, lse, dout, dlse) -> (dq, dk, dv, dsinks)."""
+    """(plan, q, k, v, sinks, ..., out, lse, dout, dlse) -> (dq, dk, dv, dsinks, ...)."""
 
     @staticmethod
     def forward(plan: RingPlan, *given: *Saved) -> Gradients:

@@ -120,7 +120,16 @@ class RingGradientTangents(Function):
 
 
 def tangents(plan: RingPlan, given: Some, along: Some, results: Sequence[Tensor]) -> Any:
-    """Compute (tout, tlse), the tangents of `results` for tangents `along` of q, k, v, sinks."""
+    """Compute (tout, tlse), the tangents of `results` for tangents `along` of q, k, v, sinks.
+
+    Raises:
+        NotImplementedError: keys are encoded, or the kernel has no tangents.
+    """
+    if plan.codec is not None:
+        raise NotImplementedError(
+            "ring attention: encoded keys have no second derivatives and no forward mode; expand "
+            'them and call ring_attn with kernel="eager"'
+        )
     out, lse = (t.detach() for t in results)
     return RingTangents.apply(plan, *given, *_filled(along, given), out, lse)
 

@@ -118,8 +118,7 @@ class _Joint(Function):
             grads = torch.autograd.grad(_apart(plan, *given), leaves, along, create_graph=True)
             found = iter(grads)
             return None, *(next(found) if wanted else None for wanted in asked)
-        after = out, lse, dout, dlse
-        *of_ring, dk, dv = plan.run("backward", backward, *given[:4], *after, *given[4:])
+        *of_ring, dk, dv = plan.run("backward", backward, *given, out, lse, dout, dlse)
         if plan.ring.size > 1 and any(asked[4:]):
             dk, dv = _total(plan.ring, dk, dv)
         return None, *of_ring, dk, dv

@@ -50,7 +50,12 @@ class Traffic(NamedTuple):
         """Compute the messages of a transfer, for keys like own ones or for their gradients."""
         rank, back = ring.rank, transfer.kind != KEYS
         block = transfer.source if back else transfer.block
-        like, dtype = (own[:2], wire_dtype(own.k.dtype)) if back else (own[:3], None)
+
+        def form(length: int) -> Form:
+            if back:
+                return Form.of(own[:2], length, wire_dtype(own.k.dtype))
+            return Form.of_keys(own, length)
+
         packs: dict[Chunks, tuple[int, Pack]] = {}
         mine, sends, receives, pieces = program.chunks(block, rank), [], [], []
         for number, distance in enumerate(transfer.distances):
@@ -65,9 +70,9 @@ class Traffic(NamedTuple):
                 here = [at for _, at in places(mine, by)]
             there = [at for _, at in places(come, rank if back else by)]
             pieces += [(number, *both) for both in zip(there, here)]
-            packs.setdefault(gone, (len(packs), Pack(Form.of(like, tokens(gone), dtype), spans)))
+            packs.setdefault(gone, (len(packs), Pack(form(tokens(gone)), spans)))
             sends.append((to, packs[gone][0]))
-            receives.append((by, Form.of(like, tokens(come), dtype)))
+            receives.append((by, form(tokens(come))))
         if not back:
             pieces.sort(key=lambda piece: piece[2].start)  # the order in which they are joined
         return cls([pack for _, pack in packs.values()], sends, receives, pieces)

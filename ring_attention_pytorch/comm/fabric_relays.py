@@ -243,7 +243,7 @@ class RelayChannel(MessageChannel):
     def _form(self, leg: Leg, back: bool = False) -> Form:
         if back:
             return Form.of(self.own[:2], leg.tokens, wire_dtype(self.own.k.dtype))
-        return Form.of(self.own[:3], leg.tokens)
+        return Form.of_keys(self.own, leg.tokens)
 
     def _rooms(self, legs: Sequence[Leg], back: bool = False) -> list[tuple[int, Tensor]]:
         """Make memory for legs that come here, or for their gradients that come back."""

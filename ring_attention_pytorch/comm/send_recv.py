@@ -35,10 +35,10 @@ class Blocks(NamedTuple):
     def of(cls, program: Program, rank: int, own: KVBlock) -> "Blocks":
         """Compute the blocks of keys that are like own ones, but of other lengths."""
         segments = [program.held(block, rank) for block in range(len(program.blocks))]
-        tensors, wide = [t for t in own[:3] if t is not None], accumulation_dtype(own.k.dtype)
+        wide = accumulation_dtype(own.k.dtype)
         forms, wide_forms = [], []
         for length in map(count, segments):
-            forms.append(Form.of(tensors, length))
+            forms.append(Form.of_keys(own, length))
             wide_forms.append(Form.of(own[:2], length, wide))
         return cls(segments, forms, wide_forms)
 

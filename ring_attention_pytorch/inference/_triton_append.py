@@ -55,10 +55,13 @@ def kept(rows, SCALED: tl.constexpr):
 
 @triton.jit
 def store_rows(
-    pool, scales, table, rows, scale, token, held, kv, PAGE, RANKS, KV, D, WIDTH: tl.constexpr,
+    pool, scales, table, rows, scale, token, held, kv, PAGE, RANKS, KV, D, ROW, WIDTH: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Write rows `[tokens, WIDTH]` of one key head, and their scales, to the tokens' pages."""
+    """Write rows `[tokens, WIDTH]` of one key head, and their scales, to the tokens' pages.
+
+    ROW numbers are between rows, of which D are written.
+    """
     turn, slot = token // (PAGE * RANKS), token % PAGE
     page = tl.load(table + turn, mask=held, other=0).to(tl.int64)
     col = tl.arange(0, WIDTH)
@@ -66,7 +69,7 @@ def store_rows(
     if SCALED:
         tl.store(scales + at, scale, mask=held)
     within = held[:, None] & (col < D)[None, :]
-    tl.store(pool + (at * D)[:, None] + col[None, :], rows, mask=within)
+    tl.store(pool + (at * ROW)[:, None] + col[None, :], rows, mask=within)
 
 
 @triton.jit(do_not_specialize=["n", "width"])
@@ -88,12 +91,16 @@ def append_kernel(
     KV: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
+    ROW_V: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_V: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Write this rank's share of k `[b, n, KV, D]` and v after the last tokens."""
+    """Write this rank's share of k `[b, n, KV, D]` and v after the last tokens.
+
+    ROW_V numbers are between values: D if they are the first D_V numbers of keys.
+    """
     blocks = tl.cdiv(n, ROWS)
     block, kv = tl.program_id(0) % blocks, tl.program_id(0) // blocks % KV
     sample = (tl.program_id(0) // (blocks * KV)).to(tl.int64)
@@ -111,18 +118,18 @@ def append_kernel(
     )
     k_rows, k_scale = kept(k_rows, SCALED)
     store_rows(
-        keys, key_scales, table, k_rows, k_scale, token, held, kv, PAGE, RANKS, KV, D, WIDTH,
+        keys, key_scales, table, k_rows, k_scale, token, held, kv, PAGE, RANKS, KV, D, D, WIDTH,
         SCALED,
     )  # fmt: skip
     v_rows = tl.load(
-        v + row[:, None] * D_V + col_v[None, :],
+        v + row[:, None] * ROW_V + col_v[None, :],
         mask=held[:, None] & (col_v < D_V)[None, :],
         other=0.0,
     )
     v_rows, v_scale = kept(v_rows, SCALED)
     store_rows(
         values, value_scales, table, v_rows, v_scale, token, held, kv, PAGE, RANKS, KV, D_V,
-        WIDTH_V, SCALED,
+        ROW_V, WIDTH_V, SCALED,
     )  # fmt: skip
 
 
@@ -141,9 +148,11 @@ def advance_kernel(
 
 def append(new: tuple[Tensor, Tensor], pools: Pools, layer: int) -> None:
     """Write new keys and values of a layer into its pools, and advance its lengths."""
-    k, v = (t.contiguous() for t in new)
+    k, v = new[0].contiguous(), new[1]
+    d_v, row_v = v.shape[-1], k.shape[-1] if pools.tied else v.shape[-1]
+    v = k if pools.tied else v.contiguous()
     b, n, h_kv, d = k.shape
-    d_v, lengths = v.shape[-1], pools.layer_lengths[layer]
+    lengths = pools.layer_lengths[layer]
     with torch.cuda.device_of(k):
         append_kernel[(triton.cdiv(n, _ROWS) * h_kv * b,)](
             k,
@@ -160,6 +169,7 @@ def append(new: tuple[Tensor, Tensor], pools: Pools, layer: int) -> None:
             KV=h_kv,
             D=d,
             D_V=d_v,
+            ROW_V=row_v,
             ROWS=_ROWS,
             WIDTH=triton.next_power_of_2(d),
             WIDTH_V=triton.next_power_of_2(d_v),

@@ -135,6 +135,7 @@ def attend_kernel(
     GROUP: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
+    ROW_V: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_V: tl.constexpr,
     ROWS: tl.constexpr,
@@ -161,7 +162,8 @@ def attend_kernel(
 
     Without CAUSAL each sequence is one page of `given` keys. With MASKED, queries see the keys
     for which `key_mask` `[b, given]` is not 0.
-    Strides in rows of keys or values: `page_rows`, `head_rows`, and STEP between tokens.
+    Strides in rows of keys or values: `page_rows`, `head_rows`, and STEP between tokens. ROW_V
+    numbers are between values: D if they are the first D_V numbers of keys.
     """
     if PDL:  # launched before the previous kernel ends, as `merge_kernel` is before this one ends
         gdc_launch_dependents()
@@ -233,7 +235,7 @@ def attend_kernel(
         k_mask = there[:, None] if D == WIDTH else there[:, None] & (col < D)[None, :]
         v_mask = shown[:, None] if D_V == WIDTH_V else shown[:, None] & (col_v < D_V)[None, :]
         k = tl.load(keys + at[:, None] * D + col[None, :], mask=k_mask, other=0.0)
-        v = tl.load(values + at[:, None] * D_V + col_v[None, :], mask=v_mask, other=0.0)
+        v = tl.load(values + at[:, None] * ROW_V + col_v[None, :], mask=v_mask, other=0.0)
         distance = (token[:, None] - key_token[None, :]).to(tl.float32)
         factors, v_scale = factor, 1.0
         if SCALED:
@@ -262,18 +264,18 @@ def attend_kernel(
                 k_mask = mine[:, None] & (col < D)[None, :]
                 v_mask = mine[:, None] & (col_v < D_V)[None, :]
                 k = tl.load(k_new + at[:, None] * D + col[None, :], mask=k_mask, other=0.0)
-                v = tl.load(v_new + at[:, None] * D_V + col_v[None, :], mask=v_mask, other=0.0)
+                v = tl.load(v_new + at[:, None] * ROW_V + col_v[None, :], mask=v_mask, other=0.0)
                 k, k_scale = kept(k, SCALED)
                 v, v_scale = kept(v, SCALED)
                 if block == 0:
                     write = mine & fits
                     store_rows(
                         keys, key_scales, table, k, k_scale, new_token, write, kv,
-                        PAGE, RANKS, KV, D, WIDTH, SCALED,
+                        PAGE, RANKS, KV, D, D, WIDTH, SCALED,
                     )  # fmt: skip
                     store_rows(
                         values, value_scales, table, v, v_scale, new_token, write, kv,
-                        PAGE, RANKS, KV, D_V, WIDTH_V, SCALED,
+                        PAGE, RANKS, KV, D_V, ROW_V, WIDTH_V, SCALED,
                     )  # fmt: skip
                 factors = factor
                 if SCALED:

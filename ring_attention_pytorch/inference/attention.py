@@ -20,7 +20,7 @@ from torch import Tensor
 from ring_attention_pytorch.arguments import checks_of
 from ring_attention_pytorch.geometry.layouts import Layout, all_segments, check_layout
 from ring_attention_pytorch.geometry.segments import count
-from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.cache import RingCache, values_of
 from ring_attention_pytorch.inference.checks import check_call, check_options, triton_refusal
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
 from ring_attention_pytorch.inference.partial import Scores
@@ -104,7 +104,8 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
         q: `[b, n, h, d]`, queries of the last n tokens of all sequences: the same on every rank,
             or with a layout this rank's shard.
         k, v: `[b, n, h_kv, d]` and `[b, n, h_kv, d_v]`, appended to the cache. None if they were
-            appended before: then each sequence has n tokens or more, or none at all.
+            appended before: then each sequence has n tokens or more, or none at all. v is always
+            None for a tied cache, whose values are the first numbers of keys.
         cache: holds the sequences; all ranks of its ring call this together.
         layer: the layer of q, k and v.
         layout: None if all ranks pass the same tokens. For a sharded chunk of a prompt the layout
@@ -136,6 +137,8 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     >>> out.shape, cache.lengths
     (torch.Size([1, 1, 4, 4]), [3])
     """
+    if cache.tied:
+        v = _of_keys(cache, k, v)
     given = Given(resolved(q), resolved(k), resolved(v), resolved(sinks), resolved(alibi_slopes))
     options = StepOptions(layer, scale, softclamp, window, kernel, check)
     at_once = cache.memory(layer).at_once if cache.circles and k is not None else None
@@ -148,6 +151,16 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     else:
         out, lse = _decode_step(given, cache, options, return_lse)
     return (out, lse) if return_lse and lse is not None else out
+
+
+def _of_keys(cache: RingCache, k: Tensor | None, v: Tensor | None) -> Tensor | None:
+    """Return the values of keys that a tied cache gets; raise ValueError if some are given."""
+    try:
+        return values_of(cache, k, v)
+    except ValueError as error:
+        wrong = ValueError(f"{_CALLER}: {error}")
+        _report({"cache": cache}, wrong)
+        raise wrong from None
 
 
 def _decode_step(
@@ -241,7 +254,8 @@ def _sharded_chunk(
     with cache.ring.call("gathering a chunk"):
         q, k, v = (chunk.in_order([*t]) for t in zip(*chunk.gather(q, k, v)()))
     out, lse = ring_attn_with_cache(
-        q, k, v, cache, layer=layer, window=scores.window, scale=scores.scale,
+        q, k, None if cache.tied else v, cache, layer=layer, window=scores.window,
+        scale=scores.scale,
         softclamp=scores.softclamp, sinks=sinks, alibi_slopes=slopes, kernel=options.kernel,
         return_lse=True,
     )  # fmt: skip

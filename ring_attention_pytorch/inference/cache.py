@@ -16,13 +16,13 @@ from ring_attention_pytorch.arguments import checked, checks_of
 from ring_attention_pytorch.inference.page_table import Copies
 from ring_attention_pytorch.inference.pools import Sizes
 from ring_attention_pytorch.inference.rolling import Windows
-from ring_attention_pytorch.inference.scaled import SCALED, WIDE, as_integers, restored, stored
 from ring_attention_pytorch.inference.states import check_states, longest_of
 from ring_attention_pytorch.inference.storage import PagedStorage
 from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, as_ring
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import has_triton
+from ring_attention_pytorch.runtime.scaled import SCALED, WIDE, as_integers, restored, stored
 
 _DTYPES = (*WIDE, *SCALED)
 _LARGEST_PAGE = 256
@@ -49,6 +49,8 @@ class RingCache(PagedStorage):
             Every rank holds all of the last `window + 2 * spare` tokens of a layer with a window,
             and no others.
         spare: the most tokens that layers with a window can roll back, or append in one step.
+        tied: values are the first `value_dim` numbers of keys, are held once, and are never given
+            (v is None); not in 8 bits.
         group: the ring; None is the default group, or this process alone.
 
     Attributes:
@@ -86,6 +88,7 @@ class RingCache(PagedStorage):
         device: torch.device | str = "cpu",
         windows: Sequence[int | None] | None = None,
         spare: int = 64,
+        tied: bool = False,
         group: Group = None,
     ) -> None:
         ring = as_ring(group)
@@ -94,13 +97,15 @@ class RingCache(PagedStorage):
         )
         of_layers = Windows((None,) * layers if windows is None else tuple(windows), spare)
         same = {**sizes._asdict(), "capacity": capacity, "page": page, "dtype": dtype}
-        same |= {"windows": list(of_layers.of), "spare": spare}
+        same |= {"windows": list(of_layers.of), "spare": spare, "tied": tied}
 
         def check() -> None:
             _check_sizes(sizes._asdict(), capacity, page, dtype)
             of_layers.check(layers)
+            if tied:
+                _check_tied(sizes, dtype)
             try:
-                storage(ring, sizes, capacity, page, dtype, _indexed(device), of_layers)
+                storage(ring, sizes, capacity, page, dtype, _indexed(device), of_layers, tied)
             except (RuntimeError, MemoryError) as error:
                 raise ValueError(_without_memory(sizes, capacity, ring.size, error)) from error
 
@@ -142,22 +147,23 @@ class RingCache(PagedStorage):
         return self.pages.owner(token)
 
     @checked
-    def append(self, k: Tensor, v: Tensor, layer: int = 0) -> None:
+    def append(self, k: Tensor, v: Tensor | None, layer: int = 0) -> None:
         """Append tokens to all sequences. All ranks pass the same ones, and each stores its share.
 
         Args:
-            k, v: `[sequences, n, h_kv, d]` and `[sequences, n, h_kv, d_v]`.
+            k, v: `[sequences, n, h_kv, d]` and `[sequences, n, h_kv, d_v]`; v is None if the cache
+                is tied.
             layer: the layer of k and v.
 
         Raises:
             ValueError: they don't fit the cache, or a sequence has no room for them.
         """
-        k, v = resolved(k), resolved(v)
         with checks_of("RingCache"):
-            self.check_new(k, v, layer)
+            k, values = resolved(k), resolved(values_of(self, k, v))
+            self.check_new(k, values, layer)
         self.prepare(k.shape[1], layer, self.in_graph)
         step = self.memory(layer).at_once or max(1, k.shape[1])
-        for some_k, some_v in zip(k.split(step, dim=1), v.split(step, dim=1)):
+        for some_k, some_v in zip(k.split(step, dim=1), values.split(step, dim=1)):
             self._append(some_k, some_v, layer)
 
     def _append(self, k: Tensor, v: Tensor, layer: int) -> None:
@@ -376,11 +382,39 @@ class RingCache(PagedStorage):
             raise ValueError(f"layer must be from 0 to {self.layers - 1}, got {layer}")
 
 
+def values_of(cache: RingCache, k: Tensor | None, v: Tensor | None) -> Any:
+    """Return the values that come with keys k; those of a tied cache are a part of k.
+
+    Raises:
+        ValueError: the cache is tied and v is given, or it is not and v is missing.
+    """
+    if cache.tied and v is not None:
+        raise ValueError("this cache is tied, its values are the first of keys: give no v")
+    if cache.tied and k is not None and k.ndim:
+        return k[..., : cache.value_dim]
+    if k is not None and v is None:
+        raise ValueError("v must be given with k, unless the cache is tied")
+    return v
+
+
 def _indexed(named: torch.device | str) -> torch.device:
     device = torch.device(named)
     if device.type != "cuda" or device.index is not None:
         return device
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _check_tied(sizes: Sizes, dtype: torch.dtype) -> None:
+    if sizes.value_dim > sizes.head_dim:
+        raise ValueError(
+            f"tied values are the first numbers of keys: value_dim must be at most "
+            f"{sizes.head_dim}, got {sizes.value_dim}"
+        )
+    if dtype in SCALED:
+        raise ValueError(
+            f"a tied cache can't be of {dtype}: keys and values have scales of their own; take 16 "
+            "bits, or leave tied out"
+        )
 
 
 def _check_sizes(

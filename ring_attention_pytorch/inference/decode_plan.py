@@ -17,9 +17,9 @@ from ring_attention_pytorch.inference.partial import (
 from ring_attention_pytorch.inference.pools import Pools
 from ring_attention_pytorch.inference.programs import Cut, Processors, Tuning, power_of_2
 from ring_attention_pytorch.inference.pushed_rows import PushedRows, pushed_rows
-from ring_attention_pytorch.inference.scaled import SCALED
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.launches import Launch, can_begin_early
+from ring_attention_pytorch.runtime.scaled import SCALED
 from ring_attention_pytorch.schedule.relays import MergeRoute, merge_route
 
 PUSH = True  # whether ranks that share memory merge in one kernel; tests compare both
@@ -142,6 +142,7 @@ class DecodePlan:
     ) -> tuple[Tensor, Tensor]:
         pools, (sinks, slopes) = self.pools, terms
         lengths = pools.layer_lengths[layer]
+        v = k if pools.tied else v
         with torch.cuda.device_of(q):
             plain = _plain(q)
             self._attend(key_mask is not None)(
@@ -150,8 +151,7 @@ class DecodePlan:
                 plain if v is None else _plain(v),
                 plain if slopes is None else _plain(slopes),
                 plain if key_mask is None else _plain(key_mask.view(torch.uint8)),
-                pools.keys[layer], pools.values[layer],
-                pools.key_scales[layer], pools.value_scales[layer], pools.tables, lengths,
+                *pools.of(layer), pools.tables, lengths,
                 pools.tables.shape[1], *pools.rows, pools.given,
             )  # fmt: skip
             *parts, spare = self.memory
@@ -255,6 +255,7 @@ class DecodePlan:
             launch_pdl=self.early,
             N=n, ROWS_IN_ALL=self.rows, SPLITS=cut.splits, BLOCKS=cut.blocks,
             KV=key_heads, GROUP=h // key_heads, D=d, D_V=self.width,
+            ROW_V=d if pools.tied else self.width,
             WIDTH=power_of_2(d), WIDTH_V=power_of_2(self.width), ROWS=cut.rows,
             COLS=cut.cols, NEW_COLS=min(64, power_of_2(n)),
             STEP=pools.step, PAGE=pools.pages.page, RANKS=pools.pages.ranks,

@@ -39,7 +39,8 @@ def explain_cache(
     """
     _check(cache, heads, tokens, dtype)
     mine, all_tokens = sum(cache.local_lengths), sum(cache.lengths)
-    numbers, scales = cache.head_dim + cache.value_dim, 2 * cache.scales * 4
+    scales = 2 * cache.scales * 4
+    numbers = cache.head_dim + (0 if cache.tied else cache.value_dim)
     token = cache.key_heads * (numbers * cache.dtype.itemsize + scales)
     of_queries = dtype or _of_queries(cache)
     circles = [

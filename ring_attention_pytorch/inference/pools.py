@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.inference.page_table import Pages
-from ring_attention_pytorch.inference.scaled import as_integers, restored, stored
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime.scaled import as_integers, restored, stored
 
 
 class Sizes(NamedTuple):
@@ -57,11 +57,13 @@ class Pools:
     given: int = 0  # keys of each sequence, instead of lengths
     window: int | None = None  # the most tokens before its own that a query sees; None is all
     spare: int = 0  # tokens that are kept beyond a window
+    tied: bool = False  # values are the first numbers of keys, and `values` has no memory
 
     @property
     def all(self) -> tuple[list[Tensor], ...]:
-        """The pools of all layers: of keys, of values, and of the scales of both."""
-        return self.keys, self.values, self.key_scales, self.value_scales
+        """The pools of all layers that have memory: of keys, values, and the scales of both."""
+        values = () if self.tied else (self.values,)
+        return self.keys, *values, self.key_scales, self.value_scales
 
     @property
     def at_once(self) -> int | None:
@@ -70,7 +72,8 @@ class Pools:
 
     def of(self, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the pools of a layer: of keys, of values, and of the scales of both."""
-        k, v = self.keys[layer], self.values[layer]
+        k = self.keys[layer]
+        v = k[..., : self.sizes.value_dim] if self.tied else self.values[layer]
         return k, v, self.key_scales[layer], self.value_scales[layer]
 
     def begin(self, length: int) -> int:

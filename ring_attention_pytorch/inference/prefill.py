@@ -210,5 +210,5 @@ def prefill(
                 result.add(all_rows, *found)
         out, lse = result.finalize()
     keys, values = (chunk.in_order([each[i] for each in every]) for i in (0, 1))
-    cache.append(keys, values, layer)
+    cache.append(keys, None if cache.tied else values, layer)
     return out, lse

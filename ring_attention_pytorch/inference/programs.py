@@ -11,7 +11,8 @@ import torch
 _FULL = 0.7  # this share of the programs that fit at once saturates a GPU's memory
 _TURNS = 8  # programs for each multiprocessor if some are for new tokens; otherwise 2
 _BLOCK = 1 << 15  # bytes of keys and values at a time: such a program fills a multiprocessor
-_RESERVED = 1 << 14  # bytes of shared memory for queries and probabilities
+_RESERVED = 1 << 14  # bytes of shared memory for queries and probabilities, at least
+_QUERIES = 1 / 3  # of shared memory, at most
 _MOST = 64  # rows of a program, at most
 
 
@@ -77,20 +78,25 @@ class Cut(NamedTuple):
         Cut(cols=64, stages=3, rows=16, blocks=1, splits=17)
         >>> Cut.of((1, 64, 32, 256), (8, 256, 1), True, h100, Tuning())  # 8 bits: twice as many
         Cut(cols=32, stages=3, rows=64, blocks=4, splits=9)
+        >>> Cut.of((1, 1, 128, 576), (1, 512, 2), True, h100, Tuning())  # latents
+        Cut(cols=16, stages=3, rows=32, blocks=4, splits=34)
         """
         b, n, h, d = q
         heads, d_v, itemsize = keys
         widths = power_of_2(d), power_of_2(d_v)
         cols = max(16, min(tuning.cols, tuning.cols * 128 // max(widths)))
         block = cols * sum(widths) * itemsize
-        in_all = n * h // heads
+        in_all, row = n * h // heads, max(widths) * itemsize
         rows = min(_MOST, power_of_2(in_all))
+        while rows > 16 and rows * row > _QUERIES * processors.shared:
+            rows //= 2
+        reserved = max(_RESERVED, rows * row)
         blocks = -(-in_all // rows)
         programs = processors.number * tuning.programs
         at_once = programs if block >= _BLOCK else 2 * programs
         return cls(
             cols=cols,
-            stages=max(2, min(tuning.stages, 1 + (processors.shared - _RESERVED) // block)),
+            stages=max(2, min(tuning.stages, 1 + (processors.shared - reserved) // block)),
             rows=rows,
             blocks=blocks,
             splits=splits_of(b * heads * blocks, at_once, programs * (_TURNS if new else 2)) + new,

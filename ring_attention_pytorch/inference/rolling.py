@@ -125,6 +125,7 @@ class RollingTokens:
         self.longest = [self.longest[i] for i in beams]
         self.dropped = [self.dropped[i] for i in beams]
         for layer in self.layers:
-            for pool in self.pools.of(layer):
+            for pools in self.pools.all:
+                pool = pools[layer]
                 each = pool.unflatten(0, (len(beams), self.laid))
                 each.copy_(each[torch.tensor(list(beams), device=pool.device)])

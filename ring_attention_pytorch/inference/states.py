@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.inference.scaled import SCALED
 from ring_attention_pytorch.inference.storage import PagedStorage
+from ring_attention_pytorch.runtime.scaled import SCALED
 
 _NAMES = ("lengths", "starts", "held")
 _PARTS = ("keys", "values", "tokens", "scales of keys", "scales of values")
@@ -82,6 +82,10 @@ def _check_kind(cache: PagedStorage, held: Sequence[Tensor]) -> None:
                 f"{name} of the states must be {[*shape]} in {of} for a cache of {cache.dtype}, "
                 f"got {[*t.shape]} in {t.dtype}"
             )
+    if cache.tied and not torch.equal(held[1], held[0][..., : cache.value_dim]):
+        raise ValueError(
+            "values of the states are not the first numbers of keys, as in a tied cache"
+        )
 
 
 def _check_tokens(cache: PagedStorage, states: Sequence[dict[str, Any]]) -> None:

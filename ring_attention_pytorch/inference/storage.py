@@ -4,7 +4,6 @@ Host and device have the same tables and lengths, except for lengths that CUDA g
 """
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ from ring_attention_pytorch.inference.lineage import Lineage
 from ring_attention_pytorch.inference.page_table import HEADROOM, Copies, Pages, PageTable
 from ring_attention_pytorch.inference.pools import Pools, Sizes
 from ring_attention_pytorch.inference.rolling import RollingTokens, Windows
-from ring_attention_pytorch.inference.scaled import SCALED, WIDE
 from ring_attention_pytorch.plan.plan_cache import PlanCache
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime.scaled import SCALED, WIDE
 from ring_attention_pytorch.runtime.streams import capturing
 
 _USED = (
@@ -47,11 +46,13 @@ class PagedStorage:
         dtype: torch.dtype,
         device: torch.device,
         windows: Windows,
+        tied: bool = False,
     ) -> None:
         self.ring: Ring = ring
         self.dtype: torch.dtype = dtype
         self.device: torch.device = device
         self.sequences, self.key_heads, self.head_dim, self.value_dim, self.layers = sizes
+        self.tied: bool = tied
         self.scales = int(dtype in SCALED)  # per head of a key or value
         # of queries and of new keys and values
         self.dtypes: tuple[torch.dtype, ...] = WIDE if self.scales else (dtype,)
@@ -90,12 +91,13 @@ class PagedStorage:
 
         return Pools(
             self.ring, self.device, self.dtype, sizes, self.pages, (self.key_heads * page, page),
-            keys=each(self.head_dim, self.dtype), values=each(self.value_dim, self.dtype),
+            keys=each(self.head_dim, self.dtype),
+            values=[] if self.tied else each(self.value_dim, self.dtype),
             key_scales=each(self.scales, torch.float32),
             value_scales=each(self.scales, torch.float32),
             tables=self._ints(n, turns), layer_lengths=[*self.lengths_of.unbind()],
             starts=self._ints(n), capacities=self._ints(n), overflown=self._ints(n),
-            lineage=self._ints(1 + n),
+            lineage=self._ints(1 + n), tied=self.tied,
         )  # fmt: skip
 
     # public, to read
@@ -114,7 +116,7 @@ class PagedStorage:
 
     @property
     def values(self) -> list[Tensor]:
-        return self.pools.values
+        return [self.pools.of(layer)[1] for layer in range(self.layers)]
 
     @property
     def key_scales(self) -> list[Tensor]:
@@ -275,8 +277,9 @@ class PagedStorage:
         """Copy pages, and set lengths and tables, in all layers."""
         if copies:
             source, target = torch.tensor(copies, device=self.device).unbind(1)
-            for pool in chain(*map(self.pools.of, self._paged)):
-                pool[target] = pool[source]
+            for pools in self.pools.all:
+                for layer in self._paged:
+                    pools[layer][target] = pools[layer][source]
         for circle in self.circles:
             circle.shorten(lengths)
         self._lengths = [list(lengths) for _ in range(self.layers)]

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.integrations.calls import names
 from ring_attention_pytorch.latent.codecs import LatentKeys
-from ring_attention_pytorch.latent.coded import coded_attention
 from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.plan.plan_cache import PlanCache
@@ -139,5 +139,5 @@ def attend(
         made = RingPlan.make(q, latent, k_rope, codec=codec, also=also, sinks=sinks, **options)
         plan = plans.keep(kind, made)
     plan = plan.for_layer(getattr(layer, "layer_idx", None) or 0)
-    out, _ = coded_attention(plan, q, (latent, k_rope), (up,), sinks)
+    out, _ = attention(plan, q, latent, k_rope, sinks, up, codec=codec)
     return out.contiguous()

@@ -4,50 +4,27 @@ mla_ring_attn   ranks exchange latents, and expand them by blocks    DeepSeek V2
 tied_ring_attn  ranks exchange keys, which are the values, too       half the bytes
 """
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from einops import rearrange
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from ring_attention_pytorch.latent.calls import (
+    CodedOptions,
+    CodedPlanOptions,
+    Encoded,
+    attend,
+    encoded,
+    make_plan,
+    report,
+)
 from ring_attention_pytorch.latent.codecs import LatentKeys, TiedKeys
-from ring_attention_pytorch.latent.coded import coded_attention
-from ring_attention_pytorch.plan.checks import autocast_dtype
-from ring_attention_pytorch.plan.option_types import PlanOptions
-from ring_attention_pytorch.plan.options import DEFAULTS
-from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.agreement import report_to_group, typed
+from ring_attention_pytorch.ranks.agreement import typed
 from ring_attention_pytorch.ranks.ring import Group
-from ring_attention_pytorch.runtime.codec import Codec, Pair, Tensors
 from ring_attention_pytorch.runtime.torch_func import run_apart
-from ring_attention_pytorch.tensor_kinds import has_values
-
-_report = report_to_group("ring attention", ring_of=attention_ring)
-
-
-class CodedOptions(PlanOptions, total=False):
-    """The options of a call whose keys are encoded, but return_lse."""
-
-    group: Group
-    plan: RingPlan | None
-
-
-class CodedPlanOptions(PlanOptions, total=False):
-    """The options of a plan of such calls."""
-
-    group: Group
-
-
-class Encoded(NamedTuple):
-    """A call's queries, encoded keys, codec, and the codec's parameters by name."""
-
-    q: Tensor
-    keys: Pair
-    codec: Codec
-    params: dict[str, Tensor]
 
 
 @overload
@@ -62,7 +39,7 @@ def mla_ring_attn(
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
-@typed(_report)
+@typed(report)
 def mla_ring_attn(
     q_nope: Tensor,
     q_rope: Tensor,
@@ -80,7 +57,7 @@ def mla_ring_attn(
     A key and a value of all heads are functions of one latent and one rotated key, which are sent
     in their place: 576 numbers a token for DeepSeek V3, instead of 40,960. Each rank expands the
     latents of a block before it computes on it, and once more in backward. Where all heads together
-    would take more than 256 MiB, that is done by groups of heads.
+    would take more than 1 GiB, that is done by groups of heads.
 
     Args:
         q_nope: `[b, n, h, d_nope]`, this rank's queries, the part without rotation.
@@ -118,10 +95,10 @@ def mla_ring_attn(
     if is_compiling():
         apart: Any = mla_ring_attn  # overloaded
         return run_apart(apart, *tensors, **given)
-    return _attend("mla_ring_attn", _latents, tensors, given)
+    return attend("mla_ring_attn", _latents, tensors, given)
 
 
-@typed(_report)
+@typed(report)
 def mla_plan(
     q_nope: Tensor,
     q_rope: Tensor,
@@ -145,8 +122,8 @@ def mla_plan(
     >>> mla_plan(q_nope, q_rope, latent, k_rope, w_up, causal=True).codec
     LatentKeys(rank=5, d_nope=8, d_rope=2, d_v=3)
     """
-    found = _encoded("mla_plan", _latents, (q_nope, q_rope, latent, k_rope, w_up), dict(options))
-    return _plan(found, dict(options))
+    tensors = q_nope, q_rope, latent, k_rope, w_up
+    return make_plan(encoded("mla_plan", _latents, tensors, dict(options)), dict(options))
 
 
 @overload
@@ -159,7 +136,7 @@ def tied_ring_attn(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@typed(_report)
+@typed(report)
 def tied_ring_attn(
     q: Tensor,
     kv: Tensor,
@@ -194,10 +171,10 @@ def tied_ring_attn(
     if is_compiling():
         apart: Any = tied_ring_attn  # overloaded
         return run_apart(apart, q, kv, **given)
-    return _attend("tied_ring_attn", _tied, (q, kv), given)
+    return attend("tied_ring_attn", _tied, (q, kv), given)
 
 
-@typed(_report)
+@typed(report)
 def tied_plan(q: Tensor, kv: Tensor, **options: Unpack[CodedPlanOptions]) -> RingPlan:
     """Make the plan of `tied_ring_attn` for tensors like these; all ranks call this together.
 
@@ -210,63 +187,7 @@ def tied_plan(q: Tensor, kv: Tensor, **options: Unpack[CodedPlanOptions]) -> Rin
     >>> tied_plan(torch.randn(1, 6, 4, 8), torch.randn(1, 6, 1, 8), causal=True).codec
     TiedKeys(d_v=8)
     """
-    return _plan(_encoded("tied_plan", _tied, (q, kv), dict(options)), dict(options))
-
-
-def _attend(
-    caller: str, encode: Callable[..., Encoded], tensors: Tensors, options: dict[str, Any]
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention of what `encode` makes of these tensors."""
-    return_lse, plan = options.pop("return_lse"), options.get("plan")
-    found = _encoded(caller, encode, tensors, options)
-    sinks = options.get("sinks")
-    if plan is None:
-        plan = _plan(found, {name: value for name, value in options.items() if name != "plan"})
-    elif given := sorted(_given(options)):
-        raise ValueError(
-            f"{caller}: the plan already decides {', '.join(given)}; pass one or the other"
-        )
-    _check_plan(caller, plan, found)
-    params = tuple(found.params.values())
-    out, lse = coded_attention(plan, found.q, found.keys, params, sinks, return_lse)
-    return (out, lse) if return_lse else out
-
-
-def _given(options: dict[str, Any]) -> set[str]:
-    """Return the names of options that are given beside a plan, which decides them."""
-    every = {**DEFAULTS, "group": None}
-    beside = {name: value for name, value in options.items() if name not in ("plan", "sinks")}
-    return {name for name, value in beside.items() if value is not every.get(name, ...)}
-
-
-def _plan(found: Encoded, options: dict[str, Any]) -> RingPlan:
-    also = {
-        f"requires_grad of {name}": t.requires_grad and torch.is_grad_enabled()
-        for name, t in found.params.items()
-    }
-    return RingPlan.make(found.q, *found.keys, codec=found.codec, also=also, **options)
-
-
-def _check_plan(caller: str, plan: RingPlan, found: Encoded) -> None:
-    """Raise ValueError if a plan is of another codec than the call."""
-    if plan.codec != found.codec:
-        error = f"the plan was made for {plan.codec or 'keys as they are'}, got {found.codec}"
-        plan.ring.report_failure(f"raised ValueError: {error}")
-        raise ValueError(f"{caller}: {error}; make one for these")
-
-
-def _encoded(
-    caller: str, encode: Callable[..., Encoded], tensors: Tensors, options: dict[str, Any]
-) -> Encoded:
-    """Encode a call's tensors, cast as autocast says; an error is raised on all ranks."""
-    try:
-        if not has_values(*tensors) or any(hasattr(t, "to_local") for t in tensors):
-            raise ValueError("tensors must have values, and not be DTensors; pass local tensors")
-        return encode(*(t.to(autocast_dtype(t)) for t in tensors))
-    except ValueError as error:
-        wrong = ValueError(f"{caller}: {error}")
-    _report(options, wrong)
-    raise wrong
+    return make_plan(encoded("tied_plan", _tied, (q, kv), dict(options)), dict(options))
 
 
 def check_latents(

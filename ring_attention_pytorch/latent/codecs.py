@@ -1,7 +1,8 @@
-"""Codecs of keys and values that are functions of fewer numbers: latents, and keys that are values.
+"""Codecs of keys and values that travel in fewer bytes: latents, keys that are values, 8 bits.
 
     LatentKeys   [latent, rotated key]   DeepSeek V2 and V3, Kimi K2: 576 numbers a token, any heads
     TiedKeys     [key]                   keys that are the values, too: half as many
+    RoundedKeys  [key, value]            rounded to 8 bits and a scale for each row: half the bytes
 
 DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.
 """
@@ -33,6 +34,10 @@ class LatentKeys:
     @property
     def by_heads(self) -> bool:
         return True
+
+    @property
+    def in_8_bits(self) -> bool:
+        return False
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -82,6 +87,10 @@ class TiedKeys:
         return False
 
     @property
+    def in_8_bits(self) -> bool:
+        return False
+
+    @property
     def widths(self) -> tuple[int, int]:
         return self.d_v // 2, self.d_v - self.d_v // 2
 
@@ -105,3 +114,37 @@ class TiedKeys:
         """Return the two halves of keys `[b, m, h_kv, d_v]`."""
         first, second = both.split(self.widths, dim=-1)
         return first, second
+
+
+@dataclass(frozen=True)
+class RoundedKeys:
+    """Keys and values that were rounded to 8 bits and a scale for each token and head."""
+
+    d: int
+    d_v: int
+
+    @property
+    def by_heads(self) -> bool:
+        return False
+
+    @property
+    def in_8_bits(self) -> bool:
+        return True
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.d, self.d_v
+
+    def check(self, q: Tensor, encoded: Pair) -> None:
+        h, g = q.shape[2], encoded[0].shape[2]
+        if q.shape[-1] != self.d or not g or h % g:
+            raise ValueError(
+                f"q must have the keys' head size {self.d} and a multiple of their {g} heads, got "
+                f"head size {q.shape[-1]} and {h} heads"
+            )
+
+    def decode(self, encoded: Pair, params: Tensors) -> Pair:
+        return encoded
+
+    def pull_back(self, encoded: Pair, params: Tensors, grads: Pair) -> tuple[Pair, Tensors]:
+        return grads, ()

@@ -42,9 +42,10 @@ def mla_attn_with_cache(  # noqa: PLR0913 - a public entry point
 ) -> Tensor:
     """Append latents to a cache, and compute causal attention of their queries to all of it.
 
-    The cache holds latents: `RingCache(sequences, 1, rank + d_rope, value_dim=rank)`. Each rank
-    holds its share; ranks exchange only partial results. There are no gradients. A prompt in chunks
-    is right, too, but takes `(2 * rank + d_rope) / (d_nope + d_rope + d_v)` times the FLOPs.
+    The cache holds latents: `RingCache(sequences, 1, rank + d_rope, value_dim=rank, tied=True)`;
+    without `tied` it holds each twice. Each rank holds its share; ranks exchange only partial
+    results. There are no gradients. A prompt in chunks is right, too, but takes
+    `(2 * rank + d_rope) / (d_nope + d_rope + d_v)` times the FLOPs.
 
     Args:
         q_nope, q_rope: `[b, n, h, d_nope]` and `[b, n, h, d_rope]`, queries of the last n tokens:
@@ -64,17 +65,17 @@ def mla_attn_with_cache(  # noqa: PLR0913 - a public entry point
 
     >>> q_nope, q_rope = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 4, 2)
     >>> latent, k_rope, w_up = torch.randn(1, 6, 5), torch.randn(1, 6, 2), torch.randn(4, 11, 5)
-    >>> cache = RingCache(1, 1, 5 + 2, value_dim=5)
+    >>> cache = RingCache(1, 1, 5 + 2, value_dim=5, tied=True)
     >>> mla_attn_with_cache(q_nope, q_rope, latent, k_rope, w_up, cache).shape
     torch.Size([1, 6, 4, 3])
     """
     try:
         codec = check_latents(q_nope, q_rope, latent, k_rope, w_up)
         sizes = 1, codec.rank + codec.d_rope, codec.rank
-        if (cache.key_heads, cache.head_dim, cache.value_dim) != sizes:
+        if (found := (cache.key_heads, cache.head_dim, cache.value_dim)) != sizes:
             raise ValueError(
                 f"the cache must be of latents, RingCache(sequences, 1, {sizes[1]}, value_dim="
-                f"{sizes[2]}), got ({cache.key_heads}, {cache.head_dim}, {cache.value_dim})"
+                f"{sizes[2]}, tied=True), got {found}"
             )
     except ValueError as error:
         _report({"cache": cache}, ValueError(f"{_CALLER}: {error}"))
@@ -82,14 +83,14 @@ def mla_attn_with_cache(  # noqa: PLR0913 - a public entry point
     d = codec.d_nope + codec.d_rope
     up_k, up_v = w_up.split((codec.d_nope, codec.d_v), dim=1)
     absorbed = einsum(q_nope, up_k, "b n h d, h d r -> b n h r")
-    found = ring_attn_with_cache(
+    result = ring_attn_with_cache(
         torch.cat((absorbed, q_rope), dim=-1),
         rearrange(torch.cat((latent, k_rope), dim=-1), "b n w -> b n 1 w"),
-        rearrange(latent, "b n r -> b n 1 r"),
+        None if cache.tied else rearrange(latent, "b n r -> b n 1 r"),
         cache,
         layer=layer,
         layout=layout,
         scale=d**-0.5 if scale is None else scale,
     )
-    assert isinstance(found, Tensor)  # lse was not asked for
-    return einsum(found, up_v, "b n h r, h v r -> b n h v")
+    assert isinstance(result, Tensor)  # lse was not asked for
+    return einsum(result, up_v, "b n h r, h v r -> b n h v")

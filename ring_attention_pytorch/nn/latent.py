@@ -126,7 +126,7 @@ class RingLatentAttention(nn.Module):
 
         Args:
             x: `[sequences, n, dim]`, the same on every rank.
-            cache: from `make_cache`, or `RingCache(sequences, 1, rank + d_rope, value_dim=rank)`.
+            cache: from `make_cache`, or another one of latents (`mla_attn_with_cache`).
             layer: the layer of the cache.
 
         Returns:
@@ -145,7 +145,7 @@ class RingLatentAttention(nn.Module):
 
     @checked
     def make_cache(self, sequences: int, **options: Any) -> RingCache:
-        """Make a cache of this layer's latents, or of several like it.
+        """Make a cache of this layer's latents, or of several like it; each is held once.
 
         Args:
             sequences, options: as for `RingCache`; its dtype and device are the layer's by default.
@@ -153,7 +153,7 @@ class RingLatentAttention(nn.Module):
         Raises:
             ValueError: as `RingCache`; on every rank.
         """
-        like = dict(dtype=self.up.dtype, device=self.up.device)
+        like = dict(dtype=self.up.dtype, device=self.up.device, tied=True)
         sizes = 1, self.rank + self.d_rope
         return RingCache(sequences, *sizes, value_dim=self.rank, **{**like, **options})
 

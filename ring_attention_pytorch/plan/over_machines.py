@@ -68,7 +68,8 @@ def shape_of(
         heads, grouped = heads // degree, len(key_heads(heads, grouped, degree)[0])
     wide = wire_dtype(q.dtype) != q.dtype
     d_v, encoded = (v.shape[3], 0) if codec is None else (codec.d_v, sum(codec.widths))
-    return KVShape(b, heads, grouped, d, d_v, q.dtype.itemsize, wide, encoded)
+    rounded = codec is not None and codec.in_8_bits
+    return KVShape(b, heads, grouped, d, d_v, q.dtype.itemsize, wide, encoded, rounded)
 
 
 def degrees(machines: Machines, heads: int) -> Iterator[int]:
@@ -100,7 +101,7 @@ def ways(
         if degree > 1:
             work = blocks._replace(queries=_landed(blocks.queries, degree),
                                    keys=_landed(blocks.keys, degree))  # fmt: skip
-        one = degree * (2 * shape.token_bytes + shape.grad_bytes)
+        one = degree * (2 * shape.message_bytes + shape.grad_bytes)
         swapped = _swapped(blocks, shape, degree)
         direct, relayed = across(work, there)
         hops = degree * crossing(ring(work), there, shape).total
@@ -162,7 +163,7 @@ def transport_over_machines(blocks: Workload, machines: Machines, shape: KVShape
     if not any(machines):
         return None
     tokens = min(across(blocks, machines))
-    gathered = tokens * (2 * shape.token_bytes + shape.grad_bytes)
+    gathered = tokens * (2 * shape.message_bytes + shape.grad_bytes)
     return "gather" if gathered < crossing(ring(blocks), machines, shape).total else None
 
 

@@ -187,6 +187,8 @@ def settle_transport(
     overlaps = overlapping.schedule.own_low_priority or small
     concurrent = same_mask and overlaps and mine.codec is None  # decoded keys are freed after it
     other = together and overlapping
+    if overlapping.fabric.name:  # in shared memory they stay as they are
+        shape = shape._replace(in_8_bits=False)
     chosen = TransportChoice(name, machine, memory, at_once, shape, other, concurrent, by_kernel)
     return kernel, together or overlapping, chosen
 

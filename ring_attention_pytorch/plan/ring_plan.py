@@ -313,7 +313,8 @@ class RingPlan:
 
         Keys that no query may see are 0 in it, so that no kernel reads NaN there.
         """
-        keys = KVBlock(k, v, self.key_mask, self.blocks.keys[self.place], own=True)
+        rounded = self.codec is not None and self.codec.in_8_bits
+        keys = KVBlock(k, v, self.key_mask, self.blocks.keys[self.place], True, rounded)
         if self.key_mask is None and self.seen.reached is None:
             return keys
         return keys.without_unseen(self.seen.reached)
@@ -451,8 +452,7 @@ class RingPlan:
             if key not in passed:
                 check_tensors(self.expected, (q, k, v), sinks, codec)
         except ValueError as error:
-            # for ranks that will wait for this one
-            self.ring.report_failure(f"raised ValueError: {error}")
+            self.ring.report_failure(f"raised ValueError: {error}")  # ranks may wait for this one
             raise ValueError(f"ring attention: {error}") from None
         if block is not None:
             self._shared.placements.add(block)

@@ -124,6 +124,11 @@ class _Accumulator:
             self._parts.append((self._whole, totals))
         return before, totals
 
+    def parts(self) -> list[Part]:
+        """Return the parts so far, each with its tokens; combined ones are one of all tokens."""
+        self._join()
+        return self._parts if self._wide is None else [(self._whole, self._wide), *self._parts]
+
     @property
     def is_empty(self) -> bool:
         """True if no part was added yet."""
@@ -218,15 +223,6 @@ class OutputAccumulator(_Accumulator):
         out, lse = self._update()
         part = OutputAccumulator(self._like[which], out)
         part._wide = out[which], lse[which]
-        return part
-
-    def heads(self, which: slice | None) -> "OutputAccumulator":
-        """Return an accumulator of some heads, in the same memory; None is all of them."""
-        if which is None:
-            return self
-        out, lse = self._update()
-        part = OutputAccumulator(self._like[:, :, which], out)
-        part._wide = out[:, :, which], lse[:, which]
         return part
 
     def add_sinks(self, sinks: Tensor) -> None:
@@ -413,17 +409,6 @@ class GradAccumulator(_Accumulator):
             return self
         part = GradAccumulator(self._like[which], deferred=self.deferred)
         part._wide = (self.begin_update()[which],)
-        return part
-
-    def heads(self, which: slice | None) -> "GradAccumulator":
-        """Return an accumulator of some heads, in the same memory, that puts nothing off.
-
-        None is all of them: the accumulator itself.
-        """
-        if which is None:
-            return self
-        part = GradAccumulator(self._like[:, :, which])
-        part._wide = (self.begin_update()[:, :, which],)
         return part
 
     def finalize(self) -> Tensor:

@@ -8,12 +8,13 @@ Encoded keys take the places of k and v in a `KVBlock`, and their gradients thos
 transport, fabric or loop knows of codecs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
-from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator, Part
 from ring_attention_pytorch.runtime.interfaces import (
     Grads,
     KVBlock,
@@ -21,12 +22,12 @@ from ring_attention_pytorch.runtime.interfaces import (
     ScoreMods,
     Tiles,
 )
-from ring_attention_pytorch.runtime.rowwise import wire_dtype
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
 
 Pair = tuple[Tensor, Tensor]
 Tensors = tuple[Tensor, ...]
 
-MOST_DECODED = 256 << 20  # bytes of keys and values that are decoded at once, if heads allow it
+MOST_DECODED = 1 << 30  # bytes of keys and values that are decoded at once, if heads allow it
 
 
 @runtime_checkable
@@ -35,7 +36,8 @@ class Codec(Protocol):
 
     Codecs are compared and hashed by value, and ranks compare their texts. `widths` are the two w;
     `d_v` is the head size of decoded values. Parameters have heads first; if `by_heads`, heads can
-    be decoded apart, each from its own part of the parameters.
+    be decoded apart, each from its own part of the parameters. `in_8_bits`: encoded keys have
+    values that 8 bits and a scale for each row hold, and messages send them so.
     """
 
     @property
@@ -46,6 +48,9 @@ class Codec(Protocol):
 
     @property
     def by_heads(self) -> bool: ...
+
+    @property
+    def in_8_bits(self) -> bool: ...
 
     def check(self, q: Tensor, encoded: Pair) -> None:
         """Raise ValueError if the sizes of q and of encoded keys are not such as it is for."""
@@ -85,18 +90,57 @@ def groups_of_a_call(codec: Codec, terms: ScoreMods, heads: int, head_bytes: int
     return groups_of_heads(heads, head_bytes, MOST_DECODED)
 
 
+class Joined:
+    """Parts of a result that a kernel computes for some heads at a time, joined over all heads.
+
+    The same tiles make the same parts for each group, so one call for all heads would make these.
+    """
+
+    def __init__(self, total: OutputAccumulator | GradAccumulator, heads: int) -> None:
+        self.total: OutputAccumulator | GradAccumulator = total
+        self.heads: int = heads
+        self.rooms: list[Part] = []
+
+    def take(self, heads: slice, parts: Sequence[Part]) -> None:
+        """Copy these heads' parts: (out, lse) or a gradient of queries."""
+        for i, (at, tensors) in enumerate(parts):
+            if i == len(self.rooms):
+                self.rooms.append((at, tuple(map(self._room, tensors))))
+            for room, t in zip(self.rooms[i][1], tensors):
+                _of_heads(room, heads).copy_(t)
+
+    def add(self) -> None:
+        """Add the parts, of all heads now, to the total."""
+        for at, tensors in self.rooms:
+            self.total.add(at, *tensors)
+
+    def _room(self, t: Tensor) -> Tensor:
+        b, n, h, *d = t.shape
+        return t.new_empty((b, n, self.heads, *d) if d else (b, self.heads, h))
+
+
 class Decoding(NamedTuple):
     """A kernel for encoded keys, in one call.
 
     It decodes a block and calls `kernel` on it: group by group of heads, if all of them would take
-    much memory, each in the memory of the one before. `sums` are the gradients of the parameters so
-    far, in a wide dtype.
+    much memory, each in the memory of the one before. Results of groups are `Joined`. `sums` are
+    the gradients of the parameters so far, in a wide dtype.
     """
 
     kernel: Any  # a `kernels.SelectedKernel`
     codec: Any  # a `Codec`
-    params: Tensors
+    params: Sequence[Tensor]
     sums: Tensors = ()
+
+    @classmethod
+    def with_sums(cls, kernel: Any, codec: Codec, params: Sequence[Tensor]) -> "Decoding":
+        """Return one for a backward call, whose sums are zero."""
+        zeros = (torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) for p in params)
+        return cls(kernel, codec, params, tuple(zeros))
+
+    def grads(self) -> Tensors:
+        """Return the gradients of the parameters so far, in their dtypes."""
+        return tuple(total.to(p.dtype) for total, p in zip(self.sums, self.params))
 
     def forward(
         self,
@@ -107,29 +151,41 @@ class Decoding(NamedTuple):
         result: OutputAccumulator,
     ) -> None:
         """Merge attention to these encoded keys into `result`."""
+        joined = Joined(result, q.shape[2])
         for heads in self._groups(q, keys, tiles, terms):
             kv, _ = self._decoded(keys, heads)
-            self.kernel.forward(_of_heads(q, heads), kv, tiles, terms, result.heads(heads))
-            del kv  # before the next group is decoded
+            if heads is None:
+                self.kernel.forward(q, kv, tiles, terms, result)
+                return
+            some = _of_heads(q, heads)
+            part = OutputAccumulator(some, kv.v, calls=1)
+            self.kernel.forward(some, kv, tiles, terms, part)
+            joined.take(heads, part.parts())
+            del kv, part  # before the next group is decoded
+        joined.add()
 
     def backward(
         self, saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, grads: Grads
     ) -> None:
         """Add the gradients of these tiles to `grads`, whose dk and dv are of encoded keys."""
-        tokens = slice(0, keys.k.shape[1])
+        tokens, joined = slice(0, keys.k.shape[1]), Joined(grads.dq, saved.q.shape[2])
         for heads in self._groups(saved.q, keys, tiles, terms):
             kv, params = self._decoded(keys, heads)
+            some = saved.heads(heads)
+            dq = grads.dq if heads is None else GradAccumulator(some.q, calls=1)
             of_kv = [GradAccumulator(t, calls=1, dtype=wire_dtype(t.dtype)) for t in kv[:2]]
-            of_heads = Grads(grads.dq.heads(heads), *of_kv)
-            self.kernel.backward(saved.heads(heads), kv, tiles, terms, of_heads)
-            del kv
+            self.kernel.backward(some, kv, tiles, terms, Grads(dq, *of_kv))
+            if heads is not None:
+                joined.take(heads, dq.parts())
+            del kv, dq
             dk, dv = (total.finalize() for total in of_kv)
-            del of_kv, of_heads
+            del of_kv
             encoded, of_params = self.codec.pull_back((keys.k, keys.v), params, (dk, dv))
             for total, part in zip(grads[1:], encoded):
                 total.add(tokens, part)
             for so_far, part in zip(self.sums, of_params):
                 so_far[heads or slice(None)] += part
+        joined.add()
 
     def _groups(
         self, q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods
@@ -150,10 +206,10 @@ class Decoding(NamedTuple):
 
     def _decoded(self, keys: KVBlock, heads: slice | None) -> tuple[KVBlock, Tensors]:
         """Return the block with keys and values of these heads, and the heads' parameters."""
-        params = self.params if heads is None else tuple(p[heads] for p in self.params)
+        params = tuple(p if heads is None else p[heads] for p in self.params)
         k, v = self.codec.decode((keys.k, keys.v), params)
         return keys._replace(k=k, v=v), params
 
 
-def _of_heads(t: Tensor, heads: slice | None) -> Tensor:
-    return t if heads is None else t[:, :, heads]
+def _of_heads(t: Tensor, heads: slice) -> Tensor:
+    return t[:, :, heads] if t.ndim == 4 else t[:, heads]  # lse is [b, h, n]

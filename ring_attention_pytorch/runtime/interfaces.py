@@ -43,13 +43,17 @@ FEATURES = frozenset(
 
 
 class KVBlock(NamedTuple):
-    """Keys and values in memory together, on which a kernel computes; `own`: this rank's keys."""
+    """Keys and values in memory together, on which a kernel computes; `own`: this rank's keys.
+
+    `in_8_bits`: they are values that 8 bits hold, and messages send them so.
+    """
 
     k: Tensor
     v: Tensor
     key_mask: Tensor | None  # bool [b, m], True = may be seen
     segments: Segments
     own: bool = False
+    in_8_bits: bool = False
 
     def without_unseen(self, reached: Tensor | None = None) -> "KVBlock":
         """Return the block with zeros in place of the keys and values that no query may see.
@@ -295,6 +299,7 @@ class Capabilities(NamedTuple):
     max_capability: tuple[int, int] | None = None
     max_head_dim: int | None = None  # head size
     head_dim_multiple: int = 1  # head sizes must be multiples of it
+    head_dims: Sequence[int] | None = None  # the only ones
     unequal_head_dims: Sequence[tuple[int, int]] | None = None  # d and d_v that differ; None: any
     varlen: bool = False  # computes many tiles in a few calls: the first choice for documents
     traits: Traits = Traits()

@@ -182,7 +182,7 @@ def part_seconds(
 def bytes_of(transfer: Transfer, shape: KVShape) -> int:
     """Return the bytes of one key or its gradients: a ring passes on sums, in a wide dtype."""
     if transfer.kind == KEYS:
-        return shape.token_bytes
+        return shape.message_bytes
     return shape.wide_bytes if transfer.hop else shape.grad_bytes
 
 

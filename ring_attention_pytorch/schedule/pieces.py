@@ -67,12 +67,20 @@ class KVShape(NamedTuple):
     itemsize: int
     wide: bool = False  # parts of gradients travel in the accumulator's dtype
     encoded: int = 0  # numbers of one key head and its value, if a codec encodes them
+    in_8_bits: bool = False  # so messages have keys, and a byte for the scale of each row
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one key and its value, over all heads and samples."""
         width = self.encoded or self.d + self.d_v
         return self.batch * self.key_heads * width * self.itemsize
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of one key and its value in a message."""
+        if not self.in_8_bits:
+            return self.token_bytes
+        return self.batch * self.key_heads * (self.d + self.d_v + 2)
 
     @property
     def wide_bytes(self) -> int:

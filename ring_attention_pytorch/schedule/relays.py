@@ -357,7 +357,7 @@ def crossing(
 
 def _token_bytes(transfer: Transfer, shape: KVShape) -> int:
     if transfer.kind == KEYS:
-        return shape.token_bytes
+        return shape.message_bytes
     return shape.wide_bytes if transfer.hop else shape.grad_bytes
 
 

@@ -148,6 +148,7 @@ def _small_caches() -> list[tuple[int, Any]]:
         (2, Story(deeds=chunks, steps=8, kept=torch.float8_e4m3fn)),
         (2, replace(rolling, deeds=(*Story.deeds, "prefill"))),
         (1, replace(rolling, deeds=(*chunks, *much))),
+        (1, Story(1, sequences=3, windows=(3,), deeds=("attend", "reorder"), steps=20, tied=True)),
     ]
 
 

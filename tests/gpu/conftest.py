@@ -1,6 +1,12 @@
+from collections.abc import Callable
+from itertools import product
+from threading import Lock
+from typing import Any
+
 import pytest
 import torch
 
+from ring_attention_pytorch.kernels import KERNELS
 from tests.gpu.memory import poison
 from tests.support.ranks import Pool, gpu_ranks
 
@@ -34,3 +40,19 @@ def nccl():
     yield of
     for pool in pools.values():
         pool.stop()
+
+
+@pytest.fixture
+def taking_turns(monkeypatch):
+    """Every kernel is called by one thread at a time: flash-attn 4 can't be compiled by two."""
+    turn = Lock()
+
+    def in_turn(call: Callable[..., None]) -> Callable[..., None]:
+        def one(*given: Any) -> None:
+            with turn:
+                call(*given)
+
+        return one
+
+    for kernel, name in product(KERNELS.values(), ("forward", "backward")):
+        monkeypatch.setattr(kernel, name, in_turn(getattr(kernel, name)))

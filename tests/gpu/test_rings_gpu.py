@@ -3,11 +3,8 @@
 Rings of more ranks than there are GPUs are of threads that share one, but for two ranks.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle, product
-from threading import Lock
-from typing import Any
+from itertools import cycle
 
 import pytest
 import torch
@@ -18,8 +15,8 @@ from ring_attention_pytorch.kernels import KERNELS, refusal
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from tests.gpu.memory import poison
-from tests.support import threads
 from tests.support.cases import NAMES, Attention, held, results, shard
+from tests.support.gpu_rings import in_threads
 from tests.support.ranks import gpu_ranks
 from tests.support.reference import dense_attention, excess, relative_error
 
@@ -75,32 +72,6 @@ def _faults(case: Attention, ring: Ring) -> dict[str, str]:
     )
     said = map(excess, got, exact, rough, (2, 2, 3, 3, 3))
     return {name: why for name, why in zip(NAMES, said) if why is not None}
-
-
-@pytest.fixture
-def taking_turns(monkeypatch):
-    """Every kernel is called by one thread at a time: flash-attn 4 can't be compiled by two."""
-    turn = Lock()
-
-    def in_turn(call: Callable[..., None]) -> Callable[..., None]:
-        def one(*given: Any) -> None:
-            with turn:
-                call(*given)
-
-        return one
-
-    for kernel, name in product(KERNELS.values(), ("forward", "backward")):
-        monkeypatch.setattr(kernel, name, in_turn(getattr(kernel, name)))
-
-
-def in_threads(size: int, rank_main: Callable[[Ring], Any]) -> list[Any]:
-    """Of each rank of a ring of threads, each of which goes backward by itself."""
-
-    def main(ring: Ring) -> Any:
-        with torch.autograd.set_multithreading_enabled(False):
-            return rank_main(ring)
-
-    return threads.run(size, main)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -13,6 +13,11 @@ STATES = "inference/states.py:"
 
 INFERENCE = [
     Mutant(
+        "values of a tied cache are moved twice", "inference/pools.py:Pools.all",
+        "() if self.tied else (self.values,)",
+        "([k[..., : self.sizes.value_dim] for k in self.keys] if self.tied else self.values,)",
+    ),
+    Mutant(
         "a chunk's plan takes the kernel of few tokens for the cache",
         "inference/prefill.py:plan_chunk", "kernel=cast(KernelOption, fastest.name)", "kernel=None",
     ),
@@ -96,7 +101,7 @@ INFERENCE = [
         "circle.take(", "(lambda *_: None)(",
     ),
     Mutant(
-        "rows that do not fit 8 bits", "inference/scaled.py:stored", "> _THREE_QUARTERS",
+        "rows that do not fit 8 bits", "runtime/scaled.py:stored", "> _THREE_QUARTERS",
         "> _MANTISSA",
     ),
 ]  # fmt: skip

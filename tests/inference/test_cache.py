@@ -30,6 +30,30 @@ def test_a_cache_that_nobody_has_is_gone_at_once(layout: str | None) -> None:
             gc.enable()
 
 
+def test_a_tied_cache_gets_no_values_and_what_it_can_not_be() -> None:
+    for kinds, why in (
+        (dict(value_dim=5), "value_dim must be at most 4, got 5"),
+        (dict(dtype=torch.float8_e4m3fn), "a tied cache can't be of torch.float8_e4m3fn"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            RingCache(2, 1, 4, tied=True, **kinds)
+    cache, plain = RingCache(2, 1, 4, value_dim=3, tied=True), RingCache(2, 1, 4, value_dim=3)
+    k = torch.randn(2, 2, 1, 4)
+    for call, why in (
+        (lambda: cache.append(k, k[..., :3]), "give no v"),
+        (lambda: ring_attn_with_cache(k, k, k[..., :3], cache), "give no v"),
+        (lambda: plain.append(k, None), "v must be given"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            call()
+    cache.append(k, None)
+    plain.append(k, 2 * k[..., :3])
+    assert torch.equal(cache.values[0], cache.keys[0][..., :3])
+    with pytest.raises(ValueError, match="not the first numbers of keys"):
+        cache.load_state_dict(plain.state_dict())
+    assert "reads 0.00 MiB" in explain_cache(cache, heads=2)
+
+
 def test_who_is_alone_is_told_too() -> None:
     cache = RingCache(2, 1, 4, capacity=3, page=1, group=Ring.alone())
     k = torch.ones(2, 2, 1, 4)

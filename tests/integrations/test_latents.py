@@ -1,5 +1,6 @@
 """Layers of transformers with latent keys: equal to one process, and ranks send latents."""
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -58,6 +59,21 @@ def test_deepseek_v3_equals_one_process_and_attends_to_latents(pools):
 @pytest.mark.thorough
 def test_so_do_others(pools):
     right(pools, ["DeepseekV2ForCausalLM", "MiniCPM3ForCausalLM", "Glm4MoeLiteForCausalLM"])
+
+
+def of_kimi_linear() -> dict[str, Any]:
+    """For a pool: it has recurrent layers beside, and knows no positions."""
+    unchecked = partial(ring_forward, check_positions=False)
+    with mock.patch.object(families, "ring_forward", unchecked):
+        return counted(["KimiLinearForCausalLM"])
+
+
+@pytest.mark.thorough
+def test_so_does_kimi_linear(pools):
+    found = pools(3).answers(of_kimi_linear)
+    cells = [(kind, each["KimiLinearForCausalLM"]) for kind, each in found]
+    assert families.verdict(families.together([(kind, each[0]) for kind, each in cells])) == "equal"
+    assert all(attended for _, (_, attended) in cells)
 
 
 def step(model: nn.Module, checkpoint: bool = False) -> list[torch.Tensor]:

@@ -16,6 +16,18 @@ LATENT = [
         "so_far[heads or slice(None)] = part.to(so_far.dtype)",
     ),
     Mutant(
+        "results of a group of heads are those of the first",
+        "runtime/codec.py:Joined.take",
+        "_of_heads(room, heads)",
+        "_of_heads(room, slice(0, heads.stop - heads.start))",
+    ),
+    Mutant(
+        "a rank attends to its own keys as they are, and others to rounded ones",
+        "latent/rounded.py:_rounded",
+        "keys = _StraightThrough.apply(k), _StraightThrough.apply(v)",
+        "keys = k, v",
+    ),
+    Mutant(
         "groups of heads read the first one's delta",
         "runtime/interfaces.py:Residuals.heads",
         "self.delta[:, which]",
@@ -35,9 +47,9 @@ LATENT = [
     ),
     Mutant(
         "under Ulysses every rank decodes the first heads",
-        "latent/coded.py:coded_attention",
-        "tuple(p[swap.heads] for p in params)",
-        "tuple(p[: p.shape[0] // swap.together.size] for p in params)",
+        "attention.py:attention",
+        "[p[swap.heads] for p in params]",
+        "[p[: p.shape[0] // swap.together.size] for p in params]",
     ),
     Mutant(
         "latents are scaled in decoding as their own width says",

@@ -22,9 +22,10 @@ def part(at: torch.Tensor | slice) -> list[torch.Tensor]:
     return [*(t[:, at] for t in sharded), w_up]
 
 
-def generated(ring) -> tuple[torch.Tensor, int]:
+def generated(ring, tied: bool) -> tuple[torch.Tensor, int]:
     """A prompt that all ranks have, a chunk that they share, and then a token at a time."""
-    cache = RingCache(2, 1, RANK + D_ROPE, value_dim=RANK, page=2, dtype=torch.float64, group=ring)
+    kinds = dict(page=2, dtype=torch.float64, group=ring, tied=tied)
+    cache = RingCache(2, 1, RANK + D_ROPE, value_dim=RANK, **kinds)
     found = [mla_attn_with_cache(*part(slice(0, 5)), cache)]
     at = 5 + positions("zigzag", rank=ring.rank, ring_size=ring.size, length=8)
     mine = mla_attn_with_cache(*part(at), cache, layout="zigzag")
@@ -37,18 +38,20 @@ def generated(ring) -> tuple[torch.Tensor, int]:
     return torch.cat(found, dim=1), cache.nbytes
 
 
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_generation_equals_attention_to_expanded_keys(size):
+def test_generation_equals_attention_to_expanded_keys(size, tied):
     named = dict(zip(CASE.names, given()))
     want, _ = dense_attention(*expanded(named), causal=True)
-    ranks, _ = threads.run(size, generated)
+    ranks, _ = threads.run(size, lambda ring: generated(ring, tied))
     for out, _ in ranks:
         assert relative_error(out, want) < 1e-12
 
 
-def test_a_token_takes_its_latent_twice_and_its_rotated_key():
-    cache = RingCache(1, 1, 576, value_dim=512, capacity=64, dtype=torch.bfloat16)
-    assert cache.nbytes == 64 * (576 + 512) * 2
+def test_a_token_takes_its_latent_once_in_a_tied_cache():
+    kinds = dict(value_dim=512, capacity=64, dtype=torch.bfloat16)
+    assert RingCache(1, 1, 576, tied=True, **kinds).nbytes == 64 * 576 * 2
+    assert RingCache(1, 1, 576, **kinds).nbytes == 64 * (576 + 512) * 2
 
 
 def wrong(ring, change) -> str:

@@ -47,6 +47,11 @@ def cases() -> list[Story]:
         replace(rolling, seed=2, deeds=reloaded, windows=(3, None), steps=40, page=4),
         Story(3, deeds=reloaded, windows=(5,), steps=40, kept=torch.float8_e4m3fn),
     ]
+    deeds = (*Story.deeds, "prefill", *reloaded)
+    found += [
+        replace(rolling, seed=seed, page=2, windows=windows, deeds=deeds, steps=30, tied=True)
+        for seed, windows in enumerate((None, (3, None), None))
+    ]
     return found
 
 

@@ -37,6 +37,7 @@ class Story:
     kept: torch.dtype | None = None  # the dtype of the cache; None is that of the queries
     windows: tuple[int | None, ...] | None = None  # of layers; of queries, if `options` has none
     spare: int = 5
+    tied: bool = False  # values are the first numbers of keys
     kernel: str | None = None
     device: str = "cpu"
 
@@ -105,7 +106,8 @@ class Teller:
         return RingCache(
             story.sequences, story.key_heads, D, value_dim=D_V, layers=story.layers,
             capacity=story.capacity, page=story.page, dtype=story.kept or story.dtype,
-            device=story.device, windows=story.windows, spare=story.spare, group=group,
+            device=story.device, windows=story.windows, spare=story.spare,
+            tied=story.tied, group=group,
         )  # fmt: skip
 
     def normal(self, *shape: int) -> Tensor:
@@ -128,7 +130,8 @@ class Teller:
 
     def _chunk(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
         b, h = self.story.sequences, self.story.key_heads
-        return self.normal(b, n, HEADS, D), self.normal(b, n, h, D), self.normal(b, n, h, D_V)
+        q, k, v = self.normal(b, n, HEADS, D), self.normal(b, n, h, D), self.normal(b, n, h, D_V)
+        return q, k, k[..., :D_V] if self.story.tied else v
 
     def _options(self, layer: int) -> dict[str, Any]:
         windows = self.story.windows or (None,) * self.story.layers
@@ -137,6 +140,9 @@ class Teller:
     def _as_given(self, t: Tensor) -> Tensor:
         return t.to(self.story.device, self.story.dtype)
 
+    def _values(self, v: Tensor) -> Tensor | None:
+        return None if self.story.tied else self._as_given(v)
+
     def attend(self) -> None:
         n = self.draw.choice([0, 1, 1, 1, self.story.most])
         for layer in range(self.story.layers):
@@ -144,7 +150,7 @@ class Teller:
                 return
             q, k, v = self._chunk(n)
             self.dense.append(k, v, layer)
-            given = [self._as_given(t) for t in (q, k, v)]
+            given = [self._as_given(q), self._as_given(k), self._values(v)]
             if self.draw.random() < 0.3:
                 self.cache.append(*given[1:], layer=layer)
                 given[1:] = [None, None]
@@ -176,9 +182,10 @@ class Teller:
             ring = self.cache.ring
             mine = positions(layout, rank=ring.rank, ring_size=ring.size, length=n)
             tensors = {name: self._as_given(t) for name, t in self.tensors.items()}
+            given = self._as_given(q[:, mine]), self._as_given(k[:, mine]), self._values(v[:, mine])
             got = ring_attn_with_cache(
-                *[self._as_given(t[:, mine]) for t in (q, k, v)], self.cache, layer=layer,
-                layout=layout, return_lse=True, **self._options(layer), **tensors,
+                *given, self.cache, layer=layer, layout=layout, return_lse=True,
+                **self._options(layer), **tensors,
             )  # fmt: skip
             out, lse = self.dense.attend(q, layer, {**self._options(layer), **self.tensors})
             if len(mine):
@@ -190,7 +197,7 @@ class Teller:
             _, k, v = self._chunk(n)
             if n:
                 self.dense.append(k, v, layer)
-                self.cache.append(self._as_given(k), self._as_given(v), layer=layer)
+                self.cache.append(self._as_given(k), self._values(v), layer=layer)
 
     def rollback(self) -> None:
         n = [self.draw.randint(0, min(length, 7)) for length in self.cache.lengths]
@@ -229,8 +236,8 @@ class Teller:
         states = [io.BytesIO(note) for note in ring.gather_notes("states", saved.getvalue())]
         self.cache = self.empty(ring)
         for layer in range(self.story.layers):
-            _, k, v = (self._as_given(t) for t in self._chunk(self.story.most))
-            self.cache.append(k, v, layer)
+            _, k, v = self._chunk(self.story.most)
+            self.cache.append(self._as_given(k), self._values(v), layer)
         self.cache.reorder([0] * self.story.sequences)
         self.cache.hide_before([3] * self.story.sequences)
         self.cache.load_state_dict(*map(torch.load, states[::-1]))

@@ -1,6 +1,8 @@
 """Rings of GPUs: their plans, cases and limits of errors."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import torch
@@ -13,6 +15,7 @@ from ring_attention_pytorch.kernels import refusal
 from ring_attention_pytorch.plan import plan_cache
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
+from tests.support import threads
 from tests.support.reference import dense_attention
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
@@ -79,6 +82,16 @@ def able_of(kernels: list[str]) -> list[str]:
     """Those that can compute here now: what must be deterministic is a request, too."""
     like = torch.empty(1, 0, 1, 64, device=torch.cuda.current_device(), dtype=torch.bfloat16)
     return [name for name in kernels if refusal(name, KernelRequest.of(like, like)) is None]
+
+
+def in_threads(size: int, rank_main: Callable[[Ring], Any]) -> list[Any]:
+    """Of each rank of a ring of threads that share a GPU, each of which goes backward by itself."""
+
+    def main(ring: Ring) -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return rank_main(ring)
+
+    return threads.run(size, main)[0]
 
 
 def say(*what: object) -> None:

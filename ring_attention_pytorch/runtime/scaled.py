@@ -47,6 +47,29 @@ def restored(rows: Tensor, scales: Tensor) -> Tensor:
     return rows.view(torch.float8_e4m3fn).to(torch.float32) * scales
 
 
+def rounded(t: Tensor) -> Tensor:
+    """Return rows `[..., d]` rounded to 8 bits and a scale, in their own dtype.
+
+    >>> rounded(torch.tensor([0.30, -1.75, 0.02]))
+    tensor([ 0.3125, -1.7500,  0.0195])
+    """
+    return restored(*stored(t, SCALED[0])).to(t.dtype)
+
+
+def exponents(scales: Tensor) -> Tensor:
+    """Return the exponents of scales, in a byte each: int8 of the same shape.
+
+    >>> exponents(torch.tensor([0.00390625, 1.0, 8.0])).tolist()
+    [-8, 0, 3]
+    """
+    return ((scales.view(torch.int32) >> _BITS) - _BIAS).to(torch.int8)
+
+
+def scales_of(powers: Tensor) -> Tensor:
+    """Return the float32 scales that have these exponents."""
+    return _power_of_two(powers.to(torch.int32))
+
+
 def as_integers(rows: Tensor) -> Tensor:
     """View rows of 8 bits as integers, which can be pickled; `restored` takes both."""
     return rows.view(torch.uint8) if rows.dtype in SCALED else rows

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ring_attention_pytorch.inference.scaled import as_integers, restored, stored
+from ring_attention_pytorch.runtime.scaled import as_integers, restored, stored
 
 KEPT = torch.float8_e4m3fn
 

@@ -1,0 +1,101 @@
+"""Calls of attention whose keys are encoded: from a caller's tensors and options to `attention`."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attention_pytorch.attention import attention
+from ring_attention_pytorch.plan.checks import autocast_dtype
+from ring_attention_pytorch.plan.option_types import PlanOptions
+from ring_attention_pytorch.plan.options import DEFAULTS
+from ring_attention_pytorch.plan.placement import attention_ring
+from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.agreement import report_to_group
+from ring_attention_pytorch.ranks.ring import Group
+from ring_attention_pytorch.runtime.codec import Codec, Pair, Tensors
+from ring_attention_pytorch.tensor_kinds import has_values
+
+report = report_to_group("ring attention", ring_of=attention_ring)
+
+
+class CodedOptions(PlanOptions, total=False):
+    """The options of a call whose keys are encoded, but return_lse."""
+
+    group: Group
+    plan: RingPlan | None
+
+
+class CodedPlanOptions(PlanOptions, total=False):
+    """The options of a plan of such calls."""
+
+    group: Group
+
+
+class Encoded(NamedTuple):
+    """A call's queries, encoded keys, codec, and the codec's parameters by name."""
+
+    q: Tensor
+    keys: Pair
+    codec: Codec
+    params: dict[str, Tensor]
+
+
+def attend(
+    caller: str, encode: Callable[..., Encoded], tensors: Tensors, options: dict[str, Any]
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute attention of what `encode` makes of these tensors."""
+    return_lse, plan = options.pop("return_lse"), options.get("plan")
+    found = encoded(caller, encode, tensors, options)
+    sinks = options.get("sinks")
+    if plan is None:
+        plan = make_plan(found, {name: value for name, value in options.items() if name != "plan"})
+    elif given := sorted(_given(options)):
+        raise ValueError(
+            f"{caller}: the plan already decides {', '.join(given)}; pass one or the other"
+        )
+    _check_plan(caller, plan, found)
+    (k, v), params = found.keys, found.params.values()
+    out, lse = attention(
+        plan, found.q, k, v, sinks, *params, codec=found.codec, return_lse=return_lse
+    )
+    return (out, lse) if return_lse else out
+
+
+def _given(options: dict[str, Any]) -> set[str]:
+    """Return the names of options that are given beside a plan, which decides them."""
+    every = {**DEFAULTS, "group": None}
+    beside = {name: value for name, value in options.items() if name not in ("plan", "sinks")}
+    return {name for name, value in beside.items() if value is not every.get(name, ...)}
+
+
+def make_plan(found: Encoded, options: dict[str, Any]) -> RingPlan:
+    """Make the plan of such calls; all ranks call this together."""
+    also = {
+        f"requires_grad of {name}": t.requires_grad and torch.is_grad_enabled()
+        for name, t in found.params.items()
+    }
+    return RingPlan.make(found.q, *found.keys, codec=found.codec, also=also, **options)
+
+
+def _check_plan(caller: str, plan: RingPlan, found: Encoded) -> None:
+    """Raise ValueError if a plan is of another codec than the call."""
+    if plan.codec != found.codec:
+        error = f"the plan was made for {plan.codec or 'keys as they are'}, got {found.codec}"
+        plan.ring.report_failure(f"raised ValueError: {error}")
+        raise ValueError(f"{caller}: {error}; make one for these")
+
+
+def encoded(
+    caller: str, encode: Callable[..., Encoded], tensors: Tensors, options: dict[str, Any]
+) -> Encoded:
+    """Encode a call's tensors, cast as autocast says; an error is raised on all ranks."""
+    try:
+        if not has_values(*tensors) or any(hasattr(t, "to_local") for t in tensors):
+            raise ValueError("tensors must have values, and not be DTensors; pass local tensors")
+        return encode(*(t.to(autocast_dtype(t)) for t in tensors))
+    except ValueError as error:
+        wrong = ValueError(f"{caller}: {error}")
+    report(options, wrong)
+    raise wrong
