@@ -161,6 +161,8 @@ def refusal(name: str, case: KernelRequest) -> str | None:
         return f"has no head size above {can.max_head_dim}, {sizes}"
     if case.d % can.head_dim_multiple or case.d_v % can.head_dim_multiple:
         return f"needs head sizes that are multiples of {can.head_dim_multiple}, {sizes}"
+    if can.head_dims is not None and not {case.d, case.d_v} <= {*can.head_dims}:
+        return f"needs head sizes of {', '.join(map(str, can.head_dims))}, {sizes}"
     unequal = can.unequal_head_dims
     if case.d != case.d_v and unequal is not None and (case.d, case.d_v) not in unequal:
         known = "".join(f", or {d} and {d_v}" for d, d_v in unequal)

@@ -295,6 +295,7 @@ class Capabilities(NamedTuple):
     max_capability: tuple[int, int] | None = None
     max_head_dim: int | None = None  # head size
     head_dim_multiple: int = 1  # head sizes must be multiples of it
+    head_dims: Sequence[int] | None = None  # the only ones
     unequal_head_dims: Sequence[tuple[int, int]] | None = None  # d and d_v that differ; None: any
     varlen: bool = False  # computes many tiles in a few calls: the first choice for documents
     traits: Traits = Traits()

@@ -27,7 +27,7 @@ def stood_in(monkeypatch):
     def of(kernel: str) -> None:
         STAND_INS[kernel](monkeypatch)
         can = KERNELS[kernel].CAN._replace(
-            devices=None, dtypes=None, head_dim_multiple=1, package=None
+            devices=None, dtypes=None, head_dim_multiple=1, head_dims=None, package=None
         )
         monkeypatch.setattr(KERNELS[kernel], "CAN", can)
 
