@@ -81,7 +81,7 @@ _KERNELS = {
 }
 # the same of heads of more than 128 dims: 192 with values of 128, and 256, 8k and 16k tokens
 _WIDE = 128
-_OF_WIDE_HEADS = {"sdpa-cudnn": (580e12, 420e12), "triton": (480e12, 260e12)}
+_OF_WIDE_HEADS = {"sdpa-cudnn": (580e12, 420e12), "triton": (450e12, 245e12)}
 
 
 class _Device(NamedTuple):
@@ -123,7 +123,7 @@ def hardware(
     >>> hardware("flash-attn-2", number_of("A100")).forward
     220000000000000.0
     >>> hardware("triton", head_size=192).backward
-    260000000000000.0
+    245000000000000.0
     """
     forward, _, backward = kernel.partition("+")
     at_most = _DEVICES[device]
