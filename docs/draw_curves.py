@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results" / "curves.json"
 LEFT, TOP, WIDE, HIGH, GAP = 48, 34, 420, 160, 64
 STEPS = 5  # of which a point is the median
+ABREAST = 3  # runs that are explained in a line
 DECADES = 6  # below 1, of differences
 # wide and light below, thin on it: curves that lie on one another can all be seen
 STROKES = {  # colour, width, dashes
@@ -87,9 +88,9 @@ def drawing(rows: Sequence[dict[str, Any]]) -> str:
         shown |= {name(run): STROKES[run["subject"], run["ranks"]] for run in runs}
         y += HIGH + GAP
     for number, (words, stroke) in enumerate(shown.items()):
-        x = LEFT + number * 205
-        parts += [line([(x, y), (x + 24, y)], *stroke), text(x + 32, y + 4, words)]
-    return page(LEFT + 2 * WIDE + GAP + 16, y + 20, *parts)
+        x, y_here = LEFT + number % ABREAST * 300, y + number // ABREAST * 20
+        parts += [line([(x, y_here), (x + 24, y_here)], *stroke), text(x + 32, y_here + 4, words)]
+    return page(LEFT + 2 * WIDE + GAP + 16, y + 20 * -(-len(shown) // ABREAST), *parts)
 
 
 if __name__ == "__main__":
