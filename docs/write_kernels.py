@@ -109,6 +109,10 @@ One H200, 16k tokens, TF/s of visible pairs, both passes, launched one by one, b
 | eight of 2k | **435** / 213 | **413** / 268 | **208** / 133 |
 | 33 of 1 to 999 | **291** / 22 | **293** / 53 | **124** / 13 |
 
+With `flash-attn-4` installed nothing is compared: it takes these documents in a few calls. In a
+later run with it the first three rows have, for 32/8 heads, 618, 543 and 538 TF/s, where Triton has
+478, 450 and 452 (372c6f0, `documents --kernels flash-attn-4 triton sdpa-cudnn`).
+
 Of the last row's first cell, 1.07 ms, the three attention kernels take 94 %, row sums of dout * out
 7 %, and gaps nothing; two kernels overlap at their ends. Forward computes 7 % more pairs than are
 visible, at the borders of blocks, backward 12 %. The rest is the length of loops: a query sees 330
