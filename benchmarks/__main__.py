@@ -22,6 +22,7 @@ NAMES = {
     "curves": "curves",
     "decode": "decode",
     "defaults": "defaults",
+    "documents": "documents",
     "errors": "errors",
     "everything": "everything",
     "few": "few",

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -255,10 +256,11 @@ def documents(gpus: int) -> Table:
 def bursts() -> Table:
     """cuDNN's kernel in bursts and under load that lasts, with the clock and the power."""
     table, quoted = [["", "forward", "MHz", "W", "backward", "MHz", "W"]], []
-    for subject in ("bursts", "lasting"):
-        cells = [subject]
+    for device, subject in product(("NVIDIA H200", "NVIDIA H100 80GB HBM3"), ("bursts", "lasting")):
+        cells = [f"{device.split()[1]}, {subject}"]
         for direction in ("forward", "backward"):
-            (row,) = found("bursts", subject=subject, **{"pass": direction})
+            asked = dict(device=device, subject=subject)
+            (row,) = found("bursts", **asked, **{"pass": direction})
             cells += [str(row[name]) for name in ("tflops", "mhz", "watts")]
             quoted.append(row)
         table.append(cells)

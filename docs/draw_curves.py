@@ -18,11 +18,13 @@ HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results" / "curves.json"
 LEFT, TOP, WIDE, HIGH, GAP = 48, 34, 420, 160, 64
 STEPS = 5  # of which a point is the median
+ABREAST = 3  # runs that are explained in a line
 DECADES = 6  # below 1, of differences
 # wide and light below, thin on it: curves that lie on one another can all be seen
 STROKES = {  # colour, width, dashes
     ("ring", 1): (COLOURS[1], 7.0, ""), ("ring", 2): (COLOURS[3], 3.5, ""),
-    ("ring", 4): (COLOURS[0], 1.3, ""), ("context_parallel", 2): (COLOURS[2], 1.3, "5 4"),
+    ("ring", 4): (COLOURS[0], 1.3, ""), ("context_parallel", 1): (COLOURS[2], 1.3, "5 4"),
+    ("context_parallel", 2): (COLOURS[2], 1.3, "5 4"),
     ("context_parallel", 4): (COLOURS[2], 1.3, "5 4"),
 }  # fmt: skip
 
@@ -36,10 +38,12 @@ def smooth(losses: Sequence[float]) -> list[float]:
     return [median(losses[at : at + STEPS]) for at in range(0, len(losses), STEPS)]
 
 
-def curve(values: Sequence[float], corner: tuple[float, float], high: float, row: Any) -> str:
-    """Draw values between 0 and `high` in a panel, by the stroke of a run."""
+def curve(
+    values: Sequence[float], corner: tuple[float, float], high: float, row: Any, steps: int
+) -> str:
+    """Draw values between 0 and `high` in a panel of so many steps, by the stroke of a run."""
     x0, y0 = corner
-    step = WIDE / max(1, len(values) - 1)
+    step = WIDE / max(1, -(-steps // STEPS) - 1)
     points = [(x0 + i * step, y0 + HIGH * (1 - value / high)) for i, value in enumerate(values)]
     return line(points, *STROKES[row["subject"], row["ranks"]])
 
@@ -76,17 +80,17 @@ def drawing(rows: Sequence[dict[str, Any]]) -> str:
         lines = [smooth(run["losses"]) for run in runs]
         high = max(map(max, lines))
         parts += panel(left, f"loss: {title}", ("0", f"{high / 2:.1f}", f"{high:.1f}"), steps)
-        parts += [curve(each, left, high, run) for each, run in zip(lines, runs)]
+        parts += [curve(each, left, high, run, steps) for each, run in zip(lines, runs)]
         parts += panel(right, "difference from one rank", ("1e-6", "1e-4", "1e-2", "1"), steps)
         for run in runs[1:]:
             far = smooth(differences(run["losses"], runs[0]["losses"]))
-            parts.append(curve([decades(each) for each in far], right, 1.0, run))
+            parts.append(curve([decades(each) for each in far], right, 1.0, run, steps))
         shown |= {name(run): STROKES[run["subject"], run["ranks"]] for run in runs}
         y += HIGH + GAP
     for number, (words, stroke) in enumerate(shown.items()):
-        x = LEFT + number * 205
-        parts += [line([(x, y), (x + 24, y)], *stroke), text(x + 32, y + 4, words)]
-    return page(LEFT + 2 * WIDE + GAP + 16, y + 20, *parts)
+        x, y_here = LEFT + number % ABREAST * 300, y + number // ABREAST * 20
+        parts += [line([(x, y_here), (x + 24, y_here)], *stroke), text(x + 32, y_here + 4, words)]
+    return page(LEFT + 2 * WIDE + GAP + 16, y + 20 * -(-len(shown) // ABREAST), *parts)
 
 
 if __name__ == "__main__":

@@ -92,9 +92,31 @@ own batch: name the kernel if batches differ and all of them should use the same
 A faster kernel with a call for each document can beat one call of a slower one for all. On H200s,
 if no kernel is named and the slower one is first for documents, as `triton` is without
 `flash-attn-4`, a plan predicts the time of both by the cost model; the faster one must save 5 %.
-`explain_plan` has both estimates. By them `sdpa-cudnn` wins with two documents of 16k tokens on two
-GPUs, and loses with eight of 4k. If samples differ in their documents, nothing is compared. On one
-H100 `triton` was as fast in one document of 8k tokens and faster in more, so it stays there.
+`explain_plan` has both estimates; heads of more than 128 have speeds of their own. If samples
+differ in their documents, nothing is compared. On one H100, with heads of 128, `triton` was as fast
+in one document of 8k tokens and faster in more, so it stays there.
+
+One H200, 16k tokens, TF/s of visible pairs, both passes, launched one by one, by turns: `triton` /
+`sdpa-cudnn`, a call for each. A plan takes the bold one, the faster one in every cell
+(2026-11-28, 33f34cf, a script of that day; `python -m benchmarks documents` does the same).
+
+| documents | 32/8 heads of 128 | 64/8 heads of 128 | 16 heads of 192, values of 128 |
+| --- | ---: | ---: | ---: |
+| 13.8k and 2.6k | 464 / **475** | 462 / **488** | 248 / **458** |
+| one of 8k, 17 short | **469** / 289 | **436** / 348 | **223** / 155 |
+| four, log-normal | **466** / 390 | **427** / 418 | 228 / **364** |
+| four of 4k | **464** / 380 | | |
+| eight of 2k | **435** / 213 | **413** / 268 | **208** / 133 |
+| 33 of 1 to 999 | **291** / 22 | **293** / 53 | **124** / 13 |
+
+With `flash-attn-4` installed nothing is compared: it takes these documents in a few calls. In a
+later run with it the first three rows have, for 32/8 heads, 618, 543 and 538 TF/s, where Triton has
+478, 450 and 452 (372c6f0, `documents --kernels flash-attn-4 triton sdpa-cudnn`).
+
+Of the last row's first cell, 1.07 ms, the three attention kernels take 94 %, row sums of dout * out
+7 %, and gaps nothing; two kernels overlap at their ends. Forward computes 7 % more pairs than are
+visible, at the borders of blocks, backward 12 %. The rest is the length of loops: a query sees 330
+keys on average, 10 steps of a block.
 
 ## Predicates
 
@@ -151,6 +173,31 @@ out 2.0e-3; dq, dk and dv 2.3e-3 to 2.6e-3.
 errors, in causal, full, windowed, batched and grouped cases. At 256 cuDNN is faster, so it is not
 taken there. 80 and 112 get wrong gradients; 192/128 and 128/64 are right, but have no backward for
 grouped heads; 64/128 can't be launched.
+
+## cuDNN's front end, measured
+
+`nvidia-cudnn-frontend` 1.18 over cuDNN 9.19 takes ragged documents in one call. A kernel over it
+was written, and is not here. In the run of [long documents](#a-few-long-documents), TF/s
+of both passes, the faster of Triton and cuDNN / the front end:
+
+| documents | 32/8 heads of 128 | 64/8 heads of 128 | 16 heads of 192, values of 128 |
+| --- | ---: | ---: | ---: |
+| 13.8k and 2.6k | 475 / 496 | 488 / 491 | 458 / 384 |
+| one of 8k, 17 short | 469 / 488 | 436 / 463 | 279 / 377 |
+| four, log-normal | 466 / 439 | 427 / 444 | 364 / 367 |
+| four of 4k | 464 / 441 | | |
+| eight of 2k | 435 / 400 | 413 / 409 | 255 / 324 |
+| 33 of 1 to 999 | 291 / 206 | 293 / 216 | 155 / 183 |
+
+All errors are those of bfloat16. In the last column Triton had blocks that were on trial (forward
+128 by 64, keys 32 by 64); two documents with heads of 256: cuDNN 404, front end 381. With heads of
+128 it gains 6 % at most, and loses 29 % with short documents, because its backward converts and
+sums gradients by kernels of their own. With 192/128 it gains up to 35 %. The host takes 68 us
+longer than for `sdpa-cudnn` forward, and 137 us backward. In an earlier run one of some thousand
+random cases ended in an illegal access, whose cause is unknown. 106 cases with marked memory around
+the workspace, 12 of them under compute-sanitizer, and 682 calls whose every tensor, table and
+workspace ended, or began, where mapped memory does, had none. A kernel that may read or write
+outside its memory is not admitted.
 """
 
 

@@ -108,11 +108,16 @@ def packed(kind: str, length: int, ranks: int, packs: int = 1, multiple: int = 1
     So many packs are drawn. The one that shows the median number of pairs is taken.
     """
     drawn = (borders(kind, length, random.Random(seed), multiple) for seed in range(packs))
-    cut = sorted(drawn, key=squares)[packs // 2]
+    return of_documents(sorted(drawn, key=squares)[packs // 2], ranks)
+
+
+def of_documents(cut: Sequence[int], ranks: int) -> Mask:
+    """Make the causal mask of documents with these borders, dealt evenly to the ranks."""
+    length = cut[-1]
     document = torch.bucketize(torch.arange(length), torch.tensor(cut[1:]), right=True)
 
     def hidden(rows: Tensor, cols: Tensor) -> Tensor:
         return (cols > rows) | (document[cols] != document[rows])
 
     pairs = int(visible_keys(of_borders(cut), True, None).sum())
-    return Mask(balanced(cut, ranks), dict(cu_seqlens=cut), hidden, pairs)
+    return Mask(balanced(cut, ranks), dict(cu_seqlens=[*cut]), hidden, pairs)

@@ -11,16 +11,17 @@ MASKS = {"documents": "packed documents", "causal": "one causal sequence"}
 
 
 def name(row: Row) -> str:
-    """Name a run by its attention and ranks.
+    """Name a run by its attention and ranks; `gpus` is there if ranks share them.
 
-    >>> name({"subject": "ring", "ranks": 1}), name({"subject": "context_parallel", "ranks": 4})
-    ('ring attention, 1 rank', "PyTorch's context_parallel, 4 ranks")
+    >>> name({"subject": "ring", "ranks": 1}), name({"subject": "ring", "ranks": 4, "gpus": 1})
+    ('ring attention, 1 rank', 'ring attention, 4 ranks on 1 GPU')
     """
-    return f"{NAMES[row['subject']]}, {row['ranks']} rank{'s' * (row['ranks'] > 1)}"
+    on = f" on {row['gpus']} GPU" if "gpus" in row else ""
+    return f"{NAMES[row['subject']]}, {row['ranks']} rank{'s' * (row['ranks'] > 1)}{on}"
 
 
 def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Return the runs of one model with one mask on one device, the largest model first.
+    """Return the runs of one model with one mask, on GPUs or on CPUs, the largest model first.
 
     Ours come first, and of these those of fewer ranks.
     """
@@ -28,7 +29,7 @@ def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in sorted(rows, key=lambda row: (-row["weights"], row["mask"] != "documents")):
         size = row["weights"]
         size_text = f"{size / 1e6:.0f}M weights" if size >= 1e6 else f"{size / 1e3:.0f}k weights"
-        where = "CPU, float32" if row["device"] == "CPU" else row["device"].split()[1] + ", bf16"
+        where = "CPU, float32" if row["device"] == "CPU" else "GPU, bf16"
         found.setdefault(f"{MASKS[row['mask']]}, {size_text}, {where}", []).append(row)
     for runs in found.values():
         runs.sort(key=lambda row: (row["subject"] != "ring", row["ranks"]))
@@ -36,27 +37,31 @@ def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def differences(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Return by how much two curves differ at each step.
+    """Return by how much two curves differ at each step that both have.
 
-    >>> differences([3.0, 2.0], [3.0, 2.5])
+    >>> differences([3.0, 2.0], [3.0, 2.5, 2.0])
     [0.0, 0.5]
     """
-    return [abs(a - b) for a, b in zip(one, other, strict=True)]
+    return [abs(a - b) for a, b in zip(one, other)]
 
 
 def curves(rows: Sequence[Row]) -> Lines:
     """Tell how far each run is from that of a single rank."""
-    head = ["model and mask", "attention", "loss, first step", f"mean of the last {LAST}",
-            f"from one rank, first {FIRST} steps", "all steps", "tokens/s"]  # fmt: skip
+    head = ["model and mask", "attention", "device", "steps", "loss, first",
+            f"mean of the last {LAST}", f"from one rank, first {FIRST} steps", "all steps",
+            "tokens/s"]  # fmt: skip
     table, quoted = [head], []
     for title, runs in groups(rows).items():
         for row in runs:
             losses, last = row["losses"], row["losses"][-LAST:]
             far = differences(losses, runs[0]["losses"])
+            whole = len(losses) == len(runs[0]["losses"])
+            device, speed = row["device"].removeprefix("NVIDIA ").split()[0], "tokens_per_second"
             table.append([
-                title, name(row), f"{losses[0]:.4f}", f"{sum(last) / len(last):.4f}",
+                title, name(row), device, str(len(losses)), f"{losses[0]:.4f}",
+                f"{sum(last) / len(last):.4f}" if whole else "",
                 *(f"{max(part):.0e}" if any(part) else "" for part in (far[:FIRST], far)),
-                f"{row['tokens_per_second']:,}",
+                f"{row[speed]:,}" if speed in row else "",
             ])  # fmt: skip
             quoted.append(row)
     return table, quoted

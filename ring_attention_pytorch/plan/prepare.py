@@ -182,7 +182,7 @@ def settle_transport(
     traits = few.square, few.keys_first
     together = make_one_stream(overlapping, blocks, shape, q.device, near, *traits)
     if light is not None and together is not None:
-        machine = with_another(_with_calls_of(light, machine), kernel.name, light.name)
+        machine = with_another(_with_calls_of(light, machine), kernel.name, light.name, q.shape[-1])
         kernel = light
     overlaps = overlapping.schedule.own_low_priority or small
     concurrent = same_mask and overlaps and mine.codec is None  # decoded keys are freed after it
@@ -211,7 +211,8 @@ def _of_documents(
         return short, _with_calls_of(short, machine), {}
     if long is None:
         return kernel, machine, {}
-    fast = _with_calls_of(long, with_another(machine, kernel.name, long.name))
+    head_size = mine.shaped[0].shape[-1]
+    fast = _with_calls_of(long, with_another(machine, kernel.name, long.name, head_size))
     if not calls_of_documents_pay(blocks, shape, fast, machine):
         return kernel, machine, {}
     found = {kernel.name: seconds(machine), long.name: seconds(fast)}
@@ -227,7 +228,8 @@ def _machine_of(
     if not like.is_cuda:
         return H200
     domain = share_one_host(machines)
-    machine = hardware(kernel.name, min(rank["device"] for rank in ranks), domain)
+    device = min(rank["device"] for rank in ranks)
+    machine = hardware(kernel.name, device, domain, like.shape[-1])
     return _with_calls_of(kernel, machine)
 
 

@@ -79,6 +79,9 @@ _KERNELS = {
     "flash-attn-2": (365e12, 325e12),
     "sdpa-flash": (345e12, 315e12),
 }
+# the same of heads of more than 128 dims: 192 with values of 128, and 256, 8k and 16k tokens
+_WIDE = 128
+_OF_WIDE_HEADS = {"sdpa-cudnn": (580e12, 420e12), "triton": (450e12, 245e12)}
 
 
 class _Device(NamedTuple):
@@ -110,19 +113,23 @@ def number_of(device: str) -> int:
     return places[-1] if places else 0
 
 
-def hardware(kernel: str, device: int = -1, domain: int = H200.domain) -> Hardware:
+def hardware(
+    kernel: str, device: int = -1, domain: int = H200.domain, head_size: int = _WIDE
+) -> Hardware:
     """Return a machine of devices of that number, with a kernel's speed, or with one's each way.
 
     >>> hardware("triton").forward, hardware("triton+sdpa-flash").backward
     (530000000000000.0, 315000000000000.0)
     >>> hardware("flash-attn-2", number_of("A100")).forward
     220000000000000.0
+    >>> hardware("triton", head_size=192).backward
+    245000000000000.0
     """
     forward, _, backward = kernel.partition("+")
-    usual, at_most = (H200.forward, H200.backward), _DEVICES[device]
+    at_most = _DEVICES[device]
     return H200._replace(
-        forward=min(_KERNELS.get(forward, usual)[0], at_most.forward),
-        backward=min(_KERNELS.get(backward or forward, usual)[1], at_most.backward),
+        forward=min(_speeds(forward, head_size)[0], at_most.forward),
+        backward=min(_speeds(backward or forward, head_size)[1], at_most.backward),
         memory=at_most.memory,
         pull=at_most.pull,
         domain=domain,
@@ -130,13 +137,19 @@ def hardware(kernel: str, device: int = -1, domain: int = H200.domain) -> Hardwa
     )
 
 
-def with_another(machine: Hardware, kernel: str, other: str) -> Hardware:
+def _speeds(kernel: str, head_size: int) -> tuple[float, float]:
+    """Return a kernel's FLOP/s on an H200, forward and backward."""
+    usual = _KERNELS.get(kernel, (H200.forward, H200.backward))
+    return _OF_WIDE_HEADS.get(kernel, usual) if head_size > _WIDE else usual
+
+
+def with_another(machine: Hardware, kernel: str, other: str, head_size: int = _WIDE) -> Hardware:
     """Return a machine with another kernel: speeds are scaled by the two kernels' ratio on an H200.
 
     >>> with_another(H200._replace(forward=300e12), "sdpa-cudnn", "triton").forward
     265000000000000.0
     """
-    old, new = hardware(kernel), hardware(other)
+    old, new = (hardware(name, head_size=head_size) for name in (kernel, other))
     return machine._replace(
         forward=machine.forward * new.forward / old.forward,
         backward=machine.backward * new.backward / old.backward,

@@ -133,7 +133,7 @@ def test_what_calls_cost_decides_and_is_explained(monkeypatch):
         assert said in explain_plan(plan)
 
 
-ON_GPU = SimpleNamespace(is_cuda=True, device=torch.device("cuda"))
+ON_GPU = SimpleNamespace(is_cuda=True, device=torch.device("cuda"), shape=(1, 4, 2, 8))
 
 
 def plans_go_by_the_slowest_device_and_by_who_shares_a_host(monkeypatch: pytest.MonkeyPatch):

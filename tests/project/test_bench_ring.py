@@ -106,6 +106,16 @@ def test_a_command_is_told_without_save(argv: list[str]) -> None:
     assert results.command("ring", argv) == "python -m benchmarks ring --n 1"
 
 
+@THOROUGH
+def test_kernels_are_measured_on_documents_of_all_lengths(tmp_path: Path) -> None:
+    options = "--tokens", "128", "--rounds", "1", "--load", "0", "--dim-value", "8"
+    rows = saved(tmp_path / "documents.json", "documents", *options, ranks=1)
+    assert are_right(rows)
+    of_kinds = [[row for row in rows if row["mask"] == mask] for mask in {r["mask"] for r in rows}]
+    assert len(of_kinds) == 6
+    assert all(len(each) == 2 and sum("chosen" in r for r in each) == 1 for each in of_kinds)
+
+
 def test_every_transport_is_measured_and_right(tmp_path: Path) -> None:
     rows = saved(tmp_path / "ring.json", "ring", "--tokens", "48", "--ulysses", "1", "2")
     for mask in ("causal", "full"):
