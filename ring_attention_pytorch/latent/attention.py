@@ -216,7 +216,7 @@ def tied_plan(q: Tensor, kv: Tensor, **options: Unpack[CodedPlanOptions]) -> Rin
 def _attend(
     caller: str, encode: Callable[..., Encoded], tensors: Tensors, options: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention of what `encode` makes of these tensors."""
+    """Encode these tensors by `encode`, and compute their attention."""
     return_lse, plan = options.pop("return_lse"), options.get("plan")
     found = _encoded(caller, encode, tensors, options)
     sinks = options.get("sinks")

@@ -44,7 +44,7 @@ def coded_forward(plan: RingPlan, *given: Tensor | Any) -> Result:
 def coded_backward(plan: RingPlan, *given: Tensor | Any) -> Gradients:
     """Compute the gradients of all that `coded_forward` got, given that and (out, lse, dout, dlse).
 
-    Gradients of parameters are those of this rank's queries.
+    Gradients of parameters come from this rank's queries alone.
     """
     params = given[4:-4]
     sums = [torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) for p in params]

@@ -169,7 +169,7 @@ class RunPlan:
 
     @checked
     def explain(self, heads: int, d_k: int, d_v: int) -> str:
-        """Describe this rank's runs, and what a delta rule with such heads exchanges forward.
+        """Describe this rank's runs, and the bytes that a delta rule with such heads exchanges.
 
         Nothing is sent; any rank can call this alone.
 
@@ -242,7 +242,7 @@ class RunPlan:
         return self.once(("halo", width), lambda: _halo_route(self, width))
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what was made for this key before, or make it."""
+        """Return `make()`, cached by this key."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
