@@ -21,6 +21,7 @@ from ring_attention_pytorch.ranks.guard import Board
 from tests.support.boards import CPU, PlainBuffer, do, without_clock
 from tests.support.interpreter import interpreters, needs_triton
 from tests.support.reference import relative_error
+from tests.support.sampling import grid
 
 
 def few_programs_work_beside_a_kernel(patch: pytest.MonkeyPatch) -> None:
@@ -151,18 +152,19 @@ def found(pool: ProcessPoolExecutor, function: Any, *given: Any, dtype: str, wid
     futures = [
         pool.submit(function, rank, boards, shared, widths, dtype, *given) for rank in range(RANKS)
     ]
-    return [future.result(timeout=300.0) for future in futures]
+    return [future.result(timeout=900.0) for future in futures]
 
 
 LAUNCHED, TAPED, STEPS = (False,), (True,), (False, True)  # in steps: not a line at once
 
 
-@pytest.mark.parametrize(
-    ("dtype", "widths", "how"),
+@grid(
+    "dtype, widths, how",
     [
         ("bfloat16", "even", LAUNCHED), ("bfloat16", "odd", TAPED), ("float16", "even", STEPS),
         ("float16", "odd", LAUNCHED), ("float64", "even", TAPED), ("float64", "odd", STEPS),
     ],
+    always=3, drawn=2,
 )  # fmt: skip
 def test_ranks_write_pull_and_add(dtype, widths, how, ranks):
     of, (d, d_v) = DTYPES[dtype], WIDTHS[widths]

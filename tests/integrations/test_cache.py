@@ -151,7 +151,7 @@ def test_tokens_are_those_of_one_process(size, page, pools):
 def test_in_8_bits_tokens_are_close_and_chunks_change_nothing(pools):
     cases = [("Gemma2", "greedy")]
     (_, want), _ = wanted(cases)
-    for found in pools(4).run(spread, cases, 2, 4, torch.float8_e4m3fn):
+    for found in pools(2).run(spread, cases, 2, 4, torch.float8_e4m3fn):
         at_once, ahead = found
         assert same([at_once], [ahead])
         assert 1e-3 < relative_error(at_once[1][0], want[0]) < 0.1

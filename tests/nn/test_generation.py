@@ -27,9 +27,11 @@ def wanted() -> list[Any]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_ring_of_any_size_generates_the_same(pools: Callable, size: int) -> None:
-    cases = CASES + ROUTED + HYBRID
+    """All cases over three ranks, every third one over others."""
+    some = slice(None) if size == 3 else slice(size % 3, None, 3)
+    cases = (CASES + ROUTED + HYBRID)[some]
     for found in pools(size).run(generated, cases):
-        for case, got, right in zip(cases, found, wanted(), strict=True):
+        for case, got, right in zip(cases, found, wanted()[some], strict=True):
             assert case.same(got, right), case
 
 

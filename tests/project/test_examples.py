@@ -69,7 +69,9 @@ def over_four(file: str, *options: str) -> Done:
 @pytest.mark.parametrize(
     ("launch", "options"),
     [
-        (under_torchrun, ["--data-parallel=ddp", "--layout=zigzag"]),
+        pytest.param(
+            under_torchrun, ["--data-parallel=ddp", "--layout=zigzag"], marks=pytest.mark.thorough
+        ),
         (over_four, ["--data-parallel=ddp", "--layout=zigzag", "--layers=ra"]),
         pytest.param(
             over_four, ["--data-parallel=fsdp2", "--layout=striped", "--lookback=20"],
@@ -136,6 +138,7 @@ def test_demo_pictures(capsys):
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.thorough
 def test_demo_costs(capsys):
     assert demo.show_costs(demo.Screen(), demo.Sizes(batch=2, length=512, bucket=32))
     text = capsys.readouterr().out
