@@ -130,7 +130,7 @@ class _InBlock:
 
 @dataclass
 class PromptChunk:
-    """A part of a prompt whose tokens are spread over the ranks, after states of before."""
+    """A part of a prompt, spread over the ranks, that continues from earlier states."""
 
     runs: RunPlan
     mask: Tensor | None  # [b, n], of this rank's tokens; 0 for padding

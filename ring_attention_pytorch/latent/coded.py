@@ -1,4 +1,4 @@
-"""Attention to encoded keys: the two loops of `attention`, with a codec's parameters beside.
+"""Attention to encoded keys: the two loops of `attention`, for a codec with parameters.
 
 The loops get encoded keys in place of k and v, and a kernel that decodes them.
 """

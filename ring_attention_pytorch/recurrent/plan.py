@@ -79,7 +79,7 @@ class HaloRoute(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RunPlan:
-    """All of recurrent layers that depends on ranks, lengths and documents, and not on values.
+    """The part of recurrent layers that depends on ranks, lengths and documents, not on values.
 
     Make it once per batch with `RunPlan.make`, or from attention's plan with `RunPlan.of`, and pass
     it to every layer. Ranks exchange notes when it is made, and once for each shape of a layer.
