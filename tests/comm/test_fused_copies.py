@@ -425,13 +425,14 @@ WAYS = [*product((False, True), KINDS)]  # back from heads, or to them
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("layout", "places", "length", "heads", "first"),
+@grid(
+    "layout, places, length, heads, first",
     [
         ("striped", 2, 29, (4, 2), 0), ("zigzag", 2, 29, (4, 2), 1), ("zigzag", 4, 24, (8, 2), 2),
         ("striped", 3, 13, (12, 4), 1), ("striped", 3, 2, (3, 3), 2), ("zigzag", 3, 2, (3, 3), 0),
         ("striped", 2, 0, (2, 2), 0), ("zigzag", 2, 0, (2, 2), 1),
     ],
+    always=4, drawn=2,
 )  # fmt: skip
 def test_all_pieces_come_where_they_go(interpreted, layout, places, length, heads, first):
     """Every third of the ways; each is taken by both layouts and by several numbers of places."""

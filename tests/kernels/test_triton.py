@@ -257,7 +257,7 @@ def test_they_are_code_for_a_gpu():
 
 
 @needs_triton
-@grid("i", range(len(RIGHT)), always=28, drawn=8)
+@grid("i", range(len(RIGHT)), always=19, drawn=10)
 def test_right_by_the_dtypes_rule(found, i):
     assert not found("right", i), RIGHT[i]
 

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from ring_attention_pytorch.launch import spawn
+from tests.support.sampling import in_ci
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,6 +23,7 @@ def here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+@in_ci
 def test_two_at_once_both_pass_and_name_every_gradient(monkeypatch) -> None:
     script = subprocess.Popen(
         [sys.executable, "assert.py", *["--world-size", "2", "--causal", "--striped-ring-attn"],

@@ -249,7 +249,11 @@ def test_cpu_time_is_measured_and_right(tmp_path: Path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("options", "subjects"),
     [
-        (("--keys", "64", "--batch", "2"), {"ours", "ours, one GPU", "tree_attn_decode"}),
+        pytest.param(
+            ("--keys", "64", "--batch", "2"),
+            {"ours", "ours, one GPU", "tree_attn_decode"},
+            marks=THOROUGH,
+        ),
         pytest.param(
             ("--prefill", "64", "32"), {"prompt at once", "prompt in chunks of 32"}, marks=THOROUGH
         ),

@@ -20,6 +20,7 @@ from examples import demo, pictures, train_documents, train_text
 from examples.train_text import Config, Step
 from ring_attention_pytorch.geometry.tiles import Mask, Tile
 from tests.support.launched import Done, launched
+from tests.support.sampling import in_ci
 from tests.support.scripts import fails_late
 
 ROOT = Path(__file__).parents[2]
@@ -250,6 +251,7 @@ def test_curves_mark_what_differs():
     assert pictures.curves({"a": [2.0]}).count("●") == 2
 
 
+@in_ci
 def test_training_on_documents_is_that_of_one_process(tmp_path):
     many, one, curves = (tmp_path / name for name in ("many.json", "one.json", "curves.svg"))
     small = ["--steps=3", "--length=101", "--double"]

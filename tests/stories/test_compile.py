@@ -10,7 +10,6 @@ from tests.support.sampling import grid
 
 QUICK = [
     ("ring_attn", "ulysses, sinks", 2),
-    ("RingAttention", "dropout by layer", 1),
     ("RingTransformer", "documents, loss", 1),
 ]
 

@@ -20,6 +20,7 @@ from tests.support import threads
 from tests.support.cases import FIGURES, Attention, check_in_processes
 from tests.support.mistakes import ALTERATIONS, SIZE, told
 from tests.support.ranks import Pool, unhurried
+from tests.support.sampling import grid
 
 
 def all_told() -> dict[str | None, tuple[str | None, float]]:
@@ -211,7 +212,7 @@ def otherwise(act: Callable[[bool, RingPlan, torch.Tensor], None], seconds: floa
     return ""
 
 
-@pytest.mark.parametrize("act", WORDS)
+@grid("act", WORDS, always=3, drawn=2)
 def test_last_words_of_a_rank_reach_those_who_wait_for_it(act, pools):
     told = pools(2).run(otherwise, act, seconds := unhurried(4.0))
     for words, text in zip(WORDS[act], told):
