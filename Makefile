@@ -10,10 +10,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test quick test-all test-install test-gpu check-gpus speeds-gpus sanitize-gpu lint site clean
 
+# compiled when it is imported: most of it never is, and that would take a minute
 $(VENV)/ready: requirements.txt setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet -r requirements.txt
+	$(RUN) -m pip install --quiet --no-compile -r requirements.txt
 	$(RUN) -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -33,7 +34,7 @@ quick: $(VENV)/ready lint  ## tests of one folder, or file, while you change it:
 	$(PYTEST) $(WHICH) tests/$(FOLDER)
 
 test-all: WHICH :=
-test-all: test site  ## all tests in one go, and the site
+test-all: test site  ## all tests, thorough ones included, and the site
 
 test-install: $(VENV)/ready  ## wheel and sdist, installed where there is nothing else, and used
 	$(RUN) -m tests.support.check_install

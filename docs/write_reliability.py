@@ -22,7 +22,7 @@ def table(found: dict[Strike, list[Seen]]) -> str:
         "|---|---|---|---|---|",
     ]
     for strike in STRIKES:
-        if not strike.together:
+        if not strike.together and strike in found:
             way = "any" if strike.phase == "agreeing" else strike.way
             both = (strike._replace(together=which) for which in (False, True))
             both = (told(each, found[each]) for each in both)
@@ -59,17 +59,28 @@ def _but_for_transport(row: str) -> list[str]:
 
 
 def untrue(page: str, rows: str) -> list[str]:
-    """Rows that are not as the page promises, or not as soon."""
-    promised = apart(page.split(BEGIN)[1].split(END)[0])
+    """Rows, of some strikes or all, that are not as the page promises, or not as soon."""
+    promised = {_strike(row): row for row in apart(page.split(BEGIN)[1].split(END)[0])}
     return [
         row
-        for row, promise in zip_longest(apart(rows), promised, fillvalue="")
-        if not all(starmap(_holds, zip_longest(row.split("|"), promise.split("|"), fillvalue="")))
+        for row in apart(rows)
+        if not all(
+            starmap(_holds, zip_longest(row.split("|"), promised.get(_strike(row), "").split("|")))
+        )
     ]
 
 
-def _holds(cell: str, promise: str) -> bool:
-    return cell in (promise, promise.replace("within the timeout", "at once"))
+def _strike(row: str) -> tuple[str, ...]:
+    """Return the cells that say what happens to rank 1."""
+    return tuple(row.split("|")[:4])
+
+
+def _holds(cell: str | None, promise: str | None) -> bool:
+    return (
+        cell is not None
+        and promise is not None
+        and cell in (promise, promise.replace("within the timeout", "at once"))
+    )
 
 
 def with_table(page: str, rows: str) -> str:

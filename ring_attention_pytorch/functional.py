@@ -106,8 +106,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     """Compute exact attention over a sequence that is spread over a ring of processes.
 
     Every rank of the ring calls this with its shards of q, k and v, and gets its shard of the
-    result. Results and gradients, those through lse too, equal those of ordinary attention over
-    the whole sequence.
+    result. Results and gradients, also through lse, equal ordinary attention's over the whole
+    sequence.
 
     The options below are in three groups: which keys a query sees (causal to key_positions), how
     scores are computed (scale to dropout_seed), and how attention is run (group to return_lse).
@@ -143,8 +143,8 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
             keys belong to another sequence; less than 2 ** 30 from 0. Best in few runs that ascend
             by one: each pair of runs makes a tile, and so does each step of queries in steps, (t //
             B) * B, for which the kernel "triton" is the fastest.
-        shared_keys: `(k [b, s, h_kv, d], v [b, s, h_kv, d_v])`, the same on all ranks: keys beside
-            those of the sequence, in the same softmax, such as text beside video, registers or
+        shared_keys: `(k [b, s, h_kv, d], v [b, s, h_kv, d_v])`, the same on all ranks: keys in
+            the same softmax as the sequence's, such as text beside video, registers or
             memory tokens. All queries see all of them: causal, window, documents, prefix, mask_mod
             and key_bias are of the sequence's keys. Nothing is sent forward. Their gradients are
             sums over ranks, equal on all of them: don't sum them again. Not with alibi_slopes or
@@ -154,7 +154,7 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         softclamp: c replaces a scaled score s by c * tanh(s / c).
         sinks: `[h]`, learnable: for each head the score of an additional key without value, which
             all queries see. It lets a head attend to nothing (Xiao et al. 2023; gpt-oss). lse
-            includes it. Summed over all ranks, its gradients are those of the whole sequence.
+            includes it. Summed over all ranks, it has the gradients of the whole sequence.
         alibi_slopes: `[h]`: each score is reduced by its head's slope times the distance of query
             and key in their document, after softclamp (Press et al. 2022). They have no gradient.
         key_bias: `[b, m]` or `[b, m, h]`, finite, differentiable: added to all scores of a key. It

@@ -10,7 +10,7 @@ https://www.w3.org/TR/mediaqueries-5/#prefers-color-scheme
 from collections.abc import Iterable
 from xml.sax.saxutils import escape
 
-INK, FAINT, PALE = "#57606a", "#d8dee4", "#f3f4f6"  # text; grids; what lies behind
+INK, FAINT, PALE = "#57606a", "#d8dee4", "#f3f4f6"  # text; grids; background
 COLOURS = ("#4269d0", "#efb118", "#d0503c", "#3ca951", "#7a5195", "#b07d00")  # in both themes
 _DARK = {INK: "#c9d1d9", FAINT: "#3d444d", PALE: "#21262d"}
 

@@ -9,26 +9,49 @@ import torch
 
 from ring_attention_pytorch.plan import placement, plan_cache
 from tests.support.cases import FIGURES, Figures
+from tests.support.forks import set_light
 from tests.support.interpreter import interpreters
 from tests.support.ranks import Pool
+from tests.support.sampling import leave_out, sampled
 
 torch.set_num_threads(1)
 
 # Files that take longest, which begin first, so that no worker is left with one at the end.
 LONGEST = (
-    "test_mutants", "test_compile", "test_failing_ranks", "test_launch", "test_examples",
-    "test_trainer", "test_bench_ring", "test_hf_examples", "test_restart", "test_types",
-    "test_transformers", "test_cache", "test_features", "test_ring_attention", "test_assert",
-    "test_out_of_step", "test_triton", "test_outputs", "test_gathered_keys", "test_transformer",
-    "test_fused_copies", "test_caches", "test_docs", "test_stalls", "test_generation",
-    "test_notebook", "test_routed_modules", "test_commands", "test_guard", "test_decoding_kernels",
-    "test_ulysses", "test_failing_well", "test_attention", "test_rowwise",
+    "test_mutants", "test_machines", "test_compile", "test_trainer", "test_examples",
+    "test_bench_ring", "test_original", "test_hf_examples", "test_failing_ranks", "test_triton",
+    "test_types", "test_restart", "test_launch", "test_second_order", "test_packed_documents",
+    "test_outputs", "test_gathered_keys", "test_operators", "test_features",
+    "test_transformers", "test_cache", "test_routed_modules", "test_ring_attention",
+    "test_packed_modules", "test_generation", "test_docs", "test_transformer", "test_assert",
+    "test_fused_copies", "test_unseen", "test_original_modules", "test_random", "test_strides",
+    "test_decoding_kernels", "test_stalls", "test_notebook", "test_dataset", "test_batches",
+    "test_commands", "test_meshes", "test_routing_examples", "test_warm_up",
+    "test_cache_layers", "test_other_models", "test_probe", "test_shared_keys",
+    "test_out_of_step", "test_failing_well", "test_decoding", "test_caches", "test_ulysses",
+    "test_attention", "test_rowwise", "test_guard",
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    of = "run some of the thorough tests, which this draws: a commit, a date"
+    parser.addoption("--sample", metavar="SEED", help=of)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    seed = config.getoption("--sample")
+    return None if seed is None else f"thorough tests are drawn by --sample {seed}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if left_out := leave_out(items, config.getoption("--sample")):
+        config.hook.pytest_deselected(items=left_out)
     ranks = {name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    set_light()  # modules that were imported meanwhile have lists of their own
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +65,12 @@ def pools():
     yield pool
     for each in started.values():
         each.stop()
+
+
+@pytest.fixture(scope="session")
+def sample(pytestconfig: pytest.Config):
+    """`sample(rows, number)`: so many of the rows under `--sample`, else all."""
+    return lambda rows, number: sampled(rows, number, pytestconfig.getoption("--sample"))
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from tests.support import threads
 from tests.support.cases import CPU_KERNELS, NAMES, Attention, check, errors, oracle, results
 from tests.support.counted import Live
 from tests.support.reference import dense_attention, relative_error
+from tests.support.sampling import grid
 
 
 class Threaded(torch.autograd.Function):
@@ -49,9 +50,14 @@ class Threaded(torch.autograd.Function):
         return *(torch.cat(parts, 1)[:, ctx.order] for parts in zip(*shards)), None, None
 
 
-@pytest.mark.parametrize("kernel", CPU_KERNELS)
-@pytest.mark.parametrize(("layout", "size"), [("contiguous", 2), ("striped", 3), ("zigzag", 2)])
-def test_gradients_are_the_slopes_of_the_results(layout, size, kernel):
+@grid(
+    "place, kernel",
+    product((("contiguous", 2), ("striped", 3), ("zigzag", 2)), CPU_KERNELS),
+    always=3,
+    drawn=1,
+)
+def test_gradients_are_the_slopes_of_the_results(place, kernel):
+    layout, size = place
     case = Attention(
         5, layout, causal=True, window=3, kernel=kernel, batch=1, heads=2, key_heads=1, d=3, d_v=2,
         softclamp=2.0 if kernel == "eager" else None,
@@ -106,8 +112,7 @@ def test_gradients_of_only_some_of_q_k_v():
         check(case, 2, threads.run(2, main)[0])
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@grid("layout, backward", product(sorted(LAYOUTS), (False, True)), always=4, drawn=2)
 def test_memory_does_not_grow_with_the_ring(layout, backward):
     def most(size: int) -> int:
         shard_length, d = 16, 64

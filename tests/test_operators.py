@@ -1,6 +1,7 @@
 """Operators of calls: they are what they promise, and do what functions do."""
 
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,6 +17,7 @@ from ring_attention_pytorch.operators import SAVED
 from ring_attention_pytorch.runtime import handles
 from ring_attention_pytorch.runtime.replay import ALWAYS
 from tests.support import threads
+from tests.support.sampling import grid
 
 ops = torch.ops.ring_attention
 
@@ -29,9 +31,12 @@ def drawn(**kinds):
     return [torch.randn(2, 6, h, 8, **kinds).requires_grad_() for h in (4, 2, 2)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("overload", ["default", "messages"])
-@pytest.mark.parametrize("with_sinks", [False, True])
+@grid(
+    "dtype, overload, with_sinks",
+    product((torch.float64, torch.bfloat16), ("default", "messages"), (False, True)),
+    always=2,
+    drawn=2,
+)
 def test_operators_are_what_they_promise(dtype, overload, with_sinks):
     """No alias, no mutation, right shapes and strides, gradients: as PyTorch checks it."""
     q, k, _ = drawn(dtype=dtype)

@@ -27,6 +27,7 @@ from tests.support import threads
 from tests.support.features import FEATURES, LAYOUTS, together
 from tests.support.ranks import Pool
 from tests.support.reference import dense_attention, relative_error
+from tests.support.sampling import grid
 from tests.support.second_order import Second, shared_level
 
 NAMES = list(FEATURES)
@@ -46,7 +47,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 # --- right ---
 
 
-@pytest.mark.parametrize("name", NAMES)
+@grid("name", NAMES, always=9, drawn=4)
 def test_each_feature_on_a_ring(name):
     number = NAMES.index(name)
     check(Second(FEATURES[name]).errors(number % 3 + 1, LAYOUTS[number % 4]))

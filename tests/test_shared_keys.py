@@ -122,7 +122,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_ring_and_shared_keys_are_in_one_softmax(options):
     number = [*OPTIONS.values()].index(options)
-    for size in (1, 2, 3, 4):
+    for size in (1 + number % 2, 3 + number // 2 % 2):
         layout = LAYOUTS[(number + size) % 3]
         for how in ({}, dict(transport="gather")):
             worst = errors(size, options | how, layout)

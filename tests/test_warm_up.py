@@ -203,4 +203,4 @@ def test_it_imports_nothing_that_takes_a_second() -> None:
         "q = torch.zeros(1, 4, 2, 8);"
         "RingPlan.make(q, q, q).warm_up(); assert 'sympy' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=900)

@@ -79,5 +79,5 @@ class Fabric(Protocol):
     def swap(
         self, tensors: Sequence[Tensor], ways: Sequence[CopyPlan], outs: Sequence[Tensor]
     ) -> None:
-        """Exchange tensors by their plans; write what this rank receives to `outs`."""
+        """Exchange tensors by their plans; write the received ones to `outs`."""
         ...

@@ -2,13 +2,13 @@
 
     put(1)   keys of own machine start, keys of the next machine start to cross    while own keys
     take(1)                                                                        are computed on
-    put(2)   what has crossed is passed on, keys of another machine start to cross
+    put(2)   keys that crossed are passed on, keys of another machine start to cross
     take(2)                                                     while own machine's are computed on
 
 `schedule/relays.py` decides, as ints, the messages. Backward a relay adds its machine's gradients
-in the accumulator's dtype, in the order of ranks, and rounds the sum once. An owner adds those of
-its own machine in the order of ranks, then the sums of the others by the machines' distance. So
-results do not depend on what arrives first. Each transfer is two exchanges, on every rank.
+in the accumulator's dtype, in the order of ranks, and rounds the sum once. An owner adds its own
+machine's gradients in the order of ranks, then the sums of the others by the machines' distance. So
+results do not depend on the order of arrival. Each transfer is two exchanges, on every rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ Tensors = Sequence[Tensor]
 
 @dataclass(frozen=True)
 class Relays(Messages):
-    """A fabric of messages by way of relays; `machines` are those of the ring's ranks."""
+    """A fabric of messages by way of relays; `machines` numbers the ranks' machines."""
 
     machines: Machines = ()
     routes: dict[Transfer, Route] = field(default_factory=dict, compare=False, repr=False)
@@ -120,7 +120,7 @@ class RelayChannel(MessageChannel):
         self.crossing[transfer] = self.ring.exchange(sends, self._rooms(route.receives[0]))
 
     def _pass_on(self, transfer: Transfer) -> None:
-        """Wait for what has crossed, and send it on to ranks of this machine."""
+        """Wait for the keys that crossed, and send them on to ranks of this machine."""
         route = self._route(transfer)
         messages = self.crossing.pop(transfer).wait()
         arrived = self.arrived[transfer] = self._opened(route.receives[0], messages)

@@ -57,7 +57,7 @@ def zig_zag_shard(
         the local tokens, key_value_positions of all ranks' tokens in the order in which
         `zig_zag_attn` gathers them. `inverse` joins every rank's `[b, local n, d]` to whole
         sequences, on every rank. Without all_gather_batch all ranks have the same result, so each
-        rank's loss counts: average gradients over ranks, as DDP does, to get those of one loss.
+        rank's loss counts: average gradients over ranks, as DDP does, to get one loss's gradients.
 
     Raises:
         ValueError: an argument differs between ranks; on every rank.

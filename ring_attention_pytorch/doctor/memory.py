@@ -7,7 +7,7 @@
     inputs of layers    | all     | all                   | one
     a layer             |         | computed again, with its gradients
 
-The peak is the largest of these sums. A model is a Llama; FSDP2 spreads what belongs to weights,
+The peak is the largest of these sums. A model is a Llama; FSDP2 shards weights and their states,
 layers are checkpointed, and a loss has logits of some tokens at a time. Korthikanti et al. 2022,
 "Reducing Activation Recomputation in Large Transformer Models", counts a layer of a GPT so.
 """
@@ -67,7 +67,7 @@ class Sizes(NamedTuple):
 
 
 class Training(NamedTuple):
-    """How a model is trained: the tokens of one sequence over the ranks, and what bounds memory."""
+    """How a model is trained: the tokens of one sequence over the ranks, and limits of memory."""
 
     tokens: int
     ranks: int
@@ -198,7 +198,7 @@ def _layer(sizes: Sizes, how: Training) -> tuple[int, int]:
 
     It keeps the results of its norms, q, k, v and out, the sum after attention, and four tensors of
     the feed-forward's width. Most are alive when the product inside the feed-forward has its
-    gradient and those of its factors, or in backward of attention with many peers' keys.
+    gradient and its factors' gradients, or in backward of attention with many peers' keys.
     """
     heads, key_heads = sizes.heads * sizes.width, sizes.key_heads * sizes.width
     attention = 3 * sizes.dim + 2 * heads + 2 * key_heads  # norms' results, the sum; q, out; k, v

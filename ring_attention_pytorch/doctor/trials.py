@@ -46,7 +46,7 @@ class Parity(NamedTuple):
 class Trial(NamedTuple):
     """Results of one rank or of all: errors, bytes/s to a neighbour, speeds, and the plan's facts.
 
-    `machines` are those of the ranks, by number; `ulysses` is the degree that a plan takes there.
+    `machines` numbers the ranks' machines; `ulysses` is the degree that a plan takes there.
     """
 
     parities: list[Parity]

@@ -126,7 +126,7 @@ class Documents:
         return hash(self.runs)  # there can be thousands, and layers look plans up by them
 
     def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """Return what `make` made for this key the first time."""
+        """Return `make()`, cached by this key."""
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]

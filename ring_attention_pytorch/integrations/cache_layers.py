@@ -1,4 +1,4 @@
-"""The layers of `RingHFCache`: with keys, which are spread; with states, whole on every rank.
+"""The layers of `RingHFCache`: keys are spread over ranks, states are whole on every rank.
 
 a new token     all ranks compute it, states by transformers' functions
 a prompt ahead  each rank computes a part; the states after it go to all ranks

@@ -87,7 +87,7 @@ def refusal(layer: Any) -> str | None:
 
 @lru_cache(maxsize=64)
 def is_known(method: Any) -> bool:
-    """Return whether a method's statements are those of `expand_kv`, whatever their layout."""
+    """Return whether a method has the statements of `expand_kv`, whatever their layout."""
     try:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
     except (OSError, TypeError, SyntaxError):

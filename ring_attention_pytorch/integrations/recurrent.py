@@ -32,7 +32,7 @@ from ring_attention_pytorch.recurrent.selective import selective_scan
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.torch_func import run_apart
 
-# the layers whose results over rings equal those of one process
+# the layers whose results over rings equal one process's
 LAYERS: Final = (
     "BambaMixer",
     "FalconH1Mixer",
@@ -58,7 +58,7 @@ def recurrent_layers(modules: Mapping[str, nn.Module]) -> list[nn.Module]:
     return found
 
 
-# the block of `ring_forward` now, and what was called in it; set by `watched.py`, which is above
+# the block of `ring_forward` now, and the functions called in it; `watched.py`, above, sets it
 _block_now: list[Callable[[], Any]] = []
 
 
@@ -130,7 +130,7 @@ class _InBlock:
 
 @dataclass
 class PromptChunk:
-    """A part of a prompt whose tokens are spread over the ranks, after states of before."""
+    """A part of a prompt, spread over the ranks, that continues from earlier states."""
 
     runs: RunPlan
     mask: Tensor | None  # [b, n], of this rank's tokens; 0 for padding

@@ -53,7 +53,7 @@ def packed(start, head, ROWS: tl.constexpr, PACK: tl.constexpr):
 def tile_at(tiles, t):
     """Load tile t of the table: first row, end of rows, first column, end, left, right, steps.
 
-    Steps are those of `left`, which has none, and of `right`.
+    Steps come from `right`, and from `left`, which has none.
     """
     at = tiles + 7 * t
     r0, r1 = tl.load(at), tl.load(at + 1)

@@ -211,7 +211,7 @@ class RingAttention(HeadProjections):
             shared_tokens: `[b, s, dim]`, the same on all ranks of the ring: tokens beside those
                 that x sees, in the same softmax, such as registers, memory tokens or text. All of
                 x sees all of them. They are normed and projected as x is, and not rotated, as if
-                at position 0. Summed over ranks, their gradients are those of one process, as the
+                at position 0. Summed over ranks, their gradients are one process's, as the
                 parameters' are. Not with auto_shard_seq, attn_summaries and dropout.
             shared_mask: bool `[b, s]`, True where a shared token can be seen.
 

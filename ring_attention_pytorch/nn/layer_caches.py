@@ -78,7 +78,7 @@ def caches_of(layers: Sequence[Any], reading: Reading) -> list[LayerCache]:
 
 
 def _maker(layer: Any) -> Callable[[Reading], LayerCache] | None:
-    """Return what makes a layer's own cache; None for attention that shares one."""
+    """Return the function that makes a layer's own cache; None for attention that shares one."""
     if isinstance(layer, RecurrentLayer):
         return partial(StateCache, layer)
     return None if layer.summaries is None else partial(layer.summaries.cache, layer)

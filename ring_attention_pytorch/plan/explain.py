@@ -147,7 +147,7 @@ def _head(plan: RingPlan) -> list[str]:
 
 
 def _of_codec(plan: RingPlan) -> list[str]:
-    """Describe what a token takes on the wire, and the memory of decoded keys, if there are any."""
+    """Describe a token's bytes on the wire, and the memory of decoded keys, if there are any."""
     codec, shape, program = plan.codec, plan.chosen.shape, plan.schedule.forward
     if codec is None:
         return []

@@ -1,4 +1,4 @@
-"""What the first calls of a plan leave for later ones: some of it is shared by plans."""
+"""Results of a plan's first calls that later ones reuse; plans share some of them."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,8 +1,8 @@
-"""The choice of what crosses between machines: arithmetic on ints that every rank does alone.
+"""The choice of the traffic between machines: arithmetic on ints that every rank does alone.
 
 Of all ways to share the heads, Ulysses over none or some ranks of a machine, that one is taken
 whose gather sends the fewest bytes from machine to machine. Between equals it is Ulysses over the
-most ranks, if what it swaps inside machines is worth it.
+most ranks, if the swap of heads inside machines is worth it.
 """
 
 from collections.abc import Callable, Iterator
@@ -167,7 +167,7 @@ def transport_over_machines(blocks: Workload, machines: Machines, shape: KVShape
     return "gather" if gathered < crossing(ring(blocks), machines, shape).total else None
 
 
-# --- what a plan sends ---
+# --- the bytes that a plan sends ---
 
 
 def plan_crossing(plan: Any) -> Crossing:
@@ -192,7 +192,7 @@ def is_relayed(plan: Any) -> bool:
 
 
 def of_machines(plan: Any, named: Callable[[float], str]) -> list[str]:
-    """Describe which ranks share a machine, and what crosses; nothing on one machine.
+    """Describe which ranks share a machine, and the bytes between machines; nothing on one machine.
 
     `named` writes bytes.
     """

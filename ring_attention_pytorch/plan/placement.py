@@ -201,7 +201,7 @@ def _within_function() -> bool:
 
 
 def placed(ring: Ring, q: Tensor, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a call's options with those of the current placement.
+    """Return a call's options, updated by the current placement's.
 
     Attention of this process alone to other tokens than the batch's gets no options from it.
 

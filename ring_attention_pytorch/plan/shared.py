@@ -53,7 +53,7 @@ def check_shared_mask(mask: Tensor, shared: Shared | None) -> None:
 
 
 def shared_note(shared: Shared) -> list[Any]:
-    """Return what ranks compare of shared keys: their number, and whether they have gradients.
+    """Return a note of shared keys for ranks to compare: how many, and which have gradients.
 
     >>> shared_note((torch.zeros(1, 3, 2, 4), torch.zeros(1, 3, 2, 4)))
     [3, 'without a gradient', 'without a gradient']

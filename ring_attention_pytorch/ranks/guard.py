@@ -42,7 +42,7 @@ class Guard:
         self.wait()
 
     def trouble(self) -> str | None:
-        """Return what is wrong, None if nothing is so far. Does not wait for the device."""
+        """Return a failure that the device has flagged, or None. Does not wait for the device."""
         if not self._anything.item():
             return None
         self.wait()

@@ -56,7 +56,7 @@ _steps: WeakKeyDictionary[ProcessGroup, tuple[list[int], dict[tuple[int, int], S
 class Exchange:
     """Messages in flight. Tensors that are sent stay alive until `wait`.
 
-    `check`, if any, gets the received tensors with their ranks, and what was waited for.
+    `check`, if any, gets the received tensors with their ranks, and the `Waiting` of this exchange.
     """
 
     def __init__(

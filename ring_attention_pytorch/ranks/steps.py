@@ -99,7 +99,7 @@ class Steps:
         return crc32(self.hops.to_bytes(4, "little"), self._base) >> 1
 
     def compare(self, subject: str) -> str:
-        """Begin an agreement on `subject`; return what is wrong on this rank, "" if nothing is."""
+        """Begin an agreement on `subject`; return this rank's failure, "" if there is none."""
         self.notes += 1
         self._since, self.calls, self.hops, self._base = self._met[0], 0, 0, None
         self.about = (0, f"comparing notes on {subject}")

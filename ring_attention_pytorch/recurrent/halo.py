@@ -1,4 +1,4 @@
-"""Halos: the tokens before each run, from whichever ranks hold them; and short convolutions."""
+"""Halos, the tokens before each run, fetched from the ranks that hold them; short convolutions."""
 
 from functools import partial
 

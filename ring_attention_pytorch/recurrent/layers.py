@@ -38,7 +38,7 @@ _CHUNK, _CHUNK_OF_CHANNELS = 64, 16  # tokens; gates of each channel take memory
 
 
 class Call(NamedTuple):
-    """What a layer computes, of tokens `[b * n, ...]`."""
+    """A layer's call: its tensors `[b * n, ...]`, plan and options."""
 
     q: Tensor
     k: Tensor

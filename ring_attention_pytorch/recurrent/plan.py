@@ -86,7 +86,7 @@ class HaloRoute(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RunPlan:
-    """All of recurrent layers that depends on ranks, lengths and documents, and not on values.
+    """The part of recurrent layers that depends on ranks, lengths and documents, not on values.
 
     Make it once per batch with `RunPlan.make`, or from attention's plan with `RunPlan.of`, and pass
     it to every layer. Ranks exchange notes when it is made, and once for each shape of a layer.
@@ -176,7 +176,7 @@ class RunPlan:
 
     @checked
     def explain(self, heads: int, d_k: int, d_v: int) -> str:
-        """Describe this rank's runs, and what a delta rule with such heads exchanges forward.
+        """Describe this rank's runs, and the bytes that a delta rule with such heads exchanges.
 
         Nothing is sent; any rank can call this alone.
 
@@ -263,7 +263,7 @@ class RunPlan:
         return self.once(("halo", width), lambda: _halo_route(self, width))
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what was made for this key before, or make it."""
+        """Return `make()`, cached by this key."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]

@@ -53,7 +53,7 @@ class Codec(Protocol):
     def in_8_bits(self) -> bool: ...
 
     def check(self, q: Tensor, encoded: Pair) -> None:
-        """Raise ValueError if the sizes of q and of encoded keys are not such as it is for."""
+        """Raise ValueError if the sizes of q or of encoded keys don't fit this codec."""
 
     def decode(self, encoded: Pair, params: Tensors) -> Pair:
         """Return k `[b, m, h_kv, d]` and v `[b, m, h_kv, d_v]`."""
@@ -65,12 +65,12 @@ class Codec(Protocol):
 
 
 def values_like(codec: Codec, encoded: Tensor) -> Tensor:
-    """Return values without memory, of the shape in which a kernel gets them but for the heads."""
+    """Return values without memory, with the sizes of decoded values except the number of heads."""
     return encoded.new_empty(()).expand(*encoded.shape[:3], codec.d_v)
 
 
 def groups_of_heads(heads: int, head_bytes: int, most: int) -> int:
-    """Return into how many equal groups heads are divided so that one takes at most `most` bytes.
+    """Return the number of equal groups of heads of which each takes at most `most` bytes.
 
     >>> groups_of_heads(128, 8192 * 320 * 2, most=256 << 20), groups_of_heads(12, 7, most=20)
     (4, 6)
@@ -80,7 +80,7 @@ def groups_of_heads(heads: int, head_bytes: int, most: int) -> int:
 
 
 def groups_of_a_call(codec: Codec, terms: ScoreMods, heads: int, head_bytes: int) -> int:
-    """Return into how many groups the heads of a block are divided, of `head_bytes` each.
+    """Return the number of groups of a block's heads, which take `head_bytes` each.
 
     Terms that count heads get all of them at once, as do codecs that can't decode heads apart.
     """

@@ -346,7 +346,7 @@ class PreparedLaunch:
 def _slot(arg: Any, numbers: dict[int, int]) -> Any:
     """Return an argument's placeholder; a tensor that is not the call's becomes its address.
 
-    `numbers` are those of the call's tensors, by identity.
+    `numbers` has the number of each of the call's tensors, by identity.
     """
     if isinstance(arg, Tensor):
         return _Given(numbers[id(arg)]) if id(arg) in numbers else arg.data_ptr()

@@ -41,7 +41,7 @@ _READING = {
 }
 
 
-_PLAIN = {int, bool, torch.Size, torch.dtype, torch.device, torch.layout}  # what Python may see
+_PLAIN = {int, bool, torch.Size, torch.dtype, torch.device, torch.layout}  # Python sees these
 
 # operations without side effects: a tape drops them if the result is not used
 _PURE = {
@@ -106,7 +106,7 @@ def prepared(operation: Callable[..., Any]) -> Callable[[Callable[..., Any]], No
     return register
 
 
-# what tapes were made of two recordings that agree
+# kinds of which two recordings have agreed
 _agreed_kinds: set[Hashable] = set()
 
 
@@ -266,7 +266,7 @@ class _Recorder(TorchFunctionMode):
         return all(number in self.views or _same(a, b) for number, (a, b) in pairs)
 
     def kind(self) -> Hashable:
-        """Return what plans with other documents have in common: all but numbers and tensors."""
+        """Return all but numbers and tensors: plans with other documents have the same."""
         lines = [_NUMBER.sub("", f"{line.targets} = {line.expression}") for line in self.lines]
         views = [(at, _NUMBER.sub("", text)) for at, text in self.views.items()]
         return (*lines, *views, self.results, *map(_role, self.constants))
@@ -383,7 +383,7 @@ def _has_bools(value: Any) -> bool:
 
 
 def _role(constant: Any) -> Any:
-    """Return what a constant is: an operation itself, of anything else its type."""
+    """Return the role of a constant: an operation itself, of anything else its type."""
     if isinstance(constant, Tensor):
         return constant.dtype, constant.device
     return constant if callable(constant) and hasattr(constant, "__name__") else type(constant)

@@ -236,7 +236,7 @@ def moved_by_relays(
 def relayed_seconds(near: int, far: int, machine: Hardware) -> float:
     """Return the seconds of a transfer of messages by way of relays.
 
-    What has crossed is passed on while the next transfer's keys cross.
+    Keys that crossed are passed on while the next transfer's keys cross.
     """
     passed = _hop_seconds(near, 0, machine)
     return max(passed, machine.network_hop + far / machine.network) if far else passed

@@ -39,7 +39,7 @@ class Workload(NamedTuple):
 
 
 def cached(make: Callable[..., _T]) -> Callable[..., _T]:
-    """Cache a function's results for workloads of one mask; those of documents, with these."""
+    """Cache a function's results for workloads of one mask; with documents, while these live."""
     cached_make = lru_cache(maxsize=1024)(make)
 
     @wraps(make)

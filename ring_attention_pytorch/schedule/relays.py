@@ -109,8 +109,8 @@ def relay(machines: Machines, machine: int, owner: int) -> int:
 class MergeRoute(NamedTuple):
     """The ranks that one rank exchanges with to hear of all machines: those `near` it, then others.
 
-    After the ranks of its machine have combined what they have, one of each machine sends that:
-    `senders` are in the order of machines, this rank among them. `receivers` get it from this rank.
+    After the ranks of a machine have combined their parts, one of them sends the result. `senders`,
+    one of each machine in their order, include this rank. `receivers` get it from this rank.
     """
 
     near: tuple[int, ...]

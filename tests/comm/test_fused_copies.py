@@ -21,6 +21,7 @@ from ring_attention_pytorch.ranks.guard import Board
 from tests.support.boards import CPU, PlainBuffer, do, without_clock
 from tests.support.interpreter import interpreters, needs_triton
 from tests.support.reference import relative_error
+from tests.support.sampling import grid
 
 
 def few_programs_work_beside_a_kernel(patch: pytest.MonkeyPatch) -> None:
@@ -151,18 +152,19 @@ def found(pool: ProcessPoolExecutor, function: Any, *given: Any, dtype: str, wid
     futures = [
         pool.submit(function, rank, boards, shared, widths, dtype, *given) for rank in range(RANKS)
     ]
-    return [future.result(timeout=300.0) for future in futures]
+    return [future.result(timeout=900.0) for future in futures]
 
 
 LAUNCHED, TAPED, STEPS = (False,), (True,), (False, True)  # in steps: not a line at once
 
 
-@pytest.mark.parametrize(
-    ("dtype", "widths", "how"),
+@grid(
+    "dtype, widths, how",
     [
         ("bfloat16", "even", LAUNCHED), ("bfloat16", "odd", TAPED), ("float16", "even", STEPS),
         ("float16", "odd", LAUNCHED), ("float64", "even", TAPED), ("float64", "odd", STEPS),
     ],
+    always=3, drawn=2,
 )  # fmt: skip
 def test_ranks_write_pull_and_add(dtype, widths, how, ranks):
     of, (d, d_v) = DTYPES[dtype], WIDTHS[widths]
@@ -423,13 +425,14 @@ WAYS = [*product((False, True), KINDS)]  # back from heads, or to them
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("layout", "places", "length", "heads", "first"),
+@grid(
+    "layout, places, length, heads, first",
     [
         ("striped", 2, 29, (4, 2), 0), ("zigzag", 2, 29, (4, 2), 1), ("zigzag", 4, 24, (8, 2), 2),
         ("striped", 3, 13, (12, 4), 1), ("striped", 3, 2, (3, 3), 2), ("zigzag", 3, 2, (3, 3), 0),
         ("striped", 2, 0, (2, 2), 0), ("zigzag", 2, 0, (2, 2), 1),
     ],
+    always=4, drawn=2,
 )  # fmt: skip
 def test_all_pieces_come_where_they_go(interpreted, layout, places, length, heads, first):
     """Every third of the ways; each is taken by both layouts and by several numbers of places."""

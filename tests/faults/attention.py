@@ -27,11 +27,9 @@ ANSWERS_FOR = (
 
 def battery() -> Iterator[Case]:
     """Cases that fail where something is wrong."""
-    from tests.support import threads
     from tests.support.cases import Attention, check_in_threads, check_symmetric
 
     torch.set_num_threads(1)
-    threads.PATIENCE = 10.0
     cases = [
         (Attention(12, "zigzag", causal=True, kernel="eager"), 3),
         (Attention(12, kernel="sdpa"), 4),

@@ -18,10 +18,8 @@ def battery() -> Iterable[Case]:
     from tests import test_operators
     from tests.runtime import test_handles
     from tests.stories import test_compile
-    from tests.support import threads
 
     torch.set_num_threads(1)
-    threads.PATIENCE = 10.0
     for case in test_operators.BY_OPERATORS:
         yield partial(test_operators.test_operators_do_what_functions_do, *case)
     yield test_operators.test_positions_are_what_they_promise

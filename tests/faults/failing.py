@@ -19,10 +19,8 @@ def battery() -> Iterator[Callable[[], object]]:
     from tests.ranks import test_guard as guard
     from tests.ranks import test_notes as links
     from tests.stories import test_failing_ranks
-    from tests.support import threads
 
     torch.set_num_threads(1)
-    threads.PATIENCE = 10.0
     yield test_failures.test_a_wait_in_vain_is_told_in_words_and_not_in_the_transport_s
     yield test_failures.test_an_error_names_its_step_and_survives_a_pipe
     yield test_failures.test_what_is_under_way_when_a_call_fails_lives_on

@@ -28,7 +28,7 @@ from tests.faults.mutant import Misplaced, Sources, definitions
 from tests.faults.planting import Planter
 from tests.faults.survivors import SURVIVORS
 
-SECONDS = 30  # at most, for a case to run once, and for the cases over a fault
+SECONDS = 30  # of a CPU, at most, for a case to run once, and for the cases over a fault
 TOGETHER = 8  # cases that run once in one process
 ENOUGH = 12  # seconds of a CPU that the cases over a fault take: the slowest are left out
 CASES = {
@@ -125,9 +125,7 @@ class Hunter:
         settings.load_profile("hunt")
         torch.set_num_threads(1)
         from tests.faults.cases import cases_of
-        from tests.support import threads
 
-        threads.PATIENCE = 10.0
         hunt.import_package(prefix)
         patterns = {each: 0 for at, found in CASES.items() for each in found if _covers(at, prefix)}
         self.cases: list[Case] = [case for each in patterns for case in cases_of(each)]

@@ -19,13 +19,17 @@ from functools import partial
 from io import StringIO
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
 from tests.faults.mutant import PACKAGE, Fault, Misplaced, Place, Sources
 from tests.faults.planting import Planter
+from tests.support import threads
 
-SECONDS = 120  # that a battery may take over a fault
+SECONDS = 120  # of a CPU, that a battery may take over a fault
+BUSY = 8  # times as long it may take where others want the CPUs, too, or if it hangs
+PATIENCE = 10.0  # seconds, after which ranks that are threads wait no more for a faulty one
 Case = Callable[[], None]
 
 
@@ -69,9 +73,10 @@ def judge(planter: Planter, cases: Sequence[Case], learnt: Learnt, mutant: Fault
     except Misplaced as error:
         return Verdict(False, str(error))
     away = [place[:2] not in reached for reached in learnt.reached]
-    for number in sorted(range(len(cases)), key=lambda i: (away[i], learnt.seconds[i])):
-        if said := _problem(planter, cases[number]):
-            return Verdict(True, f"case {number}: {said}")
+    with mock.patch.object(threads, "PATIENCE", PATIENCE):
+        for number in sorted(range(len(cases)), key=lambda i: (away[i], learnt.seconds[i])):
+            if said := _problem(planter, cases[number]):
+                return Verdict(True, f"case {number}: {said}")
     return Verdict(False, f"{away.count(False)} cases reach {mutant.where}, and none fails")
 
 
@@ -140,7 +145,10 @@ def _start(job: Callable[[], Any], seconds: int) -> tuple[Connection, mp.Process
 
 def _answer(job: Callable[[], Any], to: Connection, seconds: int) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(seconds)  # the end, whatever this process does and whoever waits for it
+    # the end, whatever this process does and whoever waits for it
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.alarm(BUSY * seconds)
     torch.set_num_threads(1)  # before any other thread asks, for only one may be the first
     to.send(job())
 

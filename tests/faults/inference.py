@@ -29,7 +29,6 @@ def battery() -> Iterable[Callable[[], object]]:
     from tests.support.generation_cases import CASES, ROUTED, Case
 
     torch.set_num_threads(1)
-    threads.PATIENCE = 10.0
     yield from _states()
     yield from _in_step()
     yield partial(tables.test_owners_and_places_are_the_same_said_otherwise, 2, 3)

@@ -28,10 +28,8 @@ def battery() -> Iterator[Callable[[], object]]:
         test_zig_zag_attention,
     )
     from tests.nn import test_rotary
-    from tests.support import threads
 
     torch.set_num_threads(1)
-    threads.PATIENCE = 10.0
     yield partial(test_rotary.test_in_16_bits_all_is_rounded_once, torch.bfloat16)
     yield partial(over_threads, 4, test_distributed.gathered)
     yield partial(over_threads, 4, test_distributed.split)

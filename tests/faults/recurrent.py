@@ -17,14 +17,12 @@ def battery() -> Iterable[Callable[[], None]]:
 
     from ring_attention_pytorch.recurrent import ring_gated_delta_rule
     from tests.recurrent import test_fla_passes, test_halo, test_layers, test_runs, test_scan
-    from tests.support import threads
 
     def patched(test: Callable[..., None], *args: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
             test(patch, *args)
 
     torch.set_num_threads(1)
-    threads.PATIENCE = 10.0
     for seed in range(3):
         yield lambda seed=seed: test_runs.test_runs_are_the_tokens_of_each_document_in_order(seed)
     yield lambda: test_layers.test_without_final_states(3, "zigzag")

@@ -17,11 +17,9 @@ def battery() -> Iterable[Callable[[], None]]:
     from tests.routing import test_selection as selection
     from tests.routing import test_soft_topk as topk
     from tests.stories import test_routed_modules as modules
-    from tests.support import threads
     from tests.support.routing_cases import MODULES, Case, check_in_threads
 
     torch.set_num_threads(1)
-    threads.PATIENCE = 10.0
     for name in ("feedforward", "causal feedforward", "attention", "autoregressive"):
         yield lambda name=name: modules.test_a_module_equals_loops_over_its_tokens(name, 17, True)
     yield lambda: topk.test_descent_is_the_published_one_gradients_included(7, (0.03, 4.0, 0.7))

@@ -16,10 +16,8 @@ def battery() -> Iterable[Callable[[], None]]:
     import torch
 
     from tests import test_second_order as cases
-    from tests.support import threads
 
     torch.set_num_threads(1)
-    threads.PATIENCE = 10.0
     yield bent_scores_hold
     yield heads_for_sequence_hold
     yield lambda: cases.test_ranks_that_differ_in_tangents_all_say_so(by_module=False)

@@ -36,10 +36,8 @@ def battery() -> Iterator[Case]:
         test_out_of_step,
     )
     from tests.stories import test_strides as strides
-    from tests.support import threads
 
     torch.set_num_threads(1)
-    threads.PATIENCE = 10.0
     yield partial(strides.test_results_do_not_depend_on_strides, "every other", "gather", "sdpa")
     for scale in (-0.7, 1e-46):
         yield partial(strides.test_any_scale_under_a_causal_mask, torch.float32, scale)

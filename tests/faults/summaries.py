@@ -19,11 +19,9 @@ def battery() -> Iterable[Callable[[], None]]:
     from tests.summaries import test_module as module
     from tests.summaries import test_plan as plan
     from tests.summaries import test_pooling as pooling
-    from tests.support import threads
     from tests.support.summary_cases import CASES, PACKED, Case, check_in_threads
 
     torch.set_num_threads(1)
-    threads.PATIENCE = 10.0
     yield lambda: test_rowwise.test_merged_parts_are_dense_attention_and_so_are_gradients((0, 4, 9))
     yield lambda: test_rowwise.test_parts_of_any_dtype_are_merged_in_wide_numbers(torch.bfloat16)
     yield lambda: check_in_threads(Case(), 2)

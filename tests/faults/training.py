@@ -20,14 +20,12 @@ def battery() -> Iterator[Callable[[], object]]:
     """Steps over rings of threads against one process, and mistakes that must raise."""
     from tests.nn import test_averaging as averaging
     from tests.nn import test_projections as projections
-    from tests.support import threads
     from tests.training import test_batches as batches
     from tests.training import test_comparison as comparison
     from tests.training import test_dataset
     from tests.training import test_losses as losses
 
     torch.set_num_threads(1)
-    threads.PATIENCE = 10.0
     for kind in ("plain", "padded left", "padded right", "borders", "restarting positions"):
         yield partial(step_is_right, kind, "logits")
     yield partial(step_is_right, "weights", "head")

@@ -13,6 +13,7 @@ from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.ranks.failures import RingError
 from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.module_cases import check_refused
+from tests.support.ranks import unhurried
 
 
 def misuse(name: str) -> None:
@@ -99,9 +100,9 @@ def test_what_cannot_be_is_refused_in_the_same_words_on_all_ranks(
     check_refused(pools(size), misuse, REFUSED)
 
 
-def longer_than_the_cache(odd_one: int) -> str:
+def longer_than_the_cache(odd_one: int, seconds: float) -> str:
     """Ranks attend from three tokens, of which one rank's cache has two, or all have."""
-    group = dist.new_group(timeout=timedelta(seconds=4.0))
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
     cache, q = RingCache(2, 1, 4, group=group), torch.ones(2, 3, 1, 4)
     cache.append(q, q)
     ring_attn_with_cache(q, None, None, cache)
@@ -115,14 +116,14 @@ def longer_than_the_cache(odd_one: int) -> str:
 
 
 def test_queries_are_of_tokens_that_there_are(pools: Callable) -> None:
-    for text in pools(2).run(longer_than_the_cache, 2):
+    for text in pools(2).run(longer_than_the_cache, 2, 300.0):
         assert "ValueError: RingCache: 3 queries without k and v are of the last 3" in text
         assert "the cache has [3, 2]" in text
 
 
 @pytest.mark.thorough
 def test_who_waits_for_a_rank_without_such_tokens_hears_why(pools: Callable) -> None:
-    first, second = pools(2).run(longer_than_the_cache, 1)
+    first, second = pools(2).run(longer_than_the_cache, 1, unhurried(4.0))
     assert "rank 1 raised ValueError: RingCache: 3 queries without k and v" in first
     assert "ValueError: RingCache: 3 queries" in second
 

@@ -23,6 +23,7 @@ from ring_attention_pytorch.integrations.transformers import RingTrainerMixin, r
 from tests.support import hf, trainers
 from tests.support.hf import model_of, raised
 from tests.support.reference import relative_error
+from tests.support.sampling import grid
 from tests.support.small_trainers import (
     EXACT,
     HAS_TRL,
@@ -112,7 +113,7 @@ def test_checkpoints_and_adapters_change_nothing(change, pools):
 NAMES = [name if name.startswith("Trainer") else of_trl(name) for name in TRAINERS]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@grid("name", NAMES, always=3, drawn=2)
 def test_trainers_by_the_list_take_the_steps_of_one_process(name, pools):
     """With a smaller last batch in training and evaluation, and all that is logged."""
     want = trainers.trained(name, 0, 4)

@@ -118,7 +118,7 @@ def as_hf_alone(
 
 def test_it_is_what_transformers_computes_where_that_is_right(pools):
     cases = [("Llama", "packed"), ("Qwen3", "plain"), ("Mistral", "plain"), ("Gemma2", "plain")]
-    for found in pools(4).run(as_hf_alone, cases, 2, "eager"):
+    for found in pools(2).run(as_hf_alone, cases, 2, "eager"):
         assert max(found.values()) < 1e-5, found
 
 
@@ -138,7 +138,7 @@ def test_it_is_what_transformers_computes_with_padding_and_documents(pools):
 def test_documents_of_gpt_oss_do_not_see_one_another(pools):
     """transformers itself lets them, when they are packed: so each is compared by itself."""
     cases = [("GptOss", "packed")]
-    for found in pools(4).run(as_hf_alone, cases, 2, "eager", documents_alone):
+    for found in pools(2).run(as_hf_alone, cases, 2, "eager", documents_alone):
         assert max(found.values()) < 1e-5, found
 
 
@@ -175,7 +175,7 @@ def masked_words(size: int) -> float:
 
 @pytest.mark.thorough
 def test_an_encoder_sees_both_ways(pools):
-    assert max(pools(4).run(masked_words, 2)) < 1e-5
+    assert max(pools(2).run(masked_words, 2)) < 1e-5
 
 
 def buckets_of_their_own() -> tuple[Tensor, list[Tensor]]:

@@ -9,6 +9,7 @@ from ring_attention_pytorch import explain_plan, ring_attn
 from ring_attention_pytorch.latent import mla_plan, mla_ring_attn
 from tests.support import threads
 from tests.support.latent_cases import RANK, Case, expanded
+from tests.support.sampling import grid
 
 
 def check(case: Case) -> None:
@@ -21,8 +22,7 @@ def test_random_cases_equal_dense_attention_to_expanded_keys(seed):
     check(Case.drawn(seed))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(100, 400))
+@grid("seed", range(100, 400), always=0, drawn=60)
 def test_many_random_cases(seed):
     check(Case.drawn(seed))
 

@@ -27,9 +27,11 @@ def wanted() -> list[Any]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_ring_of_any_size_generates_the_same(pools: Callable, size: int) -> None:
-    cases = CASES + ROUTED + HYBRID
+    """Every second case over three ranks, the others over one to four."""
+    some = slice(0, None, 2) if size == 3 else slice((1, 3, 5)[size // 2], None, 6)
+    cases = (CASES + ROUTED + HYBRID)[some]
     for found in pools(size).run(generated, cases):
-        for case, got, right in zip(cases, found, wanted(), strict=True):
+        for case, got, right in zip(cases, found, wanted()[some], strict=True):
             assert case.same(got, right), case
 
 

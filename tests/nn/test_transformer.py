@@ -48,6 +48,11 @@ def brought(size: int, length: int) -> tuple[tuple[int, int], ...]:
     return tuple(((2, 1, 3, 0)[rank], length) for rank in range(size))
 
 
+def all_if_two(size: int, cases: list[Case]) -> list[Case]:
+    """Every second case over three ranks, the others over four; thorough ones over two are all."""
+    return cases if size == 2 else cases[size % 2 :: 2]
+
+
 # automatic sharding
 
 
@@ -77,7 +82,7 @@ def auto_cases(size: int) -> list[Case]:
 def test_every_rank_brings_its_batch_and_all_is_as_in_one_process(
     pools: Callable, size: int
 ) -> None:
-    cases = auto_cases(size)
+    cases = all_if_two(size, auto_cases(size))
     for part in range(3):
         check(pools(size), transformer_cases, cases[part::3])
 
@@ -130,7 +135,7 @@ def hand_cases(size: int) -> list[Case]:
 def test_sharded_by_hand_the_next_token_is_found_wherever_it_lives(
     pools: Callable, size: int
 ) -> None:
-    cases = hand_cases(size)
+    cases = all_if_two(size, hand_cases(size))
     for half in (cases[::2], cases[1::2]):
         check(pools(size), transformer_cases, half)
 

@@ -85,7 +85,7 @@ def saved(stub: Path, *options: str) -> list[dict[str, Any]]:
         [*RUN, *SMALL, "--tokens", "48", "--rounds", "1",
          "--load", "0", "--kernels", "sdpa", "--save", str(file), *options],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{stub}:{ROOT}"},
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     # not the exit status: gloo can abort a process that has done all and ends
     assert file.exists(), ran.stderr

@@ -21,6 +21,7 @@ from examples import demo, pictures, train_documents, train_text
 from examples.train_text import Config, Step
 from ring_attention_pytorch.geometry.tiles import Mask, Tile
 from tests.support.launched import Done, launched
+from tests.support.sampling import in_ci
 from tests.support.scripts import fails_late
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +85,9 @@ def over_four(file: str, *options: str) -> Done:
 @pytest.mark.parametrize(
     ("launch", "options"),
     [
-        (under_torchrun, ["--data-parallel=ddp", "--layout=zigzag"]),
+        pytest.param(
+            under_torchrun, ["--data-parallel=ddp", "--layout=zigzag"], marks=pytest.mark.thorough
+        ),
         (over_four, ["--data-parallel=ddp", "--layout=zigzag", "--layers=ra"]),
         pytest.param(
             over_four, ["--data-parallel=fsdp2", "--layout=striped", "--lookback=20"],
@@ -151,6 +154,7 @@ def test_demo_pictures(capsys):
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.thorough
 def test_demo_costs(capsys):
     assert demo.show_costs(demo.Screen(), demo.Sizes(batch=2, length=512, bucket=32))
     text = capsys.readouterr().out
@@ -262,6 +266,7 @@ def test_curves_mark_what_differs():
     assert pictures.curves({"a": [2.0]}).count("●") == 2
 
 
+@in_ci
 def test_training_on_documents_is_that_of_one_process(tmp_path):
     many, one, curves = (tmp_path / name for name in ("many.json", "one.json", "curves.svg"))
     small = ["--steps=3", "--length=101", "--double"]

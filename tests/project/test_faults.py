@@ -279,6 +279,7 @@ def test_a_fault_in_what_no_case_reaches_is_told(made):
 def test_no_process_stays(monkeypatch):
     """Whether it answers, ends without an answer, or does not end."""
     monkeypatch.setattr("tests.faults.hunt.SECONDS", 1)
+    monkeypatch.setattr("tests.faults.hunt.BUSY", 1)
     before = {process.pid for process in active_children()}
     jobs = [lambda: 1, partial(sys.exit, 1), partial(time.sleep, 60), lambda: 2]
     end = Verdict(True, "ended")

@@ -12,6 +12,7 @@ import pytest
 from tests.faults import BATTERIES
 from tests.faults.mutant import PACKAGE, Sources
 from tests.support.cases import FIGURES
+from tests.support.sampling import in_ci
 
 MODULES = [f"tests.faults.{name}" for name in BATTERIES]
 PLANTED_BY = {name: import_module(name).MUTANTS for name in MODULES}
@@ -22,7 +23,7 @@ PLANTED = [(battery, mutant) for battery, planted in PLANTED_BY.items() for muta
 def verdicts() -> dict[str, dict[str, tuple[bool, str]]]:
     ran = subprocess.run(
         [sys.executable, "-m", "tests.faults.hunt", *MODULES],
-        cwd=PACKAGE.parent, capture_output=True, text=True, timeout=1500,
+        cwd=PACKAGE.parent, capture_output=True, text=True, timeout=2300,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])
@@ -36,17 +37,23 @@ def sources() -> Sources:
     return Sources()
 
 
-@pytest.mark.timeout(1600)
+@in_ci
 @pytest.mark.parametrize("battery", MODULES)
 def test_the_battery_finds_nothing_wrong_with_the_package_itself(battery):
     found, said = verdicts()[battery][""]
     assert not found, said
 
 
-@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("battery", MODULES)
+def test_faults_have_a_place(battery):
+    """Or it says why they can't be planted, without a run."""
+    for mutant in PLANTED_BY[battery]:
+        sources().changed(mutant)
+
+
+@in_ci
 @pytest.mark.parametrize(("battery", "mutant"), PLANTED, ids=lambda x: getattr(x, "name", x))
 def test_a_planted_fault_is_found(battery, mutant):
-    sources().changed(mutant)  # or it says why it can't be planted, without a run
     found, said = verdicts()[battery][mutant.name]
     assert found, said
 
@@ -60,12 +67,12 @@ def test_names_are_unique_and_every_fault_changes_something(planted):
 SAMPLED = "geometry/layouts.py", "schedule/steps.py", "ranks/agreement.py", "runtime/accumulate.py"
 
 
-@pytest.mark.timeout(900)
+@in_ci
 def test_generated_faults_are_found_or_listed():
     """A sample that stays the same but for functions that change; it says what to do."""
     how = ["--quick", "--sample", "20", "--folder", *SAMPLED]
     ran = subprocess.run(
         [sys.executable, "-m", "tests.faults.generated", *how],
-        cwd=PACKAGE.parent, capture_output=True, text=True, timeout=800,
+        cwd=PACKAGE.parent, capture_output=True, text=True, timeout=2300,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr

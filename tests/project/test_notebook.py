@@ -30,7 +30,7 @@ print(Picture(Path("step1.svg").read_text())._repr_svg_()[:4])
 def test_the_notebook_runs(tmp_path):
     ran = subprocess.run(
         [sys.executable, "-c", RUN, NOTEBOOK], cwd=tmp_path, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, timeout=300,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, timeout=900,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert "zigzag      0000111122223333" in ran.stdout

@@ -27,7 +27,7 @@ def listed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("listed")
     subprocess.run(
         [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", folder],
-        cwd=ROOT, check=True, capture_output=True, timeout=300,
+        cwd=ROOT, check=True, capture_output=True, timeout=900,
     )  # fmt: skip
     return folder / "ring_attention_pytorch.egg-info"
 
@@ -114,7 +114,7 @@ def test_what_lies_about_in_a_checkout_stays_out_of_the_sdist(tmp_path: Path) ->
         shutil.copy(ROOT / "ring_attention_pytorch" / "__init__.py", tmp_path / name)
     subprocess.run(
         [sys.executable, "setup.py", "--quiet", "egg_info"],
-        cwd=tmp_path, check=True, capture_output=True, timeout=300,
+        cwd=tmp_path, check=True, capture_output=True, timeout=900,
     )  # fmt: skip
     info = tmp_path / "ring_attention_pytorch.egg-info"
     packed = set((info / "SOURCES.txt").read_text().splitlines())

@@ -18,3 +18,9 @@ def test_an_answer_that_nobody_waited_for_is_not_the_next_ones(monkeypatch) -> N
         assert pool.run(str, 2) == ["2"]
     finally:
         pool.stop()
+
+
+def test_ranks_wait_longer_on_a_busy_machine_but_not_for_ever(monkeypatch):
+    assert ranks.unhurried(2.0) >= 2.0
+    monkeypatch.setattr("os.getloadavg", lambda: (1e6, 0.0, 0.0))
+    assert ranks.unhurried(2.0) == 20.0

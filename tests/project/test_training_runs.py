@@ -58,7 +58,7 @@ def test_losses_are_kept_with_their_command(tmp_path: Path) -> None:
     options += "--heads 2 --mask documents causal"
     subprocess.run(
         [*command, *options.split(), f"--save={file}"],
-        cwd=ROOT, check=True, capture_output=True, timeout=300,
+        cwd=ROOT, check=True, capture_output=True, timeout=900,
     )  # fmt: skip
     rows = json.loads(file.read_text())
     assert [(row["mask"], len(row["losses"])) for row in rows] == [("documents", 2), ("causal", 2)]
@@ -82,7 +82,7 @@ def test_torchtitan_trains_with_ring_attention_as_with_its_own(tmp_path: Path) -
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     options = "-m examples.train_torchtitan --flavor tiny --tokens 512 --by ring --by torchtitan"
     subprocess.run(
-        [*command, *options.split(), f"--save={file}"], cwd=ROOT, check=True, timeout=300,
+        [*command, *options.split(), f"--save={file}"], cwd=ROOT, check=True, timeout=900,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True,
     )  # fmt: skip
     ring, own = (row["losses"] for row in json.loads(file.read_text()))

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,11 +37,20 @@ RETIRED = {
 }
 
 
+# how often docstrings of the package may have them: "what" as a noun, mostly, and riddles of who
+MOST = {r"\bwhat\b": 10, r"\bthose of\b": 6, r"\b(tell|tells|told)\b": 0}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def names(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the file's name and those of its classes, functions, arguments and fields."""
     where = path.relative_to(ROOT).as_posix()
     yield where, path.stem
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield f"{where}:{node.lineno}", node.name
             for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
@@ -73,6 +83,21 @@ def retired(path: Path) -> list[str]:
 def test_no_name_has_a_word_that_the_glossary_replaced(folder):
     found = [each for path in sorted((ROOT / folder).rglob("*.py")) for each in retired(path)]
     assert not found, "\n".join(found)
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef
+    for node in ast.walk(tree(path)):
+        if isinstance(node, documented) and (text := ast.get_docstring(node)):
+            yield f"{path.relative_to(ROOT)}: {text}"
+
+
+def test_docstrings_name_things_and_write_no_riddles():
+    texts = [t for p in (ROOT / "ring_attention_pytorch").rglob("*.py") for t in docstrings(p)]
+    assert len(texts) > 2000
+    for word, most in MOST.items():
+        found = [text for text in texts if re.search(word, text, re.IGNORECASE)]
+        assert len(found) <= most, "\n\n".join(found)
 
 
 def test_a_name_with_such_a_word_is_found(tmp_path, monkeypatch):

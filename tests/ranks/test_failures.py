@@ -3,7 +3,6 @@
 import gc
 import pickle
 import threading
-import time
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
@@ -133,22 +132,23 @@ def test_a_group_waits_as_long_as_the_least_patient_of_its_backends():
 
 
 def test_a_wait_is_told_again_when_it_has_doubled_and_no_more_when_it_is_over():
-    waits, told = Waits(0.05), []
+    waits, told, now = Waits(0.05), [], [0.0]
     waits.thread = threading.current_thread()  # which looks itself
     step = Step("comparing notes", 0, 0, 0)
     with (
         mock.patch.object(failures, "waits", waits),
+        mock.patch.object(failures, "time", SimpleNamespace(monotonic=lambda: now[0])),
         mock.patch.object(
             failures.logger, "warning", lambda text, *given: told.append(text % given)
         ),
     ):
         with Awaiting(lambda: (step, [1], (None, 0))):
             for seconds, count in ((0, 0), (0, 0), (0.06, 1), (0, 1), (0.2, 2), (0, 2)):
-                time.sleep(seconds)
+                now[0] += seconds
                 waits.report()
                 assert len(told) == count
         here = f"{step}: waits for rank 1, for 0 s by now, at test_failures.py:"
         assert told[0].startswith(here)
-        time.sleep(0.6)
+        now[0] += 0.6
         waits.report()
         assert len(told) == 2

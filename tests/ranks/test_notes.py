@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -47,10 +48,9 @@ def test_every_rank_gets_every_message_filled_up_in_order_again_and_again():
 
 
 def test_who_does_not_come_in_time_is_named_and_finds_all_closed():
-    links, start = ring_of_links(patience=0.2), time.monotonic()
+    links = ring_of_links(patience=0.2)
     first, second = together(lambda rank: links[rank].gather(b"", 1), ranks=(0, 2))
     assert {str(first), str(second)} >= {"Timed out waiting 200ms"}
-    assert time.monotonic() - start < 2
     for error in (first, second):
         assert isinstance(error, Missing)
         assert set(error.ranks) <= {0, 1, 2}
@@ -61,13 +61,11 @@ def test_who_does_not_come_in_time_is_named_and_finds_all_closed():
 
 
 def test_an_end_is_noticed_while_another_rank_is_waited_for():
-    links = ring_of_links()
+    links = ring_of_links(patience=300.0)
     threading.Timer(0.05, links[2].close).start()
-    start = time.monotonic()
     with pytest.raises(Missing, match="Connection closed") as told:
         links[0].gather(b"", 1)  # rank 1 does not come either
     assert told.value.ranks == (2,)
-    assert time.monotonic() - start < 5
 
 
 def test_what_an_interrupted_exchange_has_left_is_not_taken_for_the_next_one():
@@ -82,18 +80,33 @@ def test_what_an_interrupted_exchange_has_left_is_not_taken_for_the_next_one():
 
 
 def test_patience_is_with_the_exchange_and_not_with_each_message():
-    links = ring_of_links(patience=0.6)
-    note = notes._NUMBER.pack(1)
-    threading.Timer(0.4, lambda: links[1]._links[0].send(note)).start()
-    start = time.monotonic()
-    with pytest.raises(Missing, match="Timed out waiting 600ms") as told:
-        links[0].gather(b"", 1)  # rank 2 never comes
+    links, left = ring_of_links(patience=0.6), []
+
+    class Poll:
+        """In which rank 1 sends after some time, and rank 2 never does."""
+
+        def register(self, *_: object) -> None:
+            pass
+
+        def poll(self, milliseconds: float) -> list[int]:
+            left.append(milliseconds)
+            if len(left) == 1:
+                time.sleep(0.4)
+                links[1]._links[0].send(notes._NUMBER.pack(1))
+            return [1] * (len(left) == 1)
+
+    with (
+        mock.patch.object(notes, "select", SimpleNamespace(poll=Poll, POLLIN=1)),
+        pytest.raises(Missing, match="Timed out waiting 600ms") as told,
+    ):
+        links[0].gather(b"", 1)
     assert told.value.ranks == (2,)
-    assert 0.55 < time.monotonic() - start < 0.95
+    assert left[0] <= 600
+    assert left[1] <= left[0] - 400  # and not anew for each message
 
 
 def test_who_comes_late_but_in_time_is_waited_for():
-    links = ring_of_links(patience=10.0)
+    links = ring_of_links(patience=100.0)
     told = together(lambda rank: time.sleep(0.3 * rank) or links[rank].gather(b"x", 1))
     assert told == [[b"x"] * SIZE] * SIZE
 
@@ -204,7 +217,6 @@ def connect_and_let_in(door: socket.socket) -> None:
 
 
 def test_who_does_not_come_to_the_door_is_named_in_time():
-    start = time.monotonic()
     with (
         mock.patch.object(notes, "_PATIENCE", 0.2),
         notes._listening_socket(SIZE) as door,
@@ -212,7 +224,6 @@ def test_who_does_not_come_to_the_door_is_named_in_time():
     ):
         connect_and_let_in(door)
     assert told.value.ranks == (2,)
-    assert time.monotonic() - start < 2
 
 
 def test_a_group_of_one_tells_itself():

@@ -14,6 +14,7 @@ from tests.support import threads
 from tests.support.cases import TOLERANCES, Attention, check_symmetric, results
 from tests.support.features import FEATURES, LAYOUTS, Problem, refusal, together
 from tests.support.reference import dense_attention, relative_error
+from tests.support.sampling import grid
 from tests.support.stand_ins import STAND_INS
 
 SHORT = Attention(layout="zigzag", causal=True, batch=1)
@@ -34,7 +35,7 @@ def stood_in(monkeypatch):
     return of
 
 
-@pytest.mark.parametrize("kernel", STAND_INS)
+@grid("kernel", STAND_INS, always=2, drawn=1)
 def test_every_feature_in_rings(kernel, stood_in):
     stood_in(kernel)
     tried = [("causal", name, "gradient of lse") for name in FEATURES if name != "mask_mod"]

@@ -21,6 +21,7 @@ from ring_attention_pytorch import (
 from ring_attention_pytorch.plan import plan_cache
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Ring
+from tests.support.ranks import Pool, unhurried
 
 LENGTH, WORDS, LAYERS = 24, 16, 3
 ATTENTION = dict(dim_head=8, heads=2, causal=True, ring_attn=True)
@@ -152,9 +153,7 @@ def a_wrong_layer() -> str:
 def test_a_rank_that_is_wrong_in_a_later_layer_raises_and_others_do_not_wait_for_long(
     pools,
 ) -> None:
-    from tests.support.ranks import Pool
-
-    pool = Pool(2, timeout=60.0, group_timeout=4.0)
+    pool = Pool(2, group_timeout=unhurried(4.0))
     answers = pool.answers(a_wrong_layer)
     pool.stop()
     told = [each for _, each in answers]

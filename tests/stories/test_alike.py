@@ -9,7 +9,7 @@ from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.ranks.failures import RingError
 from tests.support import threads
 from tests.support.out_of_step import little_patience
-from tests.support.ranks import Pool
+from tests.support.ranks import Pool, unhurried
 
 Q = torch.randn(1, 4, 2, 8, generator=torch.Generator().manual_seed(0))
 
@@ -48,7 +48,7 @@ def sinks_of_the_second() -> str:
 
 @pytest.mark.thorough
 def test_sinks_on_one_rank_only_are_an_error_on_all():
-    pool = Pool(2, timeout=60.0, group_timeout=3.0)
+    pool = Pool(2, group_timeout=unhurried(3.0))
     answers = pool.answers(sinks_of_the_second)
     pool.stop()
     assert all("made without sinks" in told for _, told in answers), answers

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from ring_attention_pytorch import RingCache, RingError, ring_attn_with_cache
 from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
-
-SECONDS = 3.0  # that ranks wait for one another
+from tests.support.ranks import unhurried
 
 
 def append(cache: RingCache) -> None:
@@ -43,9 +42,12 @@ def attend(cache: RingCache, n: int = 1, **options: Any) -> None:
     ring_attn_with_cache(q, q[:, :, :1], q[:, :, :1], cache, **options)
 
 
-def out_of_step(deed: str, way: str) -> str:
-    """What a rank hears of a call, before which one of them does something to its cache."""
-    group, options = dist.new_group(timeout=timedelta(seconds=SECONDS)), WAYS[way]
+def out_of_step(deed: str, way: str, seconds: float) -> str:
+    """What a rank hears of a call, before which one of them does something to its cache.
+
+    They wait for one another for so many seconds.
+    """
+    group, options = dist.new_group(timeout=timedelta(seconds=seconds)), WAYS[way]
     window = options.get("window")
     cache = RingCache(2, 1, 4, windows=[window], spare=4, page=1, group=group)
     cache.hide_before([0, 0])
@@ -64,7 +66,7 @@ def out_of_step(deed: str, way: str) -> str:
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "decoding"])
 def test_where_ranks_compare_notes_all_hear_of_it_at_once(pools: Callable, way: str) -> None:
     for deed in DEEDS:
-        first, *others = pools(3).run(out_of_step, deed, way)
+        first, *others = pools(3).run(out_of_step, deed, way, 300.0)
         assert others == [first, first]
         assert "what the cache holds must be the same on every rank" in first, (deed, first)
         assert "on ranks 0, 2" in first
@@ -76,7 +78,7 @@ def test_where_ranks_compare_notes_all_hear_of_it_at_once(pools: Callable, way: 
 def test_where_they_only_send_messages_none_is_taken_for_another(
     pools: Callable, deed: str
 ) -> None:
-    for text in pools(3).run(out_of_step, deed, "decoding"):
+    for text in pools(3).run(out_of_step, deed, "decoding", unhurried(3.0)):
         assert text.startswith("RingError: attention to a cache: call 3 by plan")
         assert "of caches to which all have done the same" in text
 
@@ -132,6 +134,6 @@ def test_a_new_plan_is_of_caches_that_are_alike() -> None:
 
 
 def test_lengths_are_in_the_text(pools: Callable) -> None:
-    first, *_ = pools(3).run(out_of_step, "rollback", "check")
+    first, *_ = pools(3).run(out_of_step, "rollback", "check", 300.0)
     assert 'got "[3, 3], ' in first
     assert '"[3, 2], ' in first

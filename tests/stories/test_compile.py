@@ -6,11 +6,10 @@ import torch
 from docs.write_compile import PAGE_AT
 from ring_attention_pytorch import RingAttention, RingPlan, ring_attn, shard_batch
 from tests.support.compile_cases import LENGTHS, ROWS, measured
+from tests.support.sampling import grid
 
 QUICK = [
-    ("ring_attn", "documents", 2),
     ("ring_attn", "ulysses, sinks", 2),
-    ("RingAttention", "dropout by layer", 1),
     ("RingTransformer", "documents, loss", 1),
 ]
 
@@ -52,10 +51,7 @@ def ranks_of(subject, feature):
 OTHERS = [row for row in ROWS if row not in {each[:2] for each in QUICK}]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("subject", "feature", "size"), [(*row, ranks_of(*row)) for row in OTHERS]
-)  # fmt: skip
+@grid("subject, feature, size", [(*row, ranks_of(*row)) for row in OTHERS], always=0, drawn=6)
 def test_every_row_of_the_matrix(pools, subject, feature, size):
     for found in pools(size).run(measured, subject, feature, "aot_eager", (16, 17, 19)):
         # without a plan, what follows it is compiled anew for a plan of as many tokens

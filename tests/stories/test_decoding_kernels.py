@@ -24,6 +24,7 @@ from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.launches import Launch
 from tests.support.cache_stories import Story, Teller, told
 from tests.support.interpreter import interpreters, needs_triton
+from tests.support.ranks import unhurried
 from tests.support.reference import dense_attention
 
 pytestmark = needs_triton
@@ -61,7 +62,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_are_dense_attention(name: str, ranks: ProcessPoolExecutor) -> None:
-    (error,) = ranks.submit(told, [CASES[name]]).result(timeout=300.0)
+    (error,) = ranks.submit(told, [CASES[name]]).result(timeout=900.0)
     assert error < (1.5e-2 if CASES[name].dtype == torch.bfloat16 else 1e-5)
 
 
@@ -81,7 +82,7 @@ def terms(name: str) -> float:
 
 @pytest.mark.parametrize("name", ["every other", "one for all"])
 def test_terms_may_lie_anyhow(name: str, ranks: ProcessPoolExecutor) -> None:
-    assert ranks.submit(terms, name).result(timeout=300.0) == 0.0
+    assert ranks.submit(terms, name).result(timeout=900.0) == 0.0
 
 
 def as_captured() -> tuple[bool, list[Any], list[str]]:
@@ -105,7 +106,7 @@ def as_captured() -> tuple[bool, list[Any], list[str]]:
 
 
 def test_a_captured_step_is_a_step_that_the_device_counts(ranks: ProcessPoolExecutor) -> None:
-    same, counted, texts = ranks.submit(as_captured).result(timeout=300.0)
+    same, counted, texts = ranks.submit(as_captured).result(timeout=900.0)
     assert same
     assert counted == [[[2, 2]], True, [4, 4], [[4, 4]]]
     assert "before a CUDA graph is captured, the same call must have run once" in texts[0]
@@ -148,7 +149,7 @@ def given(name: str) -> list[float]:
     ],
 )
 def test_keys_that_are_given_are_read_where_they_lie(name: str, ranks: ProcessPoolExecutor) -> None:
-    assert max(ranks.submit(given, name).result(timeout=300.0)) < 1e-5
+    assert max(ranks.submit(given, name).result(timeout=900.0)) < 1e-5
 
 
 # ---- ranks that share memory
@@ -176,7 +177,7 @@ def together(pool: ProcessPoolExecutor, run: Any, *each: Any) -> list[Any]:
     words = PushedRows.words_for(SLOT, RANKS)
     memories = [torch.zeros(words, dtype=torch.int64).share_memory_() for _ in range(RANKS)]
     futures = [pool.submit(run, rank, memories, given) for rank, given in enumerate(each)]
-    return [future.result(timeout=300.0) for future in futures]
+    return [future.result(timeout=900.0) for future in futures]
 
 
 def tell(rank: int, memories: list[Tensor], story: Story) -> float:
@@ -217,19 +218,20 @@ def decode(rank: int, memories: list[Tensor], given: tuple[str, float]) -> tuple
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(
     ranks: ProcessPoolExecutor,
 ) -> None:
-    found = together(ranks, decode, ("11", 3.0), ("1", 3.0), ("11", 3.0))
+    seconds = unhurried(3.0)
+    found = together(ranks, decode, ("11", seconds), ("1", seconds), ("11", seconds))
     for nan, trouble in (found[0], found[2]):
         assert nan == [False, True]
-        assert "rank 1 did not come within 3 s" in trouble
+        assert f"rank 1 did not come within {seconds:g} s" in trouble
 
 
 def test_a_rank_that_fails_is_waited_for_by_nobody(ranks: ProcessPoolExecutor) -> None:
     begin = time.monotonic()
-    found = together(ranks, decode, ("11", 60.0), ("10", 60.0), ("11", 60.0))
+    found = together(ranks, decode, ("11", 600.0), ("10", 600.0), ("11", 600.0))
     for nan, trouble in (found[0], found[2]):
         assert nan == [False, True]
         assert "rank 1 has failed" in trouble
-    assert time.monotonic() - begin < 60.0
+    assert time.monotonic() - begin < 500.0
 
 
 def mismatched(rank: int, memories: list[Tensor], window: int) -> tuple[bool, str | None]:
@@ -286,7 +288,7 @@ def test_ranks_that_do_the_same_to_their_caches_are_in_step(ranks: ProcessPoolEx
 
 def test_sequences_that_have_less_tokens_than_queries_are_nan(ranks: ProcessPoolExecutor) -> None:
     """Where the host can't see it: in a graph."""
-    assert ranks.submit(too_many).result(timeout=300.0) == [True, False, False]
+    assert ranks.submit(too_many).result(timeout=900.0) == [True, False, False]
 
 
 def too_many() -> list[bool]:

@@ -19,7 +19,8 @@ from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.cases import FIGURES, Attention, check_in_processes
 from tests.support.mistakes import ALTERATIONS, SIZE, told
-from tests.support.ranks import Pool
+from tests.support.ranks import Pool, unhurried
+from tests.support.sampling import grid
 
 
 def all_told() -> dict[str | None, tuple[str | None, float]]:
@@ -36,7 +37,7 @@ def assert_well_told(name: str, answers: list[tuple[str | None, float]]) -> None
     assert texts[0] is not None, "no error"
     for part in ("ring attention: ", *ALTERATIONS[name][1]):
         assert part in texts[0]
-    assert max(seconds) < 1
+    assert max(seconds) < 60  # nobody waits for a timeout
 
 
 @pytest.mark.parametrize("name", ALTERATIONS)
@@ -114,7 +115,7 @@ def struck(message: int) -> tuple[str, float]:
 
 @pytest.mark.parametrize("message", [1, 2, 3, 5])
 def test_a_survivor_of_a_rank_raises_at_once_and_the_other_in_time(message):
-    pool = Pool(3, timeout=90, group_timeout=40)
+    pool = Pool(3, group_timeout=(patience := unhurried(40.0)))
     try:
         answers = pool.answers(struck, message)
     finally:
@@ -124,10 +125,10 @@ def test_a_survivor_of_a_rank_raises_at_once_and_the_other_in_time(message):
     (text, seconds), (other_text, other_seconds) = answers[0][1], answers[2][1]
     assert "waited for" in text
     assert "waited for" in other_text
-    assert min(seconds, other_seconds) < 30
+    assert min(seconds, other_seconds) < 0.75 * patience
     # a rank whose message had left before the other died waits for the first one to raise, which
     # has not sent yet: seldom, and at most for the timeout
-    assert max(seconds, other_seconds) < 60
+    assert max(seconds, other_seconds) < 1.5 * patience
 
 
 def planned_for_other_lengths() -> tuple[str, float]:
@@ -145,14 +146,14 @@ def planned_for_other_lengths() -> tuple[str, float]:
 
 
 def test_a_plan_for_other_lengths_is_refused_and_nobody_waits_beyond_the_timeout():
-    pool = Pool(2, timeout=60, group_timeout=3)
+    pool = Pool(2, group_timeout=unhurried(3.0))
     try:
         (waited, seconds), (refused, _) = pool.run(planned_for_other_lengths)
     finally:
         pool.stop()
     assert "the plan was made for batch=1, n=5" in refused
     assert waited != "nothing"
-    assert seconds < 30  # not the pool's
+    assert seconds < 100  # not the pool's
 
 
 # --- one rank does otherwise while the others have a plan: its last words reach those who wait ---
@@ -190,7 +191,7 @@ def backward_against_forward(one: bool, plan: RingPlan, q: torch.Tensor) -> None
 
 # what rank 1 does otherwise, and what ranks 0 and 1 are told
 WORDS: dict[Callable[[bool, RingPlan, torch.Tensor], None], tuple[str, str]] = {
-    absent: ("waited for rank 1, in vain for 4 s. rank 1: no word: failed, late, or in no", ""),
+    absent: ("waited for rank 1, in vain for {} s. rank 1: no word: failed, late, or in no", ""),
     of_a_wrong_type: ("rank 1 raised ValueError: ring_attn() parameter q=", "parameter q="),
     by_a_stale_plan: ("by plan 1, hop 1 at test_failing", "Ranks must be given the same plan"),
     without_a_plan: ("rank 1 waits in comparing notes", "rank 0 waits in ring attention, forward"),
@@ -199,10 +200,10 @@ WORDS: dict[Callable[[bool, RingPlan, torch.Tensor], None], tuple[str, str]] = {
 }  # fmt: skip
 
 
-def otherwise(act: Callable[[bool, RingPlan, torch.Tensor], None]) -> str:
+def otherwise(act: Callable[[bool, RingPlan, torch.Tensor], None], seconds: float) -> str:
     """For a pool of two: what this rank is told where rank 1 does otherwise."""
     q = torch.randn(1, 5, 2, 8, requires_grad=True)
-    group = dist.new_group(timeout=timedelta(seconds=4))  # to be made, too, on a busy machine
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
     plan = RingPlan.make(q, q, q, group=group)
     try:
         act(dist.get_rank() == 1, plan, q)
@@ -211,9 +212,9 @@ def otherwise(act: Callable[[bool, RingPlan, torch.Tensor], None]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("act", WORDS)
+@grid("act", WORDS, always=3, drawn=2)
 def test_last_words_of_a_rank_reach_those_who_wait_for_it(act, pools):
-    told = pools(2).run(otherwise, act)
+    told = pools(2).run(otherwise, act, seconds := unhurried(4.0))
     for words, text in zip(WORDS[act], told):
-        assert words in text
+        assert words.format(f"{seconds:g}") in text
         assert "/gloo/" not in text

@@ -1,7 +1,6 @@
 """Every feature and every pair of features: right to 1e-12, or refused with a reason."""
 
 from itertools import combinations, product
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +15,13 @@ from tests.support.features import (
     EVERY,
     FEATURES,
     LAYOUTS,
-    PARTS,
     Problem,
     drawn,
     refusal,
     together,
 )
 from tests.support.reference import relative_error
+from tests.support.sampling import grid
 
 WAYS = ((1, {}), (2, dict(transport="gather")), (3, {}), (4, dict(ulysses=2)))  # pairs: each other
 PAIRS = [*((name,) for name in EVERY), *combinations(EVERY, 2)]
@@ -46,14 +45,17 @@ REFUSED = {
 ONLY_EAGER = {"softclamp", "alibi", "mask_mod", "dropout"}
 
 
-def often(names: tuple[str, ...]) -> Any:
-    """A pair with attention in parts is drawn by random cases, too."""
-    rare = len(names) > 1 and PARTS.keys() & {*names}
-    return pytest.param(names, marks=[pytest.mark.thorough] * bool(rare))
+@pytest.mark.parametrize("name", EVERY)
+def test_each_feature(name):
+    check_together((name,))
 
 
-@pytest.mark.parametrize("names", [*map(often, PAIRS)], ids=" + ".join)
+@grid("names", [(pair,) for pair in PAIRS if len(pair) > 1], always=50, drawn=20, ids=" + ".join)
 def test_any_two_features_together(names):
+    check_together(names)
+
+
+def check_together(names: tuple[str, ...]) -> None:
     number = PAIRS.index(names)
     if (why := REFUSED.get(frozenset(names))) is not None:
         problem = Problem(together(names))
@@ -86,7 +88,7 @@ def test_the_page_of_what_works_has_every_feature_in_every_layout():
     assert list(rows()) == list(product(EVERY, LAYOUTS))
 
 
-@pytest.mark.parametrize("feature", EVERY)
+@grid("feature", EVERY, always=6, drawn=4)
 def test_the_page_says_what_is_measured(feature):
     number = list(EVERY).index(feature)
     layout = LAYOUTS[number % len(LAYOUTS)]

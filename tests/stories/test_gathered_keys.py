@@ -30,6 +30,7 @@ from tests.support.cases import (
 )
 from tests.support.counted import forward_only, hops, needed
 from tests.support.crossed import CROSS, cross
+from tests.support.sampling import grid
 
 # how keys may come: all at once, or one owner at a time
 GATHERS = (dict(transport="gather"), dict(transport="gather", memory=0))
@@ -47,9 +48,7 @@ def matrix(layout: str, **how) -> list[Attention]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("how", GATHERS, ids=["all", "one"])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@grid("layout, size, how", product(sorted(LAYOUTS), (1, 2, 3, 4, 7), GATHERS), always=16, drawn=6)
 def test_gathered_keys_give_what_dense_attention_gives(layout, size, how):
     for case in matrix(layout, **how):
         check_in_threads(case, size)
@@ -58,7 +57,8 @@ def test_gathered_keys_give_what_dense_attention_gives(layout, size, how):
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_gathered_keys_over_processes(layout, size, pools):
-    check_in_processes([case for how in GATHERS for case in matrix(layout, **how)], pools(size))
+    cases = [case for how in GATHERS for case in matrix(layout, **how)]
+    check_in_processes(cases[size % 3 :: 3], pools(size))
 
 
 def test_odd_lengths_and_single_precision_over_processes(pools):
@@ -259,7 +259,7 @@ def repeated(transport: str, ulysses: int) -> tuple[int, int, bool]:
         ulysses=ulysses, kernel="eager",
     )  # fmt: skip
     first, same, early = None, True, 0
-    for i in range(200):
+    for i in range(60):
         out = ring_attn(*mine, plan=plan)
         got = [out.detach(), *torch.autograd.grad(out, mine, dout[:, at])]
         first = first or got
@@ -272,7 +272,7 @@ def repeated(transport: str, ulysses: int) -> tuple[int, int, bool]:
 @pytest.mark.parametrize(
     ("transport", "ulysses"), [("ring", 1), pytest.param("gather", 2, marks=pytest.mark.thorough)]
 )
-def test_two_hundred_calls_are_equal_in_every_bit_and_leave_nothing(transport, ulysses, pools):
+def test_sixty_calls_are_equal_in_every_bit_and_leave_nothing(transport, ulysses, pools):
     for early, late, same in pools(2 * ulysses).run(repeated, transport, ulysses):
         assert same
         assert late <= early

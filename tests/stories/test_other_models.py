@@ -32,7 +32,7 @@ def steps(names: list[str], size: int) -> dict[str, float]:
 
 
 def test_losses_and_positions_of_other_models_are_those_of_one_process(pools):
-    for found in pools(4).run(steps, list(OTHERS), 3):
+    for found in pools(3).run(steps, list(OTHERS), 3):
         assert max(found.values()) < EXACT, found
 
 

@@ -16,7 +16,7 @@ from ring_attention_pytorch.ranks.failures import RingError
 from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.out_of_step import EVENTS, OTHER, SIZE, little_patience, plans_of
-from tests.support.ranks import Pool
+from tests.support.ranks import Pool, unhurried
 
 TRANSPORTS = "ring", "gather"
 
@@ -48,7 +48,7 @@ def over_gloo(event: str, transport: str) -> bool:
 
 
 def answers_of(event: str, transport: str) -> list[tuple[str, Any]]:
-    pool = Pool(SIZE, timeout=60.0, group_timeout=4.0)
+    pool = Pool(SIZE, group_timeout=unhurried(4.0))
     try:
         return pool.answers(over_gloo, event, transport)
     finally:

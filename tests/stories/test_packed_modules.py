@@ -98,9 +98,14 @@ def attention_cases(size: int) -> list[tuple]:
     ] + [("auto", None, *mask, True) for mask in masks]
 
 
+def fewer(size: int, cases: list[tuple]) -> list[tuple]:
+    """All over three ranks, every third one over two and four."""
+    return cases if size == 3 else cases[size // 2 % 3 :: 3]
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_attention_is_that_of_each_document_alone(pools: Callable, size: int) -> None:
-    check(pools(size), attention_errors, attention_cases(size))
+    check(pools(size), attention_errors, fewer(size, attention_cases(size)))
 
 
 def loss_errors(cases: list[tuple]) -> list[Errors]:
@@ -137,7 +142,8 @@ def loss_errors(cases: list[tuple]) -> list[Errors]:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_loss_ends_with_each_document(pools: Callable, size: int) -> None:
-    cases = [(*case[:3], (case[3], None), True) for case in attention_cases(size)[::2]]
+    some = fewer(size, attention_cases(size)[::2])
+    cases = [(*case[:3], (case[3], None), True) for case in some]
     check(pools(size), loss_errors, cases)
     # where angles go on counting, they are those of one document up to their float32
     check(pools(size), loss_errors, [(*case[:4], False) for case in cases[::3]], 1e-6)

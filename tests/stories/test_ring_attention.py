@@ -57,14 +57,15 @@ def matrix(layout: str, **kinds) -> list[Attention]:
     return [replace(case, kernel=name) for case in cases for name in kernels(case)]
 
 
-# --- the matrix: all of it over three threads, every so many of its cases elsewhere; every value of
-# every option is among these, for they come in twos and threes, and a step is prime to both ---
+# --- the matrix: all of it over three threads in one layout, every so many of its cases elsewhere;
+# every value of every option is among these, for they come in twos and threes, and a step is prime
+# to both ---
 
 
-@pytest.mark.parametrize(("size", "step"), [(1, 5), (2, 5), (3, 1), (4, 7), (8, 11)])
+@pytest.mark.parametrize(("size", "step"), [(1, 11), (2, 7), (3, 1), (4, 7), (8, 13)])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_all_combinations_of_options_over_threads(layout, size, step):
-    for case in matrix(layout)[::step]:
+    for case in matrix(layout)[:: 5 if step == 1 and layout != "zigzag" else step]:
         check_in_threads(case, size)
 
 
@@ -78,12 +79,12 @@ def test_single_precision_over_threads(layout, size):
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_all_combinations_of_options_over_processes(layout, size, pools):
-    check_in_processes(matrix(layout)[size % 5 :: 5], pools(size))
+    check_in_processes(matrix(layout)[size % 5 :: 11], pools(size))
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_eight_processes(layout, pools):
-    check_in_processes(matrix(layout)[::11], pools(8))
+    check_in_processes(matrix(layout)[::23], pools(8))
 
 
 def test_single_precision_and_odd_lengths_over_processes(pools):

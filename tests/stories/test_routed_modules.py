@@ -28,6 +28,7 @@ from tests.support.routing_cases import (
     results,
     worst,
 )
+from tests.support.sampling import grid
 
 CAUSAL = ("causal feedforward", "autoregressive", "causal block")
 
@@ -110,10 +111,16 @@ def test_gradients_are_those_of_finite_differences(module: str) -> None:
 # --- on a ring the same ---
 
 
-@pytest.mark.parametrize(
-    ("size", "layout"), [(1, "zigzag"), *itertools.product((2, 3, 4), LAYOUTS)]
+@grid(
+    "module, size, layout",
+    [
+        (module, *how)
+        for module in MODULES
+        for how in ((1, "zigzag"), *itertools.product((2, 3, 4), LAYOUTS))
+    ],
+    always=4 * len(MODULES),
+    drawn=12,
 )
-@pytest.mark.parametrize("module", MODULES)
 def test_a_ring_of_threads_gives_one_process_results(module: str, size: int, layout: str) -> None:
     check_in_threads(Case(module, length_of(module), layout, masked=size != 3), size)
 
@@ -127,8 +134,12 @@ def test_a_ring_of_threads_gives_what_loops_over_tokens_do(module: str, masked: 
     assert max(worst(case, by_rank, want).values()) < 1e-10
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 5, 7])
-@pytest.mark.parametrize("module", MODULES)
+@grid(
+    "module, length",
+    itertools.product(MODULES, (0, 1, 2, 5, 7)),
+    always=2 * len(MODULES),
+    drawn=8,
+)
 def test_short_sequences_some_ranks_empty(module: str, length: int) -> None:
     if module == "image" and length == 0:
         return

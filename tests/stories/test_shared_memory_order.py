@@ -27,15 +27,17 @@ from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.schedule.relays import members
 from tests.support import threads
 from tests.support.cases import Attention, over_shared_memory
+from tests.support.sampling import grid
 
 
-@pytest.mark.parametrize(
-    ("at_once", "ulysses", "how"),
+@grid(
+    "at_once, ulysses, how",
     [
         (1, 1, {}), (3, 1, {}), (3, 1, dict(late=True, own_low_priority=True)), (1, 2, {}),
         (3, 1, dict(together=True)), (3, 2, dict(together=True)),
         (3, 1, dict(own_apart=True)), (3, 2, dict(own_apart=True)),
     ],
+    always=4, drawn=2,
 )  # fmt: skip
 def test_shared_memory_is_written_anew_when_all_have_read_it(at_once, ulysses, how):
     """Calls follow one another in any order, and one rank reads late."""

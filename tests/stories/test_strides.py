@@ -6,6 +6,7 @@ What a kernel reads as if it were dense shows in every result.
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from tests.support.cases import (
 from tests.support.kernel_cases import STRIDED, faults
 from tests.support.random_memory import KINDS, laid, uniform
 from tests.support.reference import dense_attention, relative_error
+from tests.support.sampling import grid
 
 STRIDES = ["contiguous", "every other", "last two turned", "one of three", "one number"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -44,9 +46,7 @@ WAYS: dict[str, Callable[[Attention], object]] = {
 }
 
 
-@pytest.mark.parametrize("kernel", CPU_KERNELS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("memory", STRIDES)
+@grid("memory, way, kernel", product(STRIDES, WAYS, CPU_KERNELS), always=30, drawn=10)
 def test_results_do_not_depend_on_strides(memory, way, kernel):
     for dtype in (torch.float64, torch.float32):
         WAYS[way](replace(CASE, strides=memory, kernel=kernel, dtype=dtype))

@@ -3,6 +3,7 @@
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.interpreter import needs_triton
 from tests.support.random_cases import problem
 from tests.support.random_draw import Case
+from tests.support.sampling import grid
 from tests.support.unseen import SEEN, cached, rows_of_nan
 
 PLACED = Case(
@@ -46,9 +48,12 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("unseen", ["nan", "inf"])
-@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", KINDS)
+@grid(
+    "name, kernel, unseen",
+    product(KINDS, ("eager", "sdpa"), ("nan", "inf")),
+    always=2 * len(KINDS),
+    drawn=4,
+)
 def test_what_no_query_sees_may_be_anything(name: str, kernel: str, unseen: str) -> None:
     assert not problem(replace(KINDS[name], kernel=kernel, unseen=unseen))
 
@@ -72,7 +77,7 @@ def by_triton(tma: bool, case: Case) -> dict[str, str]:
 
 
 @needs_triton
-@pytest.mark.parametrize("tma", [False, True])
+@grid("tma", [True, False], always=1, drawn=1)
 def test_triton_reads_nothing_of_it(interpreted: ProcessPoolExecutor, tma: bool) -> None:
     cases = MASKED, replace(PLACED, queries=(5,), keys=(23,), d=16, d_v=16)
     found = [interpreted.submit(by_triton, tma, case) for case in cases]

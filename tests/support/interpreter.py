@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ranks import context
+from tests.support.forks import light, set_light
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -58,4 +58,5 @@ def _lighten() -> None:
 
 
 def interpreters(processes: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(processes, mp_context=context, initializer=_interpret)
+    set_light()
+    return ProcessPoolExecutor(processes, mp_context=light, initializer=_interpret)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import context
+from tests.support.forks import context
 from tests.support.scripts import ROOT, WAIT
 
 _GRACE = 5.0  # seconds from SIGTERM to SIGKILL, once a rank has failed

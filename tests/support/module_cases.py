@@ -354,7 +354,7 @@ def refusals(function: Callable[[str], None], names: list[str]) -> list[tuple[st
 
 
 def check_refused(
-    pool: Pool, function: Callable[[str], None], wanted: Mapping[str, str], seconds: float = 2.0
+    pool: Pool, function: Callable[[str], None], wanted: Mapping[str, str], seconds: float = 60.0
 ) -> None:
     """Each is refused, soon, in the same words on all ranks, and they say what is wrong."""
     names = list(wanted)

@@ -1,32 +1,34 @@
 """A pool of processes that stays up between cases: launching is dear, a case is not."""
 
 import faulthandler
-import multiprocessing as mp
 import os
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ring_attention_pytorch.plan import placement
+from tests.support.forks import context
 
-_START = 200.0  # seconds until all processes of a pool run, however busy the machine is
-_GRACE = 20.0  # seconds that others are waited for once a rank has failed
-context = mp.get_context("forkserver")
-context.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed",
-        "torch.fx.experimental.symbolic_shapes",
-        "ring_attention_pytorch",
-        "tests.support.reference",
-    ]
-)
+_START = 600.0  # seconds until all processes of a pool run, however busy the machine is
+_GRACE = 60.0  # seconds that others are waited for once a rank has failed
+
+
+def unhurried(seconds: float) -> float:
+    """Return a time in which ranks do what takes far less: longer on a machine that is busy.
+
+    It is as given where at most three processes want each core.
+    """
+    wanting = os.getloadavg()[0]  # of the last minute, and now
+    if (now := Path("/proc/loadavg")).exists():
+        wanting = max(wanting, int(now.read_text().split()[3].partition("/")[0]))
+    return round(seconds * min(10.0, max(1.0, wanting / (3 * (os.cpu_count() or 1)))), 1)
 
 
 def gpu_ranks(gpus: int | None = None) -> int:
@@ -169,7 +171,7 @@ class Pool:
         self.members = []
 
 
-def alone(main: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def alone(main: Callable[..., Any], size: int, *args: Any, timeout: float = _START) -> list[Any]:
     """`main(rank, *args)` in `size` new processes without a group; every rank's result."""
     members = []
     for rank in range(size):

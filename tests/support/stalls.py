@@ -42,7 +42,7 @@ class Run(NamedTuple):
 def model() -> RingTransformer:
     torch.manual_seed(0)
     return RingTransformer(
-        num_tokens=256, dim=32, depth=2, dim_head=8, heads=4, num_grouped_query_heads=2,
+        num_tokens=256, dim=32, depth=1, dim_head=8, heads=4, num_grouped_query_heads=2,
         causal=True, ring_attn=True, auto_shard_seq=False, layout="zigzag",
     )  # fmt: skip
 

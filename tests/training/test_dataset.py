@@ -3,7 +3,7 @@
 import copy
 import pickle
 import sys
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from ring_attention_pytorch import SequenceShardedDataset, ShardedBatch, TokenFile, positions
 from ring_attention_pytorch.training import dataset
+from tests.support.sampling import grid
 
 WORDS = [list(range(100 * i, 100 * i + n)) for i, n in enumerate((3, 2, 9, 1, 14, 5, 0, 8), 1)]
 
@@ -169,8 +170,12 @@ def test_documents_of_an_iterator_are_not_taken_twice():
         next(iter(data))
 
 
-@pytest.mark.parametrize("of", ["documents", "an iterator", "a file"])
-@pytest.mark.parametrize("lives_on", [False, True])
+@grid(
+    "lives_on, of",
+    product((False, True), ("documents", "an iterator", "a file")),
+    always=3,
+    drawn=2,
+)
 def test_behind_a_worker_the_state_comes_with_the_batch(of, lives_on, tmp_path):
     shift, data = of == "a file", one_by_one(SOURCES[of](tmp_path))
     begun = data.state_dict()
