@@ -8,16 +8,16 @@ ATTENTION = [
         "sinks[: q.shape[2]]",
     ),
     Mutant(
-        "gradients divided by the ring", "attention.py:backward", "return *(total.finalize() for",
-        "return *(total.finalize() / plan.ring.size for",
+        "gradients divided by the ring", "attention.py:backward", "= (total.finalize() for",
+        "= (total.finalize() / plan.ring.size for",
     ),
     Mutant(
-        "gradients are zero", "attention.py:backward", "return *(total.finalize() for",
-        "return *(total.finalize() * 0 for",
+        "gradients are zero", "attention.py:backward", "= (total.finalize() for",
+        "= (total.finalize() * 0 for",
     ),
     Mutant(
-        "dk and dv swapped", "attention.py:backward", "for total in own), dsinks",
-        "for total in (own[0], own[2], own[1])), dsinks",
+        "dk and dv swapped", "attention.py:backward", "for total in (*own,",
+        "for total in (own[0], own[2], own[1],",
     ),
     Mutant(
         "the negative bit is of no matter", "runtime/resolved.py:resolved",

@@ -65,8 +65,6 @@ ALL = dict(triton="3.6.0", flash_attn_2="2.8.3.post2", flash_attn_4="4.0.0b36")
         (HOPPER._replace(d_v=64), "sdpa-cudnn"),
         (HOPPER._replace(d=192, d_v=192), "flash-attn-4"),
         (HOPPER._replace(d=192), "sdpa-cudnn"),
-        (HOPPER._replace(d=80, d_v=80), "sdpa-cudnn"),
-        (HOPPER._replace(d=256, d_v=256), "sdpa-cudnn"),
         (HOPPER._replace(d=192, d_v=128), "sdpa-cudnn"),
         (HOPPER._replace(d=192, d_v=128, window=True), "triton"),
         (HOPPER._replace(window=True), "flash-attn-4"),

@@ -56,7 +56,7 @@ ATTENTION = [
 SILENT = [
     Mutant(
         "whoever shares a ring shares a host", "plan/prepare.py:_machine_of",
-        "for rank in ranks), domain)", "for rank in ranks))",
+        "share_one_host(machines)", "len(machines)",
     ),
     Mutant(
         "a device that nobody knows is as fast as any", "schedule/hardware.py:number_of",
