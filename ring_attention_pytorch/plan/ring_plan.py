@@ -328,12 +328,11 @@ class RingPlan:
         known = self._shared.tiles
         if keys not in known:
             known[keys] = [(at, self._of_block(keys, at, mask)) for at, mask in self.seen.samples]
-        shared = known[keys]
         if self.key_mask is None:
-            return shared
+            return known[keys]
         own = self._own.tiles
         if self.seen.repeats or keys not in own:  # peers' keys, or another plan's mask
-            own[keys] = [(samples, block.of_another_mask()) for samples, block in shared]
+            own[keys] = [(samples, block.of_another_mask()) for samples, block in known[keys]]
         return own[keys]
 
     def calls(self, back: bool) -> int | None:
