@@ -133,7 +133,7 @@ def _kernel(
 ) -> tuple[Any, Sequence[Tensor]]:
     """Return the kernel of keys that travel, and the shared keys and values, if any.
 
-    `more` is shared keys and values, or what `decoding` needs of a codec: its parameters.
+    `more` is shared keys and values, or a codec's parameters, which `decoding` takes.
     """
     if plan.codec is None:
         return plan.kernel, more

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class _Stderr(logging.Handler):
-    """A handler that prints lines to what stderr is now."""
+    """A handler that prints lines to the current `sys.stderr`, which programs may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
@@ -36,21 +36,21 @@ def show() -> None:
 
 
 def say(text: str, *values: object) -> None:
-    """Say what takes long from here on, as `logging` formats it."""
+    """Log the name of a long piece of work that begins now; `values` are formatted by `logging`."""
     logger.info(text, *values)
 
 
 def counted(
     items: Iterable[_T], work: str, total: int, unit: str, size: Callable[[_T], int] | None = None
 ) -> Iterator[_T]:
-    """Yield items, and say how many are done: after a second, then every five.
+    """Yield items, and log how many are done: after a second, then every five.
 
     Args:
-        items: what the work is done on, one by one.
-        work: its name.
-        total: of all items.
-        unit: counted, such as "tokens".
-        size: an item's share of the total; None is one each.
+        items: steps, tokens or chunks, whose use by the caller takes long.
+        work: the name of the work.
+        total: the number of units in all items.
+        unit: the unit that is counted, such as "tokens".
+        size: the number of units of an item; one each if None.
 
     >>> [*counted("ab", "letters", 2, "letters")]
     ['a', 'b']

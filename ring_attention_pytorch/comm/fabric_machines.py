@@ -145,7 +145,7 @@ class MachineChannel(RelayChannel):
         return self.near.take(self._inside(transfer))
 
     def _pass_on(self, transfer: Transfer) -> None:
-        """Wait for what has crossed, and publish it, or own keys, on this machine."""
+        """Wait for the keys that cross, and publish them, or own keys, on this machine."""
         messages = self.crossing.pop(transfer).wait()
         arrived = self._opened(self._route(transfer).receives[0], messages)
         self.near.hold(self._inside(transfer), arrived)
@@ -158,7 +158,7 @@ class MachineChannel(RelayChannel):
         self.near.give(self._inside(transfer), grads)
 
     def _send_sums(self, transfer: Transfer) -> None:
-        """Send the sums of others' keys to their owners; those of own keys stay."""
+        """Send the sums of others' keys to their owners; sums of own keys stay."""
         held, me = self.held[transfer.source - 1], self.near.fabric.ring.rank
         sums, sends = self.near.sums(self._inside(transfer)), []
         for leg, holder, at in held.arrived:

@@ -90,7 +90,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Rounded(Form):
-    """The form of a message whose keys and values are in 8 bits: `parts` is what they are outside.
+    """The form of a message whose keys and values are in 8 bits: `parts` are their forms outside.
 
     They must be such as `scaled.rounded` makes, and are the same after `open`.
 

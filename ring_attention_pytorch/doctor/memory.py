@@ -97,7 +97,7 @@ def peak(sizes: Sizes, how: Training) -> tuple[str, Parts]:
 def allocated(sizes: Sizes, how: Training) -> int:
     """Return the most that PyTorch's allocator holds, if attention is to own tokens alone.
 
-    It is the peak less what is not PyTorch's: NCCL's memory, kernels, and what ranks share.
+    NCCL's memory, loaded kernels and memory that ranks share are not in it, unlike in the peak.
     """
     others = _KERNELS + (how.ranks > 1) * _NCCL
     return max(
@@ -224,7 +224,7 @@ def _shape(sizes: Sizes) -> KVShape:
 def _of_attention(sizes: Sizes, how: Training) -> int:
     """Return the bytes that other ranks read, and of side streams where calls overlap.
 
-    What others read has two slots: own keys, and gradients of theirs. With few tokens calls overlap
+    Two slots are read by others: own keys, and gradients of theirs. With few tokens calls overlap
     on four streams, whose memory is not given to others before all have waited for it.
     """
     if how.ranks == 1:
@@ -246,7 +246,7 @@ def _of_peers(sizes: Sizes, how: Training) -> int:
 
 
 def _exchange(sizes: Sizes, how: Training) -> tuple[Workload, int, KVShape]:
-    """Return what ranks exchange, and from how many owners at once."""
+    """Return the bytes that ranks exchange, and from how many owners at once."""
     shape, every = _shape(sizes), all_segments("zigzag", how.ranks, how.tokens)
     work = Workload(every, every, Mask(causal=True))
     return work, owners_at_once(MOST_MEMORY, work, shape), shape

@@ -383,7 +383,7 @@ class RingCache(PagedStorage):
 
 
 def values_of(cache: RingCache, k: Tensor | None, v: Tensor | None) -> Any:
-    """Return the values that come with keys k; those of a tied cache are a part of k.
+    """Return the values that come with keys k; in a tied cache they are a part of k.
 
     Raises:
         ValueError: the cache is tied and v is given, or it is not and v is missing.

@@ -45,7 +45,7 @@ class Encoded(NamedTuple):
 def attend(
     caller: str, encode: Callable[..., Encoded], tensors: Tensors, options: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention of what `encode` makes of these tensors."""
+    """Encode these tensors by `encode`, and compute their attention."""
     return_lse, plan = options.pop("return_lse"), options.get("plan")
     found = encoded(caller, encode, tensors, options)
     sinks = options.get("sinks")

@@ -1,4 +1,4 @@
-"""Keys that all ranks hold: what they must be, what ranks compare, and in which calls they are."""
+"""Keys that all ranks hold: their checks, the note by which ranks compare them, their calls."""
 
 from typing import Any, NamedTuple
 
@@ -97,7 +97,7 @@ def _joined(plan: Any) -> list[tuple[slice, Tiles]] | None:
 
 
 def _calls(plan: Any, joined: Any, back: bool) -> int | None:
-    """Count kernel calls as the plan does, with those of shared keys; None where samples differ.
+    """Count kernel calls, with calls for shared keys; None where samples differ.
 
     Of two kernels only calls of the one that merges by itself count: the other returns parts.
     """

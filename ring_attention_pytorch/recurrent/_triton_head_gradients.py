@@ -15,7 +15,7 @@ def products(
     v, h, do, dh, dv, at, inside, state, channels,
     K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Return what a chunk's values and states give: sums over the columns of values.
+    """Return the parts of gradients from a chunk's values and states: sums over columns of values.
 
     The gradients of q, k and w, of scores and of scores transposed, before gates, and the product
     of the state before the chunk and the gradient of the one after it.
@@ -54,7 +54,7 @@ def head_gradients_kernel(
 ):  # fmt: skip
     """Store the gradients of q, k, w and sums of gates, for one chunk, head and block of channels.
 
-    Those of sums of gates are of this block alone: `[blocks, n, h]`.
+    Gradients of sums of gates are of this block alone: `[blocks, n, h]`.
     """
     block, chunk, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     run, number = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)

@@ -1,4 +1,4 @@
-"""Chunks of runs: what the steps of a delta rule by flash-linear-attention's kernels share."""
+"""Chunks of runs, the unit of flash-linear-attention's kernels in each step of a delta rule."""
 
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ class How(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """What the kernels of states read, `[1, n, ...]`.
+    """Inputs of the kernels of states, `[1, n, ...]`.
 
     Attributes:
         q, k: with as many heads as values for a rule of channels, whose gates they contain.
@@ -77,7 +77,7 @@ class Chunks(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a rule computes, `[1, n, ...]`; g are sums of gates from each chunk's start."""
+    """Results of a rule, `[1, n, ...]`; g are sums of gates from each chunk's start."""
 
     q: Tensor
     k: Tensor
@@ -88,7 +88,7 @@ class Inputs(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """What backward knows of states and values, before the last step."""
+    """States, values and their gradients, as backward has them before its last step."""
 
     h: Tensor
     v: Tensor  # after the delta rule

@@ -23,7 +23,7 @@ from ring_attention_pytorch.recurrent.state_maps import gradients_of, maps_of
 
 
 class Call(NamedTuple):
-    """What the passes compute beside tensors."""
+    """Settings of the passes, which are no tensors."""
 
     plan: RunPlan
     scale: float
@@ -205,7 +205,7 @@ def _states(work: Chunks, before: Tensor, how: How) -> tuple[Tensor, Tensor]:
 def _state_gradients(
     work: Chunks, x: Inputs, after: Tensor, do: Tensor, dv: Tensor, how: How
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of states and values, from those of the states after runs."""
+    """Return the gradients of states and values, from the gradients of states after runs."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
 
     dh, _, dv = chunk_gated_delta_rule_bwd_dhu(

@@ -34,7 +34,7 @@ class Held(NamedTuple):
     def of(
         cls, pieces: Sequence[Chunks], counts: Sequence[int], machines: Machines, machine: int
     ) -> "Held":
-        """Return what a machine holds in a round; `counts` are the keys of each rank of the ring.
+        """Return the keys that a machine holds in a round; rank r of the ring has `counts[r]`.
 
         >>> from ring_attention_pytorch.geometry.segments import Segment
         >>> late, early = Chunk(0, 4, Segment(4, 1, 4)), Chunk(0, 2, Segment(2, 1, 4))
@@ -74,12 +74,12 @@ class Held(NamedTuple):
 
 
 def distances_inside(ranks: int) -> tuple[int, ...]:
-    """Return the distances between ranks of a machine, 0 too: a relay uses what it holds."""
+    """Return distances between ranks of a machine; 0 is one: a relay uses its own copies."""
     return tuple(range(ranks))
 
 
 class Inside(NamedTuple):
-    """A program as the ranks of one machine run it, and what they hold in each of its rounds."""
+    """A program as a machine's ranks run it, and the keys they hold in each of its rounds."""
 
     program: Program
     held: tuple[Held, ...]
