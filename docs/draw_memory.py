@@ -60,7 +60,7 @@ def bar(how: Training, y: float, high: float) -> list[str]:
         x += wide
     if x >= end:
         whole = f"{sum(found.values()) / 2**30:.0f}"
-        parts.append(text(end - 4, y + high, whole, "#1f2328", size=13, anchor="end"))
+        parts.append(text(end - 4, y + high, whole, "white", size=13, anchor="end"))
     return parts
 
 

@@ -134,70 +134,8 @@ more. A predicate that depends on samples or heads needs a separate mask for eac
 flash-attn 2 is compiled with the installed torch. The two flash-attn packages share a folder:
 install them in separate environments.
 
-## Short documents, measured
-
-Two H100, 8k tokens a GPU, one sample, 32 query and 8 key heads, in a graph, forward and backward,
-by turns (2026-11-26, 79d2b72, a script of that day):
-
-| lengths of documents | `flash-attn-4`, us | `triton`, us |
-| --- | ---: | ---: |
-| 128 to 384 | 906 | 614 |
-| 256 to 768 | 934 | 729 |
-| 512 to 1536 | 1097 | 965 |
-| 1024 to 3072 | 1502 | 1577 |
-
-## Head sizes, measured
-
-One H200, one sample, 16 heads each, causal, bf16, TF/s forward / backward. Triton in a graph, the
-others as single calls of `scaled_dot_product_attention`, whose launches count
-(2026-11-28, 19a94c9, a script of that day). Triton's results are right by the rule for bf16.
-
-| d / d_v | tokens | `triton` | cuDNN | PyTorch's efficient attention |
-| --- | ---: | ---: | ---: | ---: |
-| 64 | 8192 | 439 / 419 | 248 / 314 | - |
-| 96 | 8192 | 429 / 357 | 377 / 326 | - |
-| 128 | 8192 | 568 / 480 | 415 / 424 | - |
-| 192 / 128 | 8192 | 358 / 224 | 531 / 415 | - |
-| 192 | 8192 | 392 / 213 | 553 / 315 | - |
-| 256 | 8192 | 515 / 279 | 594 / 392 | - |
-| 320 | 8192 | 128 / 59 | none | 138 / 35 |
-| 512 | 4096 | 205 / 100 | none | 129 / 29 |
-
-A Triton block is a power of two wide, so 96, 192 and 320 cost what 128, 256 and 512 do. At 512 the
-backward figure is the sum of its three launches, each with the blocks that are the default now.
-
-Errors of `triton` and cuDNN in all rows, against dense attention in float64 (1024 tokens, norms):
-out 2.0e-3; dq, dk and dv 2.3e-3 to 2.6e-3.
-
-`flash-attn-4` (4.0.0b36, 8k tokens): 96 has 411 / 451, 192 480 / 524, 256 631 / 352, with the same
-errors, in causal, full, windowed, batched and grouped cases. At 256 cuDNN is faster, so it is not
-taken there. 80 and 112 get wrong gradients; 192/128 and 128/64 are right, but have no backward for
-grouped heads; 64/128 can't be launched.
-
-## cuDNN's front end, measured
-
-`nvidia-cudnn-frontend` 1.18 over cuDNN 9.19 takes ragged documents in one call. A kernel over it
-was written, and is not here. In the run of [long documents](#a-few-long-documents), TF/s
-of both passes, the faster of Triton and cuDNN / the front end:
-
-| documents | 32/8 heads of 128 | 64/8 heads of 128 | 16 heads of 192, values of 128 |
-| --- | ---: | ---: | ---: |
-| 13.8k and 2.6k | 475 / 496 | 488 / 491 | 458 / 384 |
-| one of 8k, 17 short | 469 / 488 | 436 / 463 | 279 / 377 |
-| four, log-normal | 466 / 439 | 427 / 444 | 364 / 367 |
-| four of 4k | 464 / 441 | | |
-| eight of 2k | 435 / 400 | 413 / 409 | 255 / 324 |
-| 33 of 1 to 999 | 291 / 206 | 293 / 216 | 155 / 183 |
-
-All errors are those of bfloat16. In the last column Triton had blocks that were on trial (forward
-128 by 64, keys 32 by 64); two documents with heads of 256: cuDNN 404, front end 381. With heads of
-128 it gains 6 % at most, and loses 29 % with short documents, because its backward converts and
-sums gradients by kernels of their own. With 192/128 it gains up to 35 %. The host takes 68 us
-longer than for `sdpa-cudnn` forward, and 137 us backward. In an earlier run one of some thousand
-random cases ended in an illegal access, whose cause is unknown. 106 cases with marked memory around
-the workspace, 12 of them under compute-sanitizer, and 682 calls whose every tensor, table and
-workspace ended, or began, where mapped memory does, had none. A kernel that may read or write
-outside its memory is not admitted.
+Speeds by lengths of documents and by head size, and a kernel that was tried, are on a page of
+[measurements](kernels-measured.md).
 """
 
 

@@ -1,5 +1,6 @@
 """Gradients of a call: slopes, whichever are asked for, however tensors lie; in little memory."""
 
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -122,13 +123,15 @@ def test_memory_does_not_grow_with_the_ring(layout, backward):
         def main(ring: Ring) -> int:
             at, _ = case.places(ring.rank, size)
             mine, cotangent = [t[:, at].requires_grad_() for t in tensors], dout[:, at]
-            with Live() as live:
+            # one rank counts: PyTorch may crash where several threads look up a mode's rules
+            live = Live()
+            with live if ring.rank == size - 1 else nullcontext():
                 out = ring_attn(*mine, causal=True, layout=layout, group=ring, kernel="eager")
                 if backward:
                     torch.autograd.grad(out, mine, cotangent)
             return live.most
 
-        return max(threads.run(size, main)[0])
+        return threads.run(size, main)[0][-1]
 
     keys = 16 * 2 * (64 + 64) * 8  # bytes of one rank's k and v
     # a sent block dies when its receiver has taken it: one more or less, but not one a hop

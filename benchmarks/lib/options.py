@@ -53,7 +53,8 @@ class Parser(argparse.ArgumentParser):
 def _written(default: Any) -> str:
     """Write a default as on the command line; None among several is a default of its own."""
     several = default if isinstance(default, list | tuple) else [default]
-    return " ".join("default" if each is None else str(each) for each in several)
+    written = " ".join("default" if each is None else str(each) for each in several)
+    return written.replace("%", "%%")  # argparse fills in the rest
 
 
 def parser(

@@ -1,5 +1,6 @@
 """Which transport and which fabric: by what ranks share, by their budget, or refused."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ from tests.support.counted import Live
 
 
 def most_bytes(case: Attention, size: int) -> int:
-    """The most bytes of others' keys and gradients that any rank held at once, in backward."""
+    """The most bytes of others' keys and gradients that the last rank held at once, in backward."""
     tensors, _, _, _ = case.data()
 
     def main(ring: Ring) -> int:
@@ -40,14 +41,16 @@ def most_bytes(case: Attention, size: int) -> int:
         )  # fmt: skip
         own = GradAccumulator(k), GradAccumulator(v)
         held = [total.begin_update() for total in own]
-        with Live() as live:
+        # one rank counts: PyTorch may crash where several threads look up a mode's rules
+        live = Live()
+        with live if ring.rank == size - 1 else nullcontext():
             for _, of_keys in plan.transport.stream_back(plan.keys(k, v), own):
                 for total in of_keys:
                     total.begin_update()
         assert all(total.begin_update() is memory for total, memory in zip(own, held))
         return live.most
 
-    return max(threads.run(size, main)[0])
+    return threads.run(size, main)[0][-1]
 
 
 FEW = [

@@ -21,6 +21,7 @@ def battery() -> Iterable[Callable[[], None]]:
     yield lambda: test_attention.test_swapped_heads_and_shared_memory_and_groups_of_heads(
         tied=False, memory="copies"
     )
+    yield test_attention.test_terms_that_count_heads_get_all_of_them_in_one_group
     for seed in range(16):
         yield (
             lambda seed=seed: (

@@ -8,7 +8,7 @@ import torch
 from ring_attention_pytorch import explain_plan, ring_attn
 from ring_attention_pytorch.latent import mla_plan, mla_ring_attn
 from tests.support import threads
-from tests.support.latent_cases import RANK, Case, expanded
+from tests.support.latent_cases import RANK, Case, H, expanded
 from tests.support.sampling import grid
 
 
@@ -31,6 +31,11 @@ def test_many_random_cases(seed):
 @pytest.mark.parametrize("memory", ["copies", "together"])
 def test_swapped_heads_and_shared_memory_and_groups_of_heads(tied, memory):
     check(Case(4, memory=memory, tied=tied, most=1, options=dict(causal=True, ulysses=2)))
+
+
+def test_terms_that_count_heads_get_all_of_them_in_one_group():
+    slopes = torch.linspace(0.1, 1, H).double()
+    check(Case(2, most=1, options=dict(causal=True, alibi_slopes=slopes, kernel="eager")))
 
 
 @pytest.mark.parametrize("transport", ["ring", "gather"])

@@ -46,7 +46,7 @@ def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(policy, "_SMALL", -1)
     for own_low_priority in (False, True):
         plan_cache.forget()
-        fabric = SimpleNamespace(ring=Ring.alone(), replay=NEVER)
+        fabric = SimpleNamespace(name="", ring=Ring.alone(), replay=NEVER)
         few, made = (
             SimpleNamespace(schedule=SimpleNamespace(own_low_priority=on), fabric=fabric)
             for on in (False, own_low_priority)

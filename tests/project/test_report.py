@@ -11,7 +11,7 @@ from benchmarks import report
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "performance.md"
 FILES = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-START = r"(python|torchrun --nproc-per-node \d) -m (benchmarks |examples\.)\w"
+START = r"(python|torchrun --nproc-per-node \d) -m (benchmarks |examples\.|tests\.gpu\.)\w"
 EVERY = {"device", "date", "revision", "tokens", "mask", "subject"}
 
 
@@ -30,8 +30,8 @@ def test_results_say_what_was_measured_when_and_how(file: Path) -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_commands_of_results_exist(file: Path) -> None:
     for command in {row.get("command") for row in json.loads(file.read_text())} - {None}:
-        ((folder, name),) = re.findall(r"-m (benchmarks|examples)[ .]([\w-]+)", command)
-        assert (ROOT / folder / f"{name}.py").exists(), command
+        ((folder, name),) = re.findall(r"-m (benchmarks|examples|tests\.gpu)[ .]([\w-]+)", command)
+        assert (ROOT / folder.replace(".", "/") / f"{name}.py").exists(), command
 
 
 def test_shares_are_of_the_kernel_alone_in_the_same_run() -> None:
