@@ -15,7 +15,8 @@ INFERENCE = [
     Mutant(
         "values of a tied cache are moved twice", "inference/pools.py:Pools.all",
         "values = () if self.tied else (self.values,)",
-        "values = ([k[..., : self.sizes.value_dim] for k in self.keys] if self.tied else self.values,)",
+        "values = ([k[..., : self.sizes.value_dim] for k in self.keys],) if self.tied else "
+        "(self.values,)",
     ),
     Mutant(
         "a chunk's plan takes the kernel of few tokens for the cache",
