@@ -270,6 +270,7 @@ class ThreadSpace(SymmetricWorkspace):
         pass
 
     def reserve(self, group: None, **wanted: int) -> None:
+        self.hub.barrier.wait()  # others may still read the memory that this replaces
         for name, nbytes in wanted.items():
             halves = 1 if name == "swaps" else 2
             before = self.hub.buffers.get((name, self.rank))
