@@ -214,12 +214,30 @@ def call(plan: RingPlan, back: bool) -> None:
         total.finalize()
 
 
+def logged(
+    ring: threads.ThreadRing, space: threads.ThreadSpace, calls: list[tuple[RingPlan, bool]],
+    logs: dict[int, Log],
+) -> Log:  # fmt: skip
+    """Make these calls, of a plan and a direction each, and return this rank's log of `space`."""
+    mine = logs[threading.get_ident()] = Log()
+    space.reserve(None, keys=1 << 12, grads=1 << 12)
+    for name in ("keys", "grads"):
+        buffer = getattr(space, name)
+        buffer.__class__, buffer.log = LoggedBuffer, mine
+    ring.hub.barrier.wait()
+    with noted(ring.hub, logs) if ring.rank == 0 else nullcontext():
+        ring.hub.barrier.wait()
+        for plan, back in calls:
+            call(plan, back)
+        ring.hub.barrier.wait()
+    return mine
+
+
 def recorded(calls: list[tuple[str, bool]]) -> list[Log]:
     """The logs of all ranks that make these calls, each by a way and a direction."""
     logs: dict[int, Log] = {}
 
     def main(ring: threads.ThreadRing) -> Log:
-        mine = logs[threading.get_ident()] = Log()
         q = torch.zeros(1, TOKENS, 1, 2)
         made = RingPlan.make(q, q, q, causal=True, layout="zigzag", group=ring)
         plans, space = {}, None
@@ -228,17 +246,7 @@ def recorded(calls: list[tuple[str, bool]]) -> list[Log]:
             fabric = plans[way].transport.fabric
             space = space or fabric.space  # the largest that any needs is made for all
             object.__setattr__(fabric, "space", space)
-        space.reserve(None, keys=1 << 12, grads=1 << 12)
-        for name in ("keys", "grads"):
-            buffer = getattr(space, name)
-            buffer.__class__, buffer.log = LoggedBuffer, mine
-        ring.hub.barrier.wait()
-        with noted(ring.hub, logs) if ring.rank == 0 else nullcontext():
-            ring.hub.barrier.wait()
-            for way, back in calls:
-                call(plans[way], back)
-            ring.hub.barrier.wait()
-        return mine
+        return logged(ring, space, [(plans[way], back) for way, back in calls], logs)
 
     found, _ = threads.run(RANKS, main)
     return found
@@ -256,22 +264,10 @@ def recorded_over_machines(calls: list[tuple[str, bool]]) -> list[list[Log]]:
     logs: dict[int, Log] = {}
 
     def main(ring: threads.ThreadRing) -> Log:
-        mine = logs[threading.get_ident()] = Log()
         q = torch.zeros(1, TOKENS, 1, 2)
         how = dict(causal=True, layout="zigzag", group=ring, transport="gather")
         plans = {way: RingPlan.make(q, q, q, **how | more) for way, more in OVER_MACHINES.items()}
-        space = ring.near
-        space.reserve(None, keys=1 << 12, grads=1 << 12)
-        for name in ("keys", "grads"):
-            buffer = getattr(space, name)
-            buffer.__class__, buffer.log = LoggedBuffer, mine
-        ring.hub.barrier.wait()
-        with noted(ring.hub, logs) if ring.rank == 0 else nullcontext():
-            ring.hub.barrier.wait()
-            for way, back in calls:
-                call(plans[way], back)
-            ring.hub.barrier.wait()
-        return mine
+        return logged(ring, ring.near, [(plans[way], back) for way, back in calls], logs)
 
     with mock.patch.object(transports, "near_by", threads.near_by):
         found, _ = threads.run(len(MACHINES), main, MACHINES)
