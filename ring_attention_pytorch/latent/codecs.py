@@ -95,12 +95,7 @@ class TiedKeys:
         return self.d_v // 2, self.d_v - self.d_v // 2
 
     def check(self, q: Tensor, encoded: Pair) -> None:
-        h, g = q.shape[2], encoded[0].shape[2]
-        if q.shape[-1] != self.d_v or not g or h % g:
-            raise ValueError(
-                f"q must have the head size {self.d_v} of keys that are values, and a multiple of "
-                f"their {g} heads, got head size {q.shape[-1]} and {h} heads"
-            )
+        _check_heads(q, encoded[0], self.d_v, f"the head size {self.d_v} of keys that are values,")
 
     def decode(self, encoded: Pair, params: Tensors) -> Pair:
         both = torch.cat(encoded, dim=-1)
@@ -136,15 +131,20 @@ class RoundedKeys:
         return self.d, self.d_v
 
     def check(self, q: Tensor, encoded: Pair) -> None:
-        h, g = q.shape[2], encoded[0].shape[2]
-        if q.shape[-1] != self.d or not g or h % g:
-            raise ValueError(
-                f"q must have the keys' head size {self.d} and a multiple of their {g} heads, got "
-                f"head size {q.shape[-1]} and {h} heads"
-            )
+        _check_heads(q, encoded[0], self.d, f"the keys' head size {self.d}")
 
     def decode(self, encoded: Pair, params: Tensors) -> Pair:
         return encoded
 
     def pull_back(self, encoded: Pair, params: Tensors, grads: Pair) -> tuple[Pair, Tensors]:
         return grads, ()
+
+
+def _check_heads(q: Tensor, keys: Tensor, d: int, size: str) -> None:
+    """Raise ValueError unless q has head size d, called `size`, and a multiple of keys' heads."""
+    h, g = q.shape[2], keys.shape[2]
+    if q.shape[-1] != d or not g or h % g:
+        raise ValueError(
+            f"q must have {size} and a multiple of their {g} heads, got head size {q.shape[-1]} "
+            f"and {h} heads"
+        )

@@ -7,14 +7,13 @@ a rank gets a map for each of its runs and doubling, and not the maps of all ran
 """
 
 from functools import partial
-from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import fetch_rows
-from ring_attention_pytorch.recurrent.levels import mapped
+from ring_attention_pytorch.recurrent.levels import mapped, packed, unpacked
 from ring_attention_pytorch.recurrent.plan import RunPlan
 from ring_attention_pytorch.recurrent.runs import HeldRun, Runs, distances
 
@@ -106,10 +105,9 @@ def _where(whether: Tensor, states: Tensor) -> Tensor:
 
 def _fetched(m: Tensor, u: Tensor, fetch: Fetch, plan: RunPlan) -> tuple[Tensor, Tensor]:
     """Return the maps that this rank needs."""
-    packed = torch.cat((m.flatten(1), u.flatten(1)), 1)
-    found = fetch_rows(packed[None], fetch.sends, fetch.lands, len(fetch.at), plan.ring)
-    of_m, of_u = found.split((prod(m.shape[1:]), prod(u.shape[1:])), 1)
-    return of_m.unflatten(1, m.shape[1:]), of_u.unflatten(1, u.shape[1:])
+    rows = packed(m, u)[None]
+    found = fetch_rows(rows, fetch.sends, fetch.lands, len(fetch.at), plan.ring)
+    return unpacked(found, m, u)
 
 
 def _route(plan: RunPlan, final: bool) -> Doubling:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +79,22 @@ def mapped(m: Tensor, u: Tensor, state: Tensor) -> Tensor:
 def scaled(m: Tensor, state: Tensor) -> Tensor:
     """Return a diagonal M times S."""
     return m.reshape(*m.shape, *(1,) * (state.ndim - m.ndim)) * state
+
+
+def packed(m: Tensor, u: Tensor) -> Tensor:
+    """Return the maps of runs as rows of numbers, as they travel: of each run M, then U.
+
+    >>> rows = packed(torch.full((1, 1), 0.5), torch.ones(1, 1, 1, 2))
+    >>> rows.tolist(), [t.shape[1:] for t in unpacked(rows, rows[:, :1], torch.ones(1, 1, 1, 2))]
+    ([[0.5, 1.0, 1.0]], [torch.Size([1]), torch.Size([1, 1, 2])])
+    """
+    return torch.cat((m.flatten(1), u.flatten(1)), 1)
+
+
+def unpacked(rows: Tensor, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Return M and U of `packed` rows, for each run of the shapes in m and u."""
+    of_m, of_u = rows.split((prod(m.shape[1:]), prod(u.shape[1:])), 1)
+    return of_m.unflatten(1, m.shape[1:]), of_u.unflatten(1, u.shape[1:])
 
 
 def followed(m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:

@@ -7,7 +7,6 @@ follows the documents that it has tokens of. More ranks compose maps by doubling
 order go the way back: the gradients of a map are summed on its owner.
 """
 
-from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +16,13 @@ from torch.autograd import Function
 from ring_attention_pytorch.comm.exchange import all_gather, all_to_all, sum_parts
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.recurrent.doubling import doubled
-from ring_attention_pytorch.recurrent.levels import followed, in_full_precision, mapped
+from ring_attention_pytorch.recurrent.levels import (
+    followed,
+    in_full_precision,
+    mapped,
+    packed,
+    unpacked,
+)
 from ring_attention_pytorch.recurrent.plan import Route, RunPlan
 from ring_attention_pytorch.recurrent.runs import gathers
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
@@ -79,38 +84,36 @@ def scanned(
         route, travelling = plan.route(final), None
         if sum(route.counts):
             m, u = (t.index_select(0, route.sent) for t in (m, u))
-            every = _every(torch.cat((m.flatten(1), u.flatten(1)), 1), plan, route)
-            of_m, of_u = every.split((prod(m.shape[1:]), prod(u.shape[1:])), 1)
-            travelling = of_m.unflatten(1, m.shape[1:]), of_u.unflatten(1, u.shape[1:])
+            travelling = unpacked(_every(packed(m, u), plan, route), m, u)
         return _followed(travelling, u, plan, initial, route)
 
 
 def scanned_as_sent(
-    packed: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool
+    maps: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `ring_scan` of maps whose M has no gradient, for up to 16 ranks.
 
     Args:
-        packed: `[sent, h, d_k, d_v + d_k]`, U beside M of the runs that are sent.
+        maps: `[sent, h, d_k, d_v + d_k]`, U beside M of the runs that are sent.
         u: `[sent, h, d_k, d_v]`, the same U, which gets its gradient.
         The rest: as for `ring_scan`.
     """
     if plan.runs.continues or final:
-        plan.agree_once(_CALLER, packed=packed.shape[1:])
+        plan.agree_once(_CALLER, packed=maps.shape[1:])
     route, travelling = plan.route(final), None
     with in_full_precision(u.device):
         if sum(route.counts):
-            of_u, of_m = _every(packed, plan, route).split(
-                (u.shape[3], packed.shape[3] - u.shape[3]), 3
+            of_u, of_m = _every(maps, plan, route).split(
+                (u.shape[3], maps.shape[3] - u.shape[3]), 3
             )
             travelling = of_m, _Gathered.apply(u, of_u, plan, route.counts)
         return _followed(travelling, u, plan, initial, route)
 
 
-def _every(packed: Tensor, plan: RunPlan, route: Route) -> Tensor:
+def _every(maps: Tensor, plan: RunPlan, route: Route) -> Tensor:
     """Return the maps that travel, of all ranks in order."""
-    shapes = [(count, *packed.shape[1:]) for count in route.counts]
-    return torch.cat(all_gather(packed, shapes, plan.ring, _CALLER))
+    shapes = [(count, *maps.shape[1:]) for count in route.counts]
+    return torch.cat(all_gather(maps, shapes, plan.ring, _CALLER))
 
 
 def _followed(
