@@ -1,0 +1,65 @@
+"""The benchmark of latent keys, on one machine and on two, and ranks that stand for machines."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.lib.jobs import by_torchrun
+from benchmarks.lib.machines import take_gpu
+from ring_attention_pytorch.ranks.machines import machine_name
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--device", "cpu", "--tokens", "32", "--heads", "4", "--rounds", "1"]
+SIZES = ["--sizes", "16", "8", "16", "32"]
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_both_ways_agree_and_latents_are_fewer_bytes(machines: int, tmp_path) -> None:
+    start = by_torchrun(2, "benchmarks", "latents")
+    if machines > 1:
+        start = ("-m", "benchmarks", "latents", "--machines", "2")
+    file = tmp_path / "rows.json"
+    run = subprocess.run(
+        [sys.executable, *start, *SMALL, *SIZES, "--save", str(file)],
+        cwd=ROOT, capture_output=True, text=True, timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    both = {row["subject"]: row for row in json.loads(file.read_text()) if row["pass"] == "both"}
+    assert {*both} == {"latents", "expanded"}
+    for row in both.values():
+        assert max(row["differ"].values()) < 1e-5
+        assert row["machines"] == machines
+        assert row["ranks"] == 2 * machines
+        assert row["command"].startswith("torchrun" if machines == 1 else "python -m benchmarks")
+    # a token: 32 + 8 numbers, and of each of four heads 24 and 16
+    ratio = both["expanded"]["sent_mib"] / max(both["latents"]["sent_mib"], 1e-9)
+    assert ratio > 1.5
+    if machines > 1:
+        assert both["latents"]["loopback_mib"] > 0
+
+
+def test_ranks_that_share_a_gpu_are_hosts_to_nccl_and_one_machine_to_us(monkeypatch) -> None:
+    """Else they would share no memory, and tests of what they share would test messages."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    names, hosts = set(), set()
+    for rank in range(2):
+        with mock.patch.dict(os.environ):
+            for name in ("RANK", "NCCL_HOSTID", "RING_ATTENTION_MACHINE"):
+                os.environ.pop(name, None)
+            assert take_gpu(rank, 2) == torch.device("cuda", 0)
+            names.add(machine_name())
+            hosts.add(os.environ["NCCL_HOSTID"])
+    assert len(names) == 1
+    assert len(hosts) == 2
+    with mock.patch.dict(os.environ, RANK="3", RING_ATTENTION_MACHINE="machine1"):
+        take_gpu(1, 2)
+        assert os.environ["NCCL_HOSTID"] == "rank 3"
+        assert machine_name() == "machine1"
