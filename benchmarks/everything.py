@@ -33,6 +33,7 @@ ALONE = "--no-peers --theory-up-to 0"  # no other library, nor one GPU with all 
 LLAMA = "examples.train_torchtitan"
 LLAMA_RUNS = f"{LLAMA} --tokens 32768 --tokens 131072 --steps 3 --steps 1"
 LOSSES = "curves --by ring context_parallel --mask documents causal"
+LATENTS_32K = "latents --machines 2 --rounds 1 --tokens 32768"
 MACHINES = "tests.gpu.machines"
 SMALL = "--device cpu --tokens 64 --heads 4 2"
 TINY = "--device cpu --length 256 --dim 64 --depth 2 --heads 4 --steps 4"
@@ -129,7 +130,7 @@ def neighbours(names: Sequence[str]) -> list[Entry]:
     which = f"ring --mask causal --kernels {' '.join(names)} --no-peers --repeats 4"
     magi = Entry("MagiAttention's grid", "magi", f"masks --magi --kernels {' '.join(names)}", 180)
     return [
-        Entry("recurrent layers", "", "recurrent", 300),
+        Entry("recurrent layers", "", "recurrent", 420),
         Entry("latent keys", "latents", "latents", 150),
         Entry("parts", "", "parts --only shared diffusion errors", 240),
         Entry("few tokens", "ring", "few --tokens 2048 4096 --graphs --peers", 180),
@@ -137,6 +138,7 @@ def neighbours(names: Sequence[str]) -> list[Entry]:
         Entry("Llama", "llama", LLAMA_RUNS, 420, package="torchtitan"),
         Entry("losses", "curves", LOSSES, 240),
         *machines(),
+        Entry("machines, latent keys, 32k", "latents", LATENTS_32K, 300, alone=True),
         Entry("training", "ring", f"{which} --tokens 2048 8192 --ulysses 1 2 --graphs", 240),
         magi,
         Entry("decoding", "decode", "decode --keys 131072 --batch 1 8", 120),
@@ -148,7 +150,7 @@ def neighbours(names: Sequence[str]) -> list[Entry]:
 def machines() -> list[Entry]:
     """Return what is measured of several machines, which have two ranks each."""
     times = f"{MACHINES} --only times --key-heads 8 2 --within 270"
-    latents = "latents --machines 2 --tokens 8192"
+    latents = "latents --machines 2 --rounds 3 --tokens 8192"
     return [
         Entry("machines", "", times, 300, alone=True),
         Entry("machines, latent keys", "latents", latents, 240, alone=True),

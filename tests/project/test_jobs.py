@@ -178,7 +178,7 @@ MODULES = {"benchmarks": benchmarks, "tests.gpu.machines": machines, "tests.gpu.
 
 
 @pytest.mark.parametrize("trial", [[], ["--trial"]])
-@pytest.mark.parametrize(("gpus", "jobs"), [("1", 8), ("2", 15), ("4", 15), ("8", 15)])
+@pytest.mark.parametrize(("gpus", "jobs"), [("1", 8), ("2", 16), ("4", 15), ("8", 15)])
 def test_everything_is_listed_and_every_benchmark_takes_its_options(
     gpus: str, jobs: int, trial: list[str], capsys, monkeypatch
 ) -> None:
