@@ -200,6 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = torch.cuda.device_count() if asked.gpus is None else asked.gpus
     if gpus < 1:
         raise SystemExit("there is no CUDA device; with --gpus N --list commands are printed")
+    if gpus == 1 and asked.quick is not None:
+        about.error("--quick and --no-quick are for several GPUs, and there is one")
     quick = gpus < 4 if asked.quick is None else asked.quick
     rows = asked.results or (asked.output / "rows" if asked.trial else RESULTS)
     found = jobs(gpus, quick, kernels(), rows.absolute(), asked.trial)

@@ -5,11 +5,12 @@ one NCCL uses NVLink. Bytes and results are evidence, times are of sockets over 
 """
 
 import os
+import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import Popen
 
 import torch
 
@@ -20,7 +21,7 @@ def start(machines: int, module: str, words: Sequence[str], device: str) -> int:
     """Run `python -m module words` on so many machines; return the worst exit status.
 
     A machine has two ranks at least: two GPUs are those of both machines, and one GPU is that of
-    all four ranks.
+    all four ranks. All ranks end before this does, also if it is asked to by SIGTERM.
     """
     gpus = 2 * machines if device == "cpu" else torch.cuda.device_count()
     each, running = max(2, gpus // machines), []
@@ -43,8 +44,15 @@ def start(machines: int, module: str, words: Sequence[str], device: str) -> int:
             "--node-rank", str(number), "--nproc-per-node", str(each),
             "--master-addr", "127.0.0.1", "--master-port", str(port), "-m", *module.split(), *words,
         ]  # fmt: skip
-        running.append(subprocess.Popen(command, env=env, cwd=ROOT))
-    return max(abs(process.wait()) for process in running)
+        running.append(Popen(command, env=env, cwd=ROOT, start_new_session=True))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    try:
+        return max(abs(process.wait()) for process in running)
+    finally:  # each is asked once: asked again, torchrun would leave its ranks behind
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
 
 
 def take_gpu(rank: int, size: int) -> torch.device:

@@ -1,7 +1,8 @@
-"""The benchmark of latent keys, on one machine and on two, and ranks that stand for machines."""
+"""The benchmark of latent keys, on one machine and on two; ranks of a host as ranks of machines."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from benchmarks.lib.machines import take_gpu
 from ring_attention_pytorch.ranks.machines import machine_name
 from tests.support.launched import launched
+from tests.support.scripts import SOON, Script, linux
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--device", "cpu", "--tokens", "32", "--heads", "4", "--rounds", "1"]
@@ -42,6 +44,22 @@ def test_both_ways_agree_and_latents_are_fewer_bytes(machines: int, tmp_path) ->
     assert both["expanded"]["sent_mib"] > 2 * both["latents"]["sent_mib"] > 0
     if machines > 1:
         assert both["latents"]["loopback_mib"] > 0
+
+
+BEGUN = "import os, time; open(os.path.join(os.environ['TMPDIR'], os.environ['RANK']), 'w')"
+ASLEEP = f"""
+from benchmarks.lib.machines import start
+start(2, "timeit", ["-n", "1", {BEGUN!r} + "; time.sleep(1000)"], "cpu")
+"""
+
+
+@linux
+def test_all_ranks_of_all_machines_end_when_they_are_told_to(tmp_path) -> None:
+    """Ranks that wait for one another on GPUs would take these from whatever runs next."""
+    with Script("-c", ASLEEP, folder=tmp_path) as script:
+        script.until(lambda: len([*tmp_path.glob("[0-3]")]) == 4, SOON)
+        os.kill(script.process.pid, signal.SIGTERM)
+        assert script.ends() == 1
 
 
 def test_ranks_that_share_a_gpu_are_hosts_to_nccl_and_one_machine_to_us(monkeypatch) -> None:

@@ -238,6 +238,7 @@ def test_names_of_jobs_and_of_what_they_say_differ(gpus: int, quick: bool) -> No
         (check, "jobs", ["--gpus", "2"], "--gpus goes with --list"),
         (check, "jobs", ["--gpus", "2", "--only", "rings"], "--gpus goes with --list"),
         (check, "jobs", ["--at-once", "0"], "--at-once must be 1 or more, got 0"),
+        (everything, "jobs", ["--gpus", "1", "--quick"], "are for several GPUs, and there is one"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(
