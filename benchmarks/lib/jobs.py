@@ -163,13 +163,20 @@ def run_all(
 
 
 def pack(folders: Sequence[Path], archive: Path) -> None:
-    """Write folders to a tar.gz file, each by its name."""
+    """Write folders to a tar.gz file, each by its name; one in another is there already."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     half = archive.with_name(f"{archive.name}.tmp")
+    whole = [folder.absolute() for folder in folders]
     with tarfile.open(half, "w:gz") as packed:
-        for folder in folders:
-            packed.add(folder, folder.name)
+        for folder in whole:
+            if not {*folder.parents} & {*whole}:
+                packed.add(folder, folder.name, filter=lambda each: _unless(each, archive.name))
     half.replace(archive)  # whole, whenever this process ends
+
+
+def _unless(each: tarfile.TarInfo, name: str) -> tarfile.TarInfo | None:
+    """Return a member, unless it is the archive of a run before."""
+    return None if Path(each.name).name == name else each
 
 
 def telling(said: Sequence[str]) -> Sequence[str]:

@@ -208,18 +208,23 @@ def test_what_lacks_a_package_is_left_out_and_said(monkeypatch, capsys) -> None:
     assert capsys.readouterr().out == "Llama is left out: torchtitan is not installed\n"
 
 
-def test_an_archive_has_rows_and_what_was_said_so_far(tmp_path) -> None:
-    rows, archive = tmp_path / "rows", tmp_path / "new" / "all.tar.gz"
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_archive_has_rows_and_what_was_said_so_far(inside: bool, tmp_path) -> None:
+    """Once, also where one folder is in the other, and so is the archive."""
+    said = tmp_path / "said"
+    rows = (said if inside else tmp_path) / "rows"
+    archive = (said if inside else tmp_path / "new") / "all.tar.gz"
     jobs = [
         Job("writes", ("-c", f"open({str(rows / 'some.json')!r}, 'w').write('[]')"), 50),
         Job("late", ("-c", "raise SystemExit('late')"), 50),
     ]
-    rows.mkdir()
-    assert run_all(jobs, tmp_path / "said", archive=archive, more=[rows]) == 1
+    rows.mkdir(parents=True)
+    assert run_all(jobs, said, archive=archive, more=[rows]) == 1
     with tarfile.open(archive) as packed:
-        names = packed.getnames()
-    assert {*names} > {"said/writes.txt", "said/late.txt", "rows/some.json"}
-    assert [*archive.parent.iterdir()] == [archive]
+        names = sorted(each.name for each in packed if each.isfile())
+    kept = "said/rows/some.json" if inside else "rows/some.json"
+    assert names == sorted(["said/writes.txt", "said/late.txt", kept])
+    assert not [*archive.parent.glob("*.tmp")]
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
