@@ -50,6 +50,7 @@ from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.dropout import check_seed
 from ring_attention_pytorch.training.batches import ShardedBatch, report_to_ring_of_batch
+from ring_attention_pytorch.training.comparison import leave_to_block
 
 _CALLER = "a model of transformers"
 _NO_POSITIONS = (
@@ -174,6 +175,7 @@ class RingForward:
         self.batch: ShardedBatch = batch
         self.ring: Ring = batch.ring
         self.options: dict[str, Any] = options
+        leave_to_block(self.ring, batch.digest)
         agree(self.ring, "ring_forward", {}, check=partial(_check, batch, options))
         self.loss_group: Group = loss_group
         self.check_positions: bool = check_positions
