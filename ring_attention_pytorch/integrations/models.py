@@ -299,14 +299,19 @@ class RingForward:
 
 def _inputs(batch: ShardedBatch, labels: bool) -> dict[str, Any]:
     given = {name: t for name, t in batch.items() if name not in ("shift_labels", "loss_weights")}
-    positions, mask = given["position_ids"], batch.key_mask
-    if mask is None:
-        mask = positions.new_ones(positions.shape[-2:], dtype=torch.bool)
-    given |= {"attention_mask": mask, "use_cache": False}
+    given |= {"attention_mask": mask_of(batch), "use_cache": False}
     if labels and "shift_labels" in batch:
         in_place = batch.labels if batch.in_place is None else batch.in_place
         given |= {"labels": in_place, "shift_labels": batch.labels}
     return given
+
+
+def mask_of(batch: ShardedBatch) -> Tensor:
+    """Return which of this rank's tokens are real, bool `[b, n]`."""
+    if batch.key_mask is not None:
+        return batch.key_mask
+    positions = batch["position_ids"]
+    return positions.new_ones(positions.shape[-2:], dtype=torch.bool)
 
 
 def _check(batch: ShardedBatch, options: Mapping[str, Any]) -> None:
