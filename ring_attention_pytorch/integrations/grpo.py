@@ -78,11 +78,18 @@ class RingGRPOTrainer(RingTrainerMixin, GRPOTrainer):
 
     def _calculate_rewards(self, *given: Any, **more: Any) -> Tensor:
         """Return the rewards of all ranks, with its first rank's for each rank of a ring."""
-        rewards = super()._calculate_rewards(*given, **more)
-        ranks = rewards.unflatten(0, (self.accelerator.num_processes, -1))
-        of_rings = ranks[:: self._alike]
+        of_rings = self._of_first_ranks(super()._calculate_rewards(*given, **more))
         self._rewards_of_rings = of_rings.flatten(0, 1)
         return of_rings.repeat_interleave(self._alike, 0).flatten(0, 1)
+
+    def get_high_entropy_mask(self, *given: Any, **more: Any) -> Tensor:
+        """Select tokens above a quantile of entropies, in which each ring's tokens count once."""
+        gather = self.accelerator.gather
+        self.accelerator.gather = lambda t: self._of_first_ranks(gather(t)).flatten(0, 1)
+        try:
+            return super().get_high_entropy_mask(*given, **more)
+        finally:
+            self.accelerator.gather = gather
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         """Generate and score; logged metrics count each ring's samples once."""

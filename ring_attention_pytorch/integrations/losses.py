@@ -13,14 +13,12 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ring_attention_pytorch.ranks.ring import Group
-from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.training.batches import ShardedBatch
-from ring_attention_pytorch.training.losses import ring_cross_entropy
+from ring_attention_pytorch.training.losses import counted_cross_entropy, ring_cross_entropy
 
 _MOVED: Final = ("ForCausalLM", "ForConditionalGeneration")
 _IN_PLACE: Final = ("ForMaskedLM", "ForTokenClassification")
@@ -134,9 +132,7 @@ def loss_of(
         return ring_cross_entropy(
             logits, labels, weights=weights, group=group, ignore_index=ignore_index
         )
-    wide = logits.flatten(0, 1).to(accumulation_dtype(logits.dtype))
-    total = F.cross_entropy(wide, labels.flatten(), ignore_index=ignore_index, reduction="sum")
-    return total / num_items.to(total.device)
+    return counted_cross_entropy(logits, labels, num_items, group, ignore_index)
 
 
 def are_equal(a: Tensor | None, b: Tensor | None) -> bool:

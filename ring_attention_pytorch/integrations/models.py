@@ -50,6 +50,7 @@ from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.dropout import check_seed
 from ring_attention_pytorch.training.batches import ShardedBatch, report_to_ring_of_batch
+from ring_attention_pytorch.training.comparison import leave_to_block
 
 _CALLER = "a model of transformers"
 _NO_POSITIONS = (
@@ -174,6 +175,7 @@ class RingForward:
         self.batch: ShardedBatch = batch
         self.ring: Ring = batch.ring
         self.options: dict[str, Any] = options
+        leave_to_block(self.ring, batch.digest)
         agree(self.ring, "ring_forward", {}, check=partial(_check, batch, options))
         self.loss_group: Group = loss_group
         self.check_positions: bool = check_positions
@@ -297,14 +299,19 @@ class RingForward:
 
 def _inputs(batch: ShardedBatch, labels: bool) -> dict[str, Any]:
     given = {name: t for name, t in batch.items() if name not in ("shift_labels", "loss_weights")}
-    positions, mask = given["position_ids"], batch.key_mask
-    if mask is None:
-        mask = positions.new_ones(positions.shape[-2:], dtype=torch.bool)
-    given |= {"attention_mask": mask, "use_cache": False}
+    given |= {"attention_mask": mask_of(batch), "use_cache": False}
     if labels and "shift_labels" in batch:
         in_place = batch.labels if batch.in_place is None else batch.in_place
         given |= {"labels": in_place, "shift_labels": batch.labels}
     return given
+
+
+def mask_of(batch: ShardedBatch) -> Tensor:
+    """Return which of this rank's tokens are real, bool `[b, n]`."""
+    if batch.key_mask is not None:
+        return batch.key_mask
+    positions = batch["position_ids"]
+    return positions.new_ones(positions.shape[-2:], dtype=torch.bool)
 
 
 def _check(batch: ShardedBatch, options: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from ring_attention_pytorch.integrations.known_trainers import (
     TOKENS,
     loss_of,
 )
-from ring_attention_pytorch.integrations.models import RingForward, ring_forward
+from ring_attention_pytorch.integrations.models import RingForward, mask_of, ring_forward
 from ring_attention_pytorch.integrations.probe import probe
 from ring_attention_pytorch.integrations.watched import opened
 from ring_attention_pytorch.integrations.whole import (
@@ -204,13 +204,17 @@ class RingTrainerMixin(_Trainer):
         def of_rings(t: Tensor) -> Tensor:
             found = gather(t)
             if self.accelerator.num_processes > 1:
-                ranks = found.unflatten(0, (self.accelerator.num_processes, -1))
-                found = ranks[:: self._alike].flatten(0, 1)
+                found = self._of_first_ranks(found).flatten(0, 1)
             return found[:last] if t.ndim and last > 0 else found
 
         if use_gather_object:
             self._refuse("eval_use_gather_object must be False: objects would count once per rank")
         return recursively_apply(of_rings, input_data, error_on_other_type=True)
+
+    def _of_first_ranks(self, gathered: Tensor) -> Tensor:
+        """Return the part of each ring's first rank, `[rings, ...]`, of what all ranks gathered."""
+        ranks = gathered.unflatten(0, (self.accelerator.num_processes, -1))
+        return ranks[:: self._alike]
 
     def _spread_models(self) -> None:
         """Spread the models from whose outputs the loss is computed."""
@@ -284,7 +288,10 @@ class RingTrainerMixin(_Trainer):
         if given.get("cu_seqlens") is None and "position_ids" not in given:
             given |= _documents(whole)
         shift = not _keeps_labels(self.model)
-        return shard_batch(given, layout=self.ring_layout, group=self._ring, shift_labels=shift)
+        batch = shard_batch(given, layout=self.ring_layout, group=self._ring, shift_labels=shift)
+        if "attention_mask" in given:  # trainers count tokens by it
+            batch["attention_mask"] = mask_of(batch)
+        return batch
 
     def _check_trainer(self) -> None:
         """Raise ValueError if the trainer would compute with shards as if they were whole."""

@@ -10,7 +10,7 @@ if ranks differ.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, wraps
 from hashlib import sha256
 from typing import Any, NamedTuple, TypeAlias
@@ -145,6 +145,9 @@ def agree(
         _check_problems(caller, [problem])
         return [own]
     must_match = same if isinstance(same, MustMatch) else MustMatch(same, everywhere or {})
+    if (unread := ring.steps.unread) is not None:
+        ring.steps.unread, before = None, {"the batch before (its digest)": unread.for_note()}
+        must_match = replace(must_match, same={**must_match.same, **before})
     wrong = b"null" if problem is None else json.dumps(problem).encode()
     head = b"%d %d %s" % (ring.steps.notes, ring.size, wrong)
     mine = b"\n".join((head, must_match.text, _written(*own.items())))

@@ -51,7 +51,7 @@ class Steps:
         self.guards: list[Guard] = []  # checks that devices make
         # callers that agree no more until a batch's block ends: an error of one rank is its own
         self.passed_by: set[str] = set()
-        self.unread: Any = None  # the digest of a batch that ranks may not have compared yet
+        self.unread: Any = None  # a batch's digest, which the next agreement compares
 
     @property
     def notes(self) -> int:

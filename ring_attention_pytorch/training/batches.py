@@ -38,6 +38,7 @@ from ring_attention_pytorch.training.comparison import (
     UnreadDigest,
     compare_now,
     digest_of_batch,
+    leave_to_block,
 )
 from ring_attention_pytorch.training.labels import (
     documents_of_positions,
@@ -182,6 +183,7 @@ class ShardedBatch(MutableMapping[str, Any]):
             same = {WORDS: self.uncompared}
             agree(ring, "a batch", same, check=error)
             object.__setattr__(self, "uncompared", None)
+        leave_to_block(ring, self.digest)
         placement = Placement(
             ring, self.layout, self.length, self.packing, self.key_mask, self.whole_mask,
             self.digest,
@@ -273,8 +275,8 @@ def shard_batch(
         ignore_index: the label of tokens that predict nothing, such as the last of a document.
         check_same: compare a digest of the batch between the ranks: here, or without a group when
             `with batch:` begins. Values on a GPU that nothing else reads are compared without a
-            wait: in the block's loss, or at the block's end; without a block in the ring's next
-            `shard_batch`.
+            wait: in the block's loss, or at the block's end; without a block in the next call in
+            which the ring's ranks agree.
 
     Returns:
         A `ShardedBatch`. Nothing but the digest is sent.
@@ -323,12 +325,7 @@ def shard_batch(
     error = error_of(make)
     mine = found[0].digest if found else None
     now = mine.of_kinds if isinstance(mine, UnreadDigest) else mine
-    same = {"check_same": check_same, WORDS: now}
-    before: UnreadDigest | None = ring.steps.unread
-    if before is not None and not before.compared:
-        same["the batch before (its digest)"] = before.for_note()
-    ring.steps.unread = None
-    agree(ring, "shard_batch", same, check=error)
+    agree(ring, "shard_batch", {"check_same": check_same, WORDS: now}, check=error)
     ring.steps.unread = mine if isinstance(mine, UnreadDigest) else None
     return found[0] if rank is None else replace(found[0], uncompared=now)
 

@@ -5,7 +5,8 @@ host. A batch that the host has not read otherwise is therefore compared later i
 
     values on the host      in `shard_batch`, with shapes and options
     values on a GPU         in the block's loss, which compares notes anyway; without a loss at the
-                            block's end; without a block in the ring's next `shard_batch`
+                            block's end
+    without a block         in the ring's next agreement, before a plan or a loss; that waits
 """
 
 from collections.abc import Mapping
@@ -74,6 +75,12 @@ def digest_of_batch(batch: Mapping[str, Any], *options: object, at_once: bool) -
     if not is_read and len(places) == 1 and _HOST.isdisjoint(place.type for place in places):
         return UnreadDigest(of_kinds, torch.stack(sums))
     return crc32(repr((of_kinds, [int(t) for t in sums])).encode())
+
+
+def leave_to_block(ring: Ring, found: Digest | None) -> None:
+    """Let ranks compare a digest in its batch's block, and not in the ring's next agreement."""
+    if ring.steps.unread is found:
+        ring.steps.unread = None
 
 
 def compare_now(ring: Ring, found: UnreadDigest) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch.geometry.layouts import all_segments, segment_positions
@@ -22,6 +23,7 @@ from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_gr
 from ring_attention_pytorch.ranks.failures import Disagreement
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.runtime.torch_func import run_apart
 from ring_attention_pytorch.training.batches import ShardedBatch, report_to_ring_of_batch
 from ring_attention_pytorch.training.comparison import UnreadDigest
 from ring_attention_pytorch.training.loss_inputs import (
@@ -82,12 +84,43 @@ def ring_cross_entropy(  # noqa: PLR0913 - a public entry point
     4.0
     """
     ring, of = as_ring(group), Head(head, bias, scale, softcap)
+    total, held = _sums(ring, x, labels, of, weights, ignore_index, chunk)
+    return mean_over_ranks(total, held, ring)
+
+
+def counted_cross_entropy(
+    logits: Tensor, labels: Tensor, items: Tensor, group: Group, ignore_index: int
+) -> Tensor:
+    """Compute the sum of this rank's cross entropies, divided by `items`; 0 if there are none.
+
+    The arguments are those of `ring_cross_entropy`, and so are the errors.
+    """
+    if is_compiling():
+        return run_apart(counted_cross_entropy, logits, labels, items, group, ignore_index)
+    total, held = _sums(as_ring(group), logits, labels, Head(), None, ignore_index, None)
+    items = torch.where(held.isnan(), held, items.to(total.device))
+    return total / torch.where(items == 0, 1, items)
+
+
+def _sums(
+    ring: Ring,
+    x: Tensor,
+    labels: Tensor,
+    of: Head,
+    weights: Tensor | None,
+    ignore_index: int,
+    chunk: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's sums, of cross entropies and of weights, once all ranks agree.
+
+    Where the host does not read labels and weights, the second one is NaN if any is wrong.
+    """
     error = error_of(partial(_check, x, labels, of, weights, ignore_index, chunk, ring))
     same = _same(x, of, error, ignore_index) | {
         "weights": weights is not None,
         "requires_grad of x or head, of weights": [
             torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-            for given in ((x, head, bias), (weights,))
+            for given in ((x, of.weight, of.bias), (weights,))
         ],
     }
     _agree_in_block(ring, same, error)
@@ -98,7 +131,7 @@ def ring_cross_entropy(  # noqa: PLR0913 - a public entry point
         held = torch.where(found.wrong.any(), torch.nan, held.to(total.dtype))
     for part in _by_chunks(of, chunk, "sum", ignore_index, x, found.labels, found.weights):
         total = total + part
-    return mean_over_ranks(total, held, ring)
+    return total, held
 
 
 def _same(x: Tensor, head: Head, error: ValueError | None, ignore_index: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def battery() -> Iterator[Callable[[], object]]:
     yield from losses_are_right()
     yield losses.test_ranks_in_blocks_of_different_batches_are_told_by_the_loss
     for use in comparison.WAYS:
-        look = comparison.test_another_batch_is_noticed_in_the_loss_at_the_end_or_in_the_next_batch
+        look = comparison.test_another_batch_is_noticed_in_the_block_or_in_the_next_agreement
         yield partial(look, use)
     yield comparison.test_a_digest_is_unread_only_if_the_host_has_no_other_reason_to_wait
     for ulysses in (1, 2):

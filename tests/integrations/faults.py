@@ -55,7 +55,7 @@ INTEGRATIONS = [
     ),
     Mutant(
         "all ranks of a ring count in metrics",
-        "integrations/trainer.py:RingTrainerMixin._gather_for_metrics",
+        "integrations/trainer.py:RingTrainerMixin._of_first_ranks",
         "ranks[:: self._alike]", "ranks",
     ),
     Mutant(

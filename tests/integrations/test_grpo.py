@@ -35,6 +35,21 @@ def test_a_ring_has_the_rewards_of_its_first_rank(ring: int, firsts: list[int]) 
     assert torch.equal(made._rewards_of_rings, once)
 
 
+@pytest.mark.parametrize("ring", [1, 2, 4])
+def test_each_rings_entropies_count_once_in_a_quantile(ring: int) -> None:
+    """A quantile of values that are there twice, or four times, is another one."""
+    entropies = torch.rand(4 // ring, 1, 9, generator=torch.Generator().manual_seed(0))
+    kept = [q / 20 for q in range(1, 20)]
+    right = [entropies >= torch.quantile(entropies, q) for q in kept]
+    gathered = entropies.repeat_interleave(ring, 0).flatten()
+    made, own = trainer(ring), entropies[-1]  # as of the last rank
+    made.accelerator.gather = lambda _: gathered
+    made.accelerator.pad_across_processes = lambda t, **_: t
+    for q, want in zip(kept, right, strict=True):
+        assert torch.equal(made.get_high_entropy_mask(own, torch.ones_like(own), q), want[-1]), q
+    assert made.accelerator.gather(own) is gathered
+
+
 def test_the_sampler_gives_each_ring_its_batches_once() -> None:
     made = trainer(2, args=SimpleNamespace(generation_batch_size=8))
     seen = []

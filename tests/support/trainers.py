@@ -177,7 +177,7 @@ _GENERATED = dict(
 TRAINERS = {
     "Trainer": Trains(
         _of("transformers", "Trainer"), _of("transformers", "TrainingArguments"), causal, texts,
-        options=dict(gradient_accumulation_steps=2),
+        options=dict(gradient_accumulation_steps=2, include_num_input_tokens_seen="non_padding"),
     ),
     "Trainer, masked tokens": Trains(
         _of("transformers", "Trainer"), _of("transformers", "TrainingArguments"), masked,

@@ -68,8 +68,8 @@ TRAINING = [
         "softcap of logits": head.softcap,''', "",
     ),
     Mutant(
-        "weights are learned on some ranks", "training/losses.py:ring_cross_entropy",
-        "((x, head, bias), (weights,))", "((x, head, bias),)",
+        "weights are learned on some ranks", "training/losses.py:_sums",
+        "((x, of.weight, of.bias), (weights,))", "((x, of.weight, of.bias),)",
     ),
     Mutant(
         "what was found wrong is told for ever", "training/loss_inputs.py:_Flags.check",

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from unittest import mock
 
@@ -9,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch import ring_cross_entropy, ring_token_logprobs, shard_batch
+from ring_attention_pytorch import (
+    ring_attn,
+    ring_cross_entropy,
+    ring_token_logprobs,
+    shard_batch,
+)
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.training import comparison
 from ring_attention_pytorch.training.comparison import UnreadDigest, digest_of_batch
@@ -43,15 +49,28 @@ def no_block(ring: Ring, wrong: bool) -> None:
     shard_batch(given(ring, False), group=ring)
 
 
+def loss_without_block(ring: Ring, wrong: bool) -> None:
+    batch = shard_batch(given(ring, wrong), group=ring)
+    ring_cross_entropy(torch.zeros(2, 6, 64), batch.labels, group=ring)
+
+
+def attention_without_block(ring: Ring, wrong: bool) -> None:
+    batch, q = shard_batch(given(ring, wrong), group=ring), torch.zeros(2, 6, 1, 8)
+    ring_attn(q, q, q, causal=True, layout=batch.layout, group=ring)
+
+
 def other_shapes(ring: Ring, wrong: bool) -> None:
     shard_batch({"input_ids": IDS[:, : 12 - 2 * (wrong and ring.rank)]}, group=ring)
 
 
+BEFORE = "the batch before (its digest)"
 WAYS = {
     loss: ("in the blocks of different batches", ["shard_batch", "ring_cross_entropy"]),
     logprobs: ("batch (its digest)", ["shard_batch", "ring_token_logprobs", "unshard_sequence"]),
     no_loss: (comparison.WORDS, ["shard_batch", "a batch"]),
-    no_block: ("the batch before (its digest)", ["shard_batch", "shard_batch"]),
+    no_block: (BEFORE, ["shard_batch", "shard_batch"]),
+    loss_without_block: (BEFORE, ["shard_batch", "ring_cross_entropy"]),
+    attention_without_block: (BEFORE, ["shard_batch", "ring attention"]),
     other_shapes: (comparison.WORDS, ["shard_batch"]),
 }
 
@@ -69,7 +88,7 @@ def compared(use: Callable[[Ring, bool], None], ring: Ring) -> tuple[str, list[s
 
 
 @pytest.mark.parametrize("use", WAYS)
-def test_another_batch_is_noticed_in_the_loss_at_the_end_or_in_the_next_batch(
+def test_another_batch_is_noticed_in_the_block_or_in_the_next_agreement(
     use: Callable[[Ring, bool], None],
 ) -> None:
     words, notes = WAYS[use]
@@ -77,6 +96,49 @@ def test_another_batch_is_noticed_in_the_loss_at_the_end_or_in_the_next_batch(
         for error, called in threads.run(2, partial(compared, use))[0]:
             assert words in error
             assert called == notes
+
+
+def waits_in_a_block(ring: Ring) -> list[bool]:
+    """Whether ranks have compared a batch: before its block, after attention in it, and a loss."""
+    from ring_attention_pytorch.integrations.transformers import ring_forward
+
+    batch, q = shard_batch(given(ring, False), group=ring), torch.zeros(2, 6, 1, 8)
+    assert isinstance(batch.digest, UnreadDigest)
+    ring_forward(batch)
+    found = [batch.digest.compared]
+    with batch:
+        ring_attn(q, q, q, causal=True, group=ring)
+        found.append(batch.digest.compared)
+        ring_cross_entropy(torch.zeros(2, 6, 64), batch.labels, group=ring)
+        found.append(batch.digest.compared)
+    return found
+
+
+def test_in_a_block_nothing_reads_a_digest_before_the_loss() -> None:
+    pytest.importorskip("transformers")
+    with mock.patch.object(comparison, "_HOST", set()):
+        assert threads.run(2, waits_in_a_block)[0] == [[False, False, True]] * 2
+
+
+def step_that_one_rank_fails(ring: Ring) -> str:
+    """A rank fails in its block, others wait in the loss; what the next step raises."""
+    with suppress(ValueError), shard_batch(given(ring, False), group=ring) as batch:
+        if ring.rank:
+            raise ValueError
+        ring_cross_entropy(torch.zeros(2, 6, 64), batch.labels, group=ring)
+    with suppress(ValueError):
+        if ring.rank:
+            shard_batch(given(ring, False), group=ring)
+    try:
+        loss(ring, False)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_the_step_after_one_that_failed_on_a_rank_is_right() -> None:
+    with mock.patch.object(comparison, "_HOST", set()):
+        assert threads.run(2, step_that_one_rank_fails)[0] == ["nothing"] * 2
 
 
 def test_a_digest_is_unread_only_if_the_host_has_no_other_reason_to_wait() -> None:

@@ -1,5 +1,6 @@
 """Losses over ranks: weights, a head's terms, and values that are wrong, against one process."""
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from ring_attention_pytorch import ring_cross_entropy, ring_token_logprobs, shard_batch
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
+from ring_attention_pytorch.training import loss_inputs
+from ring_attention_pytorch.training.losses import counted_cross_entropy
 from tests.support import threads
 from tests.support.late_losses import check_told_later, logprobs_told_later, told_later
 from tests.support.reference import relative_error
@@ -335,6 +338,47 @@ def test_where_nobody_waits_a_label_that_is_no_class_has_nan(pools):
 
 def test_alone_a_label_that_is_no_class_has_nan_where_nobody_waits():
     assert logprobs_told_later()[0] == [[0, 1]]
+
+
+def counted(at_once: bool) -> tuple[str, float, list[float]]:
+    """For a pool: the error, the loss and its gradient, where a label of rank 1 is no class."""
+    ring, whole = as_ring(None), drawn(2)
+    mine = slice(ring.rank * N, ring.rank * N + N)
+    x, labels = whole["x"][:, mine].clone().requires_grad_(), whole["labels"][:, mine] % D
+    labels[0, 1] = D if ring.rank else 0
+    given = x, labels, torch.tensor(10), None, 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_inputs, "reads_at_once", lambda t: at_once)
+        try:
+            loss = counted_cross_entropy(*given)
+            loss.backward()
+            counted_cross_entropy(*given)
+        except ValueError as error:
+            told = str(error)
+    return (told, 0.0, []) if at_once else (told, loss.item(), x.grad.flatten().tolist())
+
+
+def test_a_loss_that_is_counted_by_others_raises_on_all_ranks_for_a_label_that_is_no_class(pools):
+    for told, *_ in pools(2).run(counted, True):
+        assert "labels must be 0 to 5, or ignore_index=0" in told
+        assert "(on rank 1)" in told
+    _, second = pools(2).run(counted, False)
+    told, loss, gradient = second
+    assert "labels of an earlier loss were" in told
+    assert math.isnan(loss)
+    assert math.isnan(sum(gradient))
+
+
+def test_a_loss_that_is_counted_by_others_is_a_sum_divided_by_their_number():
+    x, labels = drawn(1)["x"].requires_grad_(), drawn(1)["labels"]
+    for items, ignore in ((7, -100), (0, -100)):
+        kept = labels if items else torch.full_like(labels, ignore)
+        loss = counted_cross_entropy(x, kept.clamp(max=D - 1), torch.tensor(items), None, ignore)
+        (grad,) = torch.autograd.grad(loss, x)
+        each = -x.log_softmax(-1).gather(2, kept.clamp(0, D - 1)[..., None])[..., 0]
+        want = each[kept != ignore].sum() / max(1, items)
+        assert relative_error(loss, want) < EXACT
+        assert relative_error(grad, torch.autograd.grad(want, x)[0]) < EXACT
 
 
 def test_ranks_in_blocks_of_different_batches_are_told_by_the_loss():
