@@ -1,5 +1,6 @@
 """Models of transformers generate from a spread cache what they generate in one process."""
 
+import copy
 import inspect
 from collections.abc import Callable
 from functools import cache
@@ -184,6 +185,27 @@ def other_prompts_ahead() -> Any:
 def apart() -> list[str]:
     register()
     return [raised(other_random_numbers), raised(other_prompts_ahead)]
+
+
+def questions(attention: str) -> list[Generated]:
+    """Continue one prompt in two ways, each with a copy of its cache."""
+    register()
+    model, found = model_of("Gemma2", attention).eval(), []
+    cached = None
+    if attention == "ring":
+        cached = RingHFCache(model.config, page=4, spare=8, group=ring_of(2))
+        cached.prefill(model, prompt())
+    for word in (9, 10):
+        ids = torch.cat((prompt(), torch.full((2, 3), word)), dim=1)
+        found.append(generated("Gemma2", "greedy", copy.deepcopy(cached), input_ids=ids))
+    assert cached is None or cached.get_seq_length() == LENGTH - 1
+    return found
+
+
+def test_questions_about_one_prompt_go_on_from_copies(pools):
+    want = questions("exact")
+    for found in pools(4).run(questions, "ring"):
+        assert same(found, want)
 
 
 def test_ranks_that_have_other_tokens_are_told(pools):
