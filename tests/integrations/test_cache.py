@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -287,6 +288,16 @@ def in_a_batch_s_block() -> Any:
         return called()
 
 
+def after_a_call_that_failed_half_way() -> Any:
+    model = model_of("Llama", "ring").eval()
+    cached = RingHFCache(model.config)
+    called(cached=cached)
+    broken = mock.patch.object(type(model.model.layers[0].mlp), "forward", side_effect=MemoryError)
+    with broken, pytest.raises(MemoryError):
+        called(cached=cached)
+    return called(cached=cached)
+
+
 def beyond_its_capacity() -> Any:
     cached = RingHFCache(model_of("Llama", "ring").config, capacity=30, page=1)
     return called(cached=cached)
@@ -319,6 +330,7 @@ TRAPS: dict[Callable[[], Any], str] = {
     other_sequences: "it holds 2 sequences, and the model brings 4",
     assisted_after_a_prompt: "RingHFCache: ",  # of positions, or of the mask
     in_a_batch_s_block: "in the block of a batch",
+    after_a_call_that_failed_half_way: "layers have different lengths, [[82, 82], [41, 41]]",
     beyond_its_capacity: "more than the capacity of 30",
     forgotten_too_far: "larger `spare`",
     windows_that_the_model_has_not: "with spare=None all tokens of it are kept",
