@@ -91,7 +91,7 @@ REFUSED = {
     "check": "check must be None or 'always', got 'now and then'",
     "check of a chunk": "check must be None or 'always', got 'now and then'",
     "kernel of a chunk": "kernel must be None, 'triton' or 'eager', got 'sdpa'",
-    "sinks": "sinks must be [4] on cpu, got [3] on cpu",
+    "sinks": "sinks must be floating [4], one for each head of q, on cpu; got torch.float32 [3]",
     "values differ": "values of q, k and v must be the same on every rank",
     "layout": "layout must be the same on every rank",
     "shards": "a chunk must have a token",

@@ -100,6 +100,7 @@ def test_who_is_alone_is_told_too() -> None:
         lambda: cache.reorder([0, 2]): "reorder takes a number from 0 to 1",
         lambda: cache.fork(0, 2): "there are 2 sequences, and no 2",
         lambda: cache.hide_before([0]): "starts must be 2 numbers",
+        lambda: cache.hide_before([0, 1 << 30]): r"from 0, below 2 \*\* 30, got \[0, 1073741824\]",
         lambda: cache.append(k.double(), k.double()): "k and v must be torch.float32",
         lambda: cache.reserve(-1): "reserve takes a number of tokens from 0 to 3, got -1",
         lambda: cache.reserve(4): "reserve takes a number of tokens from 0 to 3, got 4",
