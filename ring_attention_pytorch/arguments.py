@@ -8,7 +8,7 @@ slip, mostly of two arguments swapped.
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Annotated, Any, TypeVar
@@ -16,17 +16,32 @@ from typing import Annotated, Any, TypeVar
 import torch
 from beartype import BeartypeConf, FrozenDict, beartype
 from beartype.roar import BeartypeCallHintParamViolation
-from beartype.vale import IsInstance
+from beartype.vale import Is, IsInstance
 from torch.compiler import is_compiling
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_NUMBERS: Any = FrozenDict({int: Annotated[int, ~IsInstance[bool]]})
+
+def _ints(items: Sequence[Any]) -> bool:
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in items)
+
+
+def _ints_or_none(items: Sequence[Any]) -> bool:
+    return _ints([item for item in items if item is not None])
+
+
+_NUMBERS: Any = FrozenDict({
+    int: Annotated[int, ~IsInstance[bool]],
+    # of a sequence, beartype checks one item, drawn at random
+    Sequence[int]: Annotated[Sequence, Is[_ints]],
+    Sequence[int | None]: Annotated[Sequence, Is[_ints_or_none]],
+})  # fmt: skip
 _CONF = BeartypeConf(is_color=False, hint_overrides=_NUMBERS)
-# beartype's message about a bool for an int
+# beartype's messages about a bool for an int, and about an item that is no int
 _NO_BOOL = re.compile(
     r"([Vv])iolates validator ~beartype\.vale\.IsInstance\[builtins\.bool\]: .*? \)"
 )
+_NO_INTS = re.compile(r"([Vv])iolates validator beartype\.vale\.Is\[(_ints\w*)\]: .*?\[\2\]")
 
 # Python's message when a function passes on an option that it sets itself
 _DECIDED = re.compile(r"got multiple values for keyword argument '(\w+)'")
@@ -115,6 +130,7 @@ def _checked(function: Function) -> Function:
 def in_one_line(error: BaseException, name: str) -> str:
     """Shorten beartype's message to the parameter and its type, and add the function's name."""
     text = _NO_BOOL.sub(r"\1iolates int: a bool is no number", " ".join(str(error).split()))
+    text = _NO_INTS.sub(r"\1iolates it: each item must be an int, and a bool is none", text)
     return f"{name}() {text[max(0, text.find('parameter ')) :]}"
 
 

@@ -6,7 +6,7 @@ the program decides the order, and a fabric moves the bytes.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ring_attention_pytorch.comm.fabric import Fabric, KVGrads
 from ring_attention_pytorch.runtime.deferred import Deferred
@@ -46,6 +46,10 @@ class ScheduledTransport:
 
     schedule: Schedule
     fabric: Fabric
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ScheduledTransport":
+        """Return this very object: ranks share its memory, of which no rank can make a copy."""
+        return self
 
     def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> Call:
         """Begin a call with own keys; `totals` are the accumulators of their gradients, if back."""

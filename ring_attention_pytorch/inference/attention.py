@@ -117,8 +117,8 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
         alibi_slopes: `[h]`: each score is reduced by its head's slope times the distance.
         kernel: "eager" (PyTorch's operators) or "triton" (for GPUs; CUDA graphs can capture it).
             None is "triton" on CUDA, for all dtypes but float64.
-        check: "always" compares q, k, v and lengths of all ranks, for debugging. None reads the
-            environment variable RING_ATTENTION_CHECK.
+        check: "always" compares q, k, v and lengths of all ranks, for debugging; with a layout all
+            calls compare lengths. None reads the environment variable RING_ATTENTION_CHECK.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -356,7 +356,7 @@ def _agreed_chunk(
     if kind != _kind_of_chunk(given, layout, scores):
         plan = None
     own = {"tokens": q.shape[1] if q.ndim > 1 else 0, "plan": plan.number if plan else 0}
-    check = partial(_check_shard, given, cache, layer, scores)
+    check = partial(_check_shard, given, cache, options)
     notes = agree(cache.ring, _CALLER, same, own, check=check)
     counts = tuple(note["tokens"] for note in notes)
     _check_layout(layout, counts)
@@ -371,7 +371,9 @@ def _kind_of_chunk(given: Given, layout: LayoutOption, scores: Scores) -> tuple[
     return (*tensors, layout, scores, settings(given.q.device.type))
 
 
-def _check_shard(given: Given, cache: RingCache, layer: int, scores: Scores) -> None:
+def _check_shard(given: Given, cache: RingCache, options: StepOptions) -> None:
+    layer, scores = options.layer, options.scores(given.q)
+    check_options(scores, options.kernel, options.check)
     if given.k is None:
         raise ValueError("a chunk in a layout comes with its k and v")
     if cache.in_graph:

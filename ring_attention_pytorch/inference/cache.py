@@ -262,9 +262,10 @@ class RingCache(PagedStorage):
     @checked
     def hide_before(self, starts: Sequence[int]) -> None:
         """Hide the tokens of sequence i before token `starts[i]`, its left padding."""
-        if len(starts) != self.sequences or min(starts) < 0:
+        if len(starts) != self.sequences or any(not 0 <= start < 1 << 30 for start in starts):
             raise ValueError(
-                f"RingCache: starts must be {self.sequences} numbers from 0, got {list(starts)}"
+                f"RingCache: starts must be {self.sequences} numbers from 0, below 2 ** 30, "
+                f"got {list(starts)}"
             )
         self._pad(starts)
         self.has_starts = True

@@ -9,6 +9,7 @@ from torch import Tensor
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.runtime.rowwise import has_triton
+from ring_attention_pytorch.runtime.scores import check_per_head
 from ring_attention_pytorch.tensor_kinds import check_plain
 
 
@@ -70,8 +71,5 @@ def check_call(
             )
     else:
         cache.check_layer(layer)
-    for name, t in (("sinks", sinks), ("alibi_slopes", slopes)):
-        if t is not None and (t.shape != q.shape[2:3] or t.device != q.device):
-            raise ValueError(
-                f"{name} must be [{q.shape[2]}] on {q.device}, got {[*t.shape]} on {t.device}"
-            )
+    check_per_head("sinks", q, sinks)
+    check_per_head("alibi_slopes", q, slopes)

@@ -94,7 +94,8 @@ class DecodePlan:
             if self.asked.kernel == "triton":
                 out, lse = self._by_triton(q, k, v, layer, terms, key_mask, purpose, return_lse)
             else:
-                out, lse = self._by_pytorch(q, k, v, layer, terms)
+                with torch.autocast(q.device.type, enabled=False):
+                    out, lse = self._by_pytorch(q, k, v, layer, terms)
         self.ran = True
         return out, lse.transpose(1, 2) if return_lse else None
 

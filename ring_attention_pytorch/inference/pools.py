@@ -136,6 +136,7 @@ class Pools:
             tokens = torch.arange(length, length + k.shape[1], device=self.device)
             self.put(i, layer, tokens, k[i], v[i])
 
+    @torch.no_grad()
     def put(self, sequence: int, layer: int, tokens: Tensor, k: Tensor, v: Tensor) -> None:
         """Write this rank's share of tokens `[n]`; k is `[n, h_kv, d]`, v `[n, h_kv, d_v]`."""
         page, ranks = self.pages.page, self.pages.ranks

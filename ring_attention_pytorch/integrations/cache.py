@@ -232,6 +232,8 @@ class RingHFCache(Cache):
         self._ensure(check, f"layer {number}: {{}}; with spare=None all tokens of it are kept")
         q, k, v = (t.transpose(1, 2).to(keys.taken_as(t.dtype)) for t in qkv)
         options |= {"layer": layer}
+        if layer == 0:
+            self._ensure(keys.even_lengths)  # an error may have ended a call half way
         if self._chunk is not None:
             return _out(ring_attn_with_cache(q, k, v, keys, layout=_LAYOUT, **options))
         if layer == 0 and self.check_tokens:

@@ -82,7 +82,7 @@ class States(LinearAttentionLayer):
             )
         assert conv_kernel_size is not None  # transformers' layers give it
         before = self.conv_states[state_idx] if self.has_previous_state[state_idx] else None
-        chunk.tail = None if before is None else before[..., 1:].mT
+        chunk.tail = None if before is None else before[..., 1:].mT.clone()  # `kept` changes
         last = last_tokens(
             conv_states.mT, conv_kernel_size, plan=chunk.runs,
             initial=None if before is None else before.mT,

@@ -54,6 +54,8 @@ class Sampling(NamedTuple):
             raise ValueError(
                 f"{', '.join(unused)} need a temperature: at 0 nothing is drawn at random"
             )
+        if seed is not None and not -(1 << 63) <= seed < 1 << 64:
+            raise ValueError(f"seed must be from -2 ** 63, and below 2 ** 64, got {seed}")
         check_least(1, top_k=self.top_k)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")

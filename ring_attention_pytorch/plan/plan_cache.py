@@ -65,6 +65,10 @@ class PlanCache(OrderedDict[Hashable, _Plan]):
             self.popitem(last=False)
         return plan
 
+    def __reduce__(self) -> tuple[type["PlanCache[_Plan]"], tuple[()]]:
+        """Copy and pickle as an empty cache: plans refer to the memory of their owner."""
+        return type(self), ()
+
 
 class GraphCache(PlanCache[Any]):
     """A module's cache of plans with graphs, for the last few kinds of batches.
@@ -96,10 +100,6 @@ class GraphCache(PlanCache[Any]):
             self.keep(key, None, _WITH_GRAPHS)  # nothing yet: it may occur only once
             return plan
         return self.of(key, plan.in_graphs)
-
-    def __reduce__(self) -> tuple[type["GraphCache"], tuple[()]]:
-        """Pickle as an empty cache: a copy fills its own."""
-        return GraphCache, ()
 
 
 # proposals, without tensors, and their plans

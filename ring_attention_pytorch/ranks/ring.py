@@ -156,6 +156,10 @@ class Ring:
         ring.group, ring.size, ring.rank, ring.first = None, 1, 0, 0
         return ring
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Ring":
+        """Return this very object: process groups can't be copied."""
+        return self
+
     @property
     def several(self) -> bool:
         """True if the group has other rings."""

@@ -129,7 +129,8 @@ class HeavyAttention(nn.Module):
         """
         wide = accumulation_dtype(q.dtype)
         null_k, null_v = self.null_kv.to(wide)
-        score = einsum(q.to(wide), null_k, "b k h d, h d -> b h k")
+        with torch.autocast(q.device.type, enabled=False):
+            score = einsum(q.to(wide), null_k, "b k h d, h d -> b h k")
         score = score * self.dim_head**-0.5
         weight = rearrange((score - lse).sigmoid(), "b h k -> b k h 1")
         out = out.to(wide) * (1 - weight)

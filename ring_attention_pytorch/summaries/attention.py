@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch.functional import ring_attn
+from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.runtime.rowwise import merge
 from ring_attention_pytorch.runtime.torch_func import run_apart
@@ -68,6 +69,24 @@ def summary_attn(
             raise ValueError(f"summary attention: {name} must be {shape}, got {list(t.shape)}")
     if bias is not None and gates is not None:
         raise ValueError("summary attention: with gates a bias has no effect; leave one out")
+    summaries = summary_k.to(autocast_dtype(summary_k)), summary_v.to(autocast_dtype(summary_v))
+    q, k, v = (t.to(autocast_dtype(t)) for t in (q, k, v))
+    with torch.autocast(q.device.type, enabled=False):
+        return _sum_of_parts((q, k, v), summaries, plan, bias, gates)
+
+
+Part = tuple[Tensor, Tensor]  # out [b, n, h, d_v] and lse [b, n, h], of some keys
+
+
+def _sum_of_parts(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    summaries: tuple[Tensor, Tensor],
+    plan: SummaryPlan,
+    bias: Tensor | None,
+    gates: Tensor | None,
+) -> Tensor:
+    """Attend to near keys and to summaries, and merge the results."""
+    (q, k, v), (summary_k, summary_v), (b, n) = qkv, summaries, qkv[0].shape[:2]
     k, v = plan.keys(k, v)[:2]  # zeros hidden keys: they may be NaN
     near = [_window(q, k, v, plan)]
     if plan.edge is not None:
@@ -84,9 +103,6 @@ def summary_attn(
     if far is not None:
         near.append(far if bias is None else (far[0], far[1] + bias.to(far[1].dtype)))
     return merge(near)[0].to(dtype)
-
-
-Part = tuple[Tensor, Tensor]  # out [b, n, h, d_v] and lse [b, n, h], of some keys
 
 
 def _window(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan) -> Part:

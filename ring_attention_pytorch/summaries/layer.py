@@ -196,11 +196,12 @@ class SummaryLayer(nn.Module):
         for x, (by_place, query) in zip((k, v), weights):
             wide = x.to(accumulation_dtype(x.dtype))
             logits = by_place.to(wide.dtype).T[place:].expand(*x.shape[:3])
-            if query is not None:
-                logits = logits + torch.einsum("bshd,hd->bsh", wide, query.to(wide.dtype))
-            if real is not None:
-                logits = logits.masked_fill(~real[..., None], -torch.inf)
-            found.append(softmax_mean(wide, logits)[0].to(x.dtype)[:, None])
+            with torch.autocast(x.device.type, enabled=False):
+                if query is not None:
+                    logits = logits + torch.einsum("bshd,hd->bsh", wide, query.to(wide.dtype))
+                if real is not None:
+                    logits = logits.masked_fill(~real[..., None], -torch.inf)
+                found.append(softmax_mean(wide, logits)[0].to(x.dtype)[:, None])
         far_k, far_v = found
         if self.rotary is not None:
             at = self.rotary(torch.tensor([last], device=k.device))

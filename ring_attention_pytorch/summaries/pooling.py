@@ -69,10 +69,11 @@ def summarize(
         return k.new_empty(1, 0, *k.shape[2:]), v.new_empty(1, 0, *v.shape[2:])
     k, v = plan.keys(k, v)[:2]  # zeros hidden keys: weight 0 times NaN would be NaN
     parts: list[Tensor] = []
-    for x, by_place, query in zip((k, v), weights, queries):
-        parts += _own_parts(deal, x, by_place, query)
-    if plan.ring.size > 1:
-        parts = _merged(parts, plan)
+    with torch.autocast(k.device.type, enabled=False):
+        for x, by_place, query in zip((k, v), weights, queries):
+            parts += _own_parts(deal, x, by_place, query)
+        if plan.ring.size > 1:
+            parts = _merged(parts, plan)
     return parts[0].to(k.dtype)[None], parts[2].to(v.dtype)[None]
 
 

@@ -51,12 +51,15 @@ def misuse(name: str) -> None:
         "sinks": {"sinks": torch.zeros(3)},
         "values differ": {"q": q + 1},
         "layout": {"layout": "spiral"},
+        "check": {"check": "now and then"},
+        "check of a chunk": {"check": "now and then"},
+        "kernel of a chunk": {"kernel": "sdpa"},
         "shards": {"layout": "zigzag", "q": q[:, :0], "k": k[:, :0], "v": k[:, :0]},
         "q is no tensor": {"q": "q"},
     }
     if name == "values differ":
         call["check"] = "always"
-    if name in ("layout", "shards"):
+    if name in ("layout", "shards") or name.endswith("of a chunk"):
         call["layout"] = "zigzag"
     if odd_one or name == "shards":
         call |= wrong[name]
@@ -85,7 +88,10 @@ REFUSED = {
     "scale": "scale must be finite, got nan",
     "endless scale": "scale must be finite, got inf",
     "kernel": "kernel must be None, 'triton' or 'eager', got 'sdpa'",
-    "sinks": "sinks must be [4] on cpu, got [3] on cpu",
+    "check": "check must be None or 'always', got 'now and then'",
+    "check of a chunk": "check must be None or 'always', got 'now and then'",
+    "kernel of a chunk": "kernel must be None, 'triton' or 'eager', got 'sdpa'",
+    "sinks": "sinks must be floating [4], one for each head of q, on cpu; got torch.float32 [3]",
     "values differ": "values of q, k and v must be the same on every rank",
     "layout": "layout must be the same on every rank",
     "shards": "a chunk must have a token",

@@ -1,5 +1,6 @@
 """A cache over ranks: what it refuses, before anything is written, and when it is gone."""
 
+import copy
 import gc
 from collections.abc import Callable
 from weakref import ref
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from ring_attention_pytorch import RingCache, explain_cache, ring_attn_with_cache
 from ring_attention_pytorch.ranks.ring import Ring
+from tests.support.reference import dense_attention, relative_error
 
 
 @pytest.mark.parametrize("layout", [None, "contiguous"])
@@ -28,6 +30,39 @@ def test_a_cache_that_nobody_has_is_gone_at_once(layout: str | None) -> None:
     finally:
         if collects:
             gc.enable()
+
+
+def gone_on_apart() -> list[float]:
+    """Errors of a cache, and of a deep copy of it that goes on with other tokens."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = 2, 20, 2, 8
+    first, other = (torch.randn(3, *sizes, generator=draw).double() for _ in range(2))
+    cache = RingCache(2, 2, 8, page=2, dtype=torch.float64)
+    ring_attn_with_cache(*first[:, :, :9], cache)
+    copied, errors = copy.deepcopy(cache), []
+    assert copied.ring is cache.ring
+    assert not copied.plans  # they attend to the other one's memory
+    copied.rollback(3)
+    for to, cached, begin in ((first, cache, 9), (other, copied, 6)):
+        whole = torch.cat((first[:, :, :begin], to[:, :, begin:]), dim=2)
+        want, _ = dense_attention(*whole, causal=True)
+        for i in range(begin, 20):
+            out = ring_attn_with_cache(*whole[:, :, i : i + 1], cached)
+            errors.append(relative_error(out, want[:, i : i + 1]))
+    return errors
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_copy_of_a_cache_goes_on_by_itself(pools: Callable, size: int) -> None:
+    for errors in pools(size).run(gone_on_apart):
+        assert max(errors) < 1e-12
+
+
+def test_a_cache_records_nothing_for_gradients() -> None:
+    cache, k = RingCache(2, 1, 4, group=Ring.alone()), torch.ones(2, 3, 1, 4, requires_grad=True)
+    cache.append(k, 2 * k)
+    assert not any(t.requires_grad for t in (*cache.keys, *cache.values))
+    assert cache.lengths == [3, 3]
 
 
 def test_a_tied_cache_gets_no_values_and_what_it_can_not_be() -> None:
@@ -65,6 +100,7 @@ def test_who_is_alone_is_told_too() -> None:
         lambda: cache.reorder([0, 2]): "reorder takes a number from 0 to 1",
         lambda: cache.fork(0, 2): "there are 2 sequences, and no 2",
         lambda: cache.hide_before([0]): "starts must be 2 numbers",
+        lambda: cache.hide_before([0, 1 << 30]): r"from 0, below 2 \*\* 30, got \[0, 1073741824\]",
         lambda: cache.append(k.double(), k.double()): "k and v must be torch.float32",
         lambda: cache.reserve(-1): "reserve takes a number of tokens from 0 to 3, got -1",
         lambda: cache.reserve(4): "reserve takes a number of tokens from 0 to 3, got 4",

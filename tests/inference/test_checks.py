@@ -41,8 +41,14 @@ def test_a_call_must_fit_the_cache_and_itself() -> None:
         ((q.half(), None, None, None, None), 0, "q must be torch.float32 on cpu, as the cache is"),
         ((q[:, :2], k, k, None, None), 0, "q and k must be of the same tokens and dtype, got 2"),
         ((q, None, None, None, None), 2, "layer must be from 0 to 1, got 2"),
-        ((q, k, k, terms[:3], None), 0, r"sinks must be \[4\] on cpu, got \[3\]"),
-        ((q, k, k, None, terms.to("meta")), 0, r"alibi_slopes must be \[4\] on cpu, got"),
+        ((q, k, k, terms[:3], None), 0, r"sinks must be floating \[4\].*; got torch.float32 \[3\]"),
+        (
+            (q, k, k, terms.long(), None),
+            0,
+            r"sinks must be floating \[4\].*; got torch.int64 \[4\]",
+        ),
+        ((q, k, k, None, terms > 0), 0, r"alibi_slopes must be floating \[4\].*; got torch.bool"),
+        ((q, k, k, None, terms.to("meta")), 0, r"alibi_slopes must be floating \[4\].*on meta"),
     ):
         with pytest.raises(ValueError, match=why):
             check_call(given, cache, layer)

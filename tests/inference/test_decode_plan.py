@@ -73,6 +73,17 @@ def test_a_plan_attends_to_what_was_kept_and_to_new_tokens() -> None:
     assert relative_error(lse, of_all[..., 6:]) < 1e-12
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_takes_nothing_from_what_is_summed_in_float32(dtype: torch.dtype) -> None:
+    q, k, v = torch.randn(3, 2, 30, 2, 8).to(dtype)
+    found = []
+    for autocast in (False, True):
+        cache = RingCache(2, 2, 8, dtype=dtype, group=Ring.alone())
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found.append(ring_attn_with_cache(q, k, v, cache, return_lse=True))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("machines", [(0, 0, 1, 1), (0, 1, 1, 2, 0), (0, 0, 0)])
 def test_each_machine_sends_its_results_to_ranks_of_others_once_and_no_key(
     machines, monkeypatch

@@ -1,9 +1,11 @@
 """Models of transformers generate from a spread cache what they generate in one process."""
 
+import copy
 import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -186,6 +188,27 @@ def apart() -> list[str]:
     return [raised(other_random_numbers), raised(other_prompts_ahead)]
 
 
+def questions(attention: str) -> list[Generated]:
+    """Continue one prompt in two ways, each with a copy of its cache."""
+    register()
+    model, found = model_of("Gemma2", attention).eval(), []
+    cached = None
+    if attention == "ring":
+        cached = RingHFCache(model.config, page=4, spare=8, group=ring_of(2))
+        cached.prefill(model, prompt())
+    for word in (9, 10):
+        ids = torch.cat((prompt(), torch.full((2, 3), word)), dim=1)
+        found.append(generated("Gemma2", "greedy", copy.deepcopy(cached), input_ids=ids))
+    assert cached is None or cached.get_seq_length() == LENGTH - 1
+    return found
+
+
+def test_questions_about_one_prompt_go_on_from_copies(pools):
+    want = questions("exact")
+    for found in pools(4).run(questions, "ring"):
+        assert same(found, want)
+
+
 def test_ranks_that_have_other_tokens_are_told(pools):
     first, second, *_ = pools(4).run(apart)
     assert first == second
@@ -265,6 +288,16 @@ def in_a_batch_s_block() -> Any:
         return called()
 
 
+def after_a_call_that_failed_half_way() -> Any:
+    model = model_of("Llama", "ring").eval()
+    cached = RingHFCache(model.config)
+    called(cached=cached)
+    broken = mock.patch.object(type(model.model.layers[0].mlp), "forward", side_effect=MemoryError)
+    with broken, pytest.raises(MemoryError):
+        called(cached=cached)
+    return called(cached=cached)
+
+
 def beyond_its_capacity() -> Any:
     cached = RingHFCache(model_of("Llama", "ring").config, capacity=30, page=1)
     return called(cached=cached)
@@ -297,6 +330,7 @@ TRAPS: dict[Callable[[], Any], str] = {
     other_sequences: "it holds 2 sequences, and the model brings 4",
     assisted_after_a_prompt: "RingHFCache: ",  # of positions, or of the mask
     in_a_batch_s_block: "in the block of a batch",
+    after_a_call_that_failed_half_way: "layers have different lengths, [[82, 82], [41, 41]]",
     beyond_its_capacity: "more than the capacity of 30",
     forgotten_too_far: "larger `spare`",
     windows_that_the_model_has_not: "with spare=None all tokens of it are kept",

@@ -265,6 +265,18 @@ def test_temperatures_that_no_float32_has_are_refused() -> None:
             Sampling(temperature, None, None).check(None)
 
 
+@pytest.mark.parametrize("seed", [1 << 64, -(1 << 63) - 1])
+def test_seeds_that_no_generator_takes_are_refused(seed: int) -> None:
+    how = Sampling(1.0, None, None)
+    with pytest.raises(ValueError, match="seed must be from"):
+        how.check(seed)
+    with pytest.raises((ValueError, RuntimeError)):
+        torch.Generator().manual_seed(seed)
+    for right in ((1 << 64) - 1, -(1 << 63)):
+        how.check(right)
+        torch.Generator().manual_seed(right)
+
+
 @pytest.mark.parametrize("row", [[1.0, torch.nan], [torch.inf, 1.0], [-torch.inf] * 2])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_without_numbers_has_no_token(row: list[float], temperature: float) -> None:

@@ -1,5 +1,7 @@
 """Plans that are found again: only by all that they depend on, and only on all ranks together."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
@@ -199,6 +201,14 @@ def test_who_has_forgotten_makes_all_make_it_anew_and_who_differs_is_told(pools:
     assert [each[:2] for each in found] == [(False, True)] * 3
     assert len({error for *_, error in found}) == 1
     assert "causal must be the same on every rank" in found[0][2]
+
+
+def test_copies_have_no_plans() -> None:
+    """Plans refer to the memory of what they were made for."""
+    kept = plan_cache.PlanCache(a=1)
+    for copied in (copy.deepcopy(kept), copy.copy(kept), pickle.loads(pickle.dumps(kept))):
+        assert (type(copied), len(copied)) == (plan_cache.PlanCache, 0)
+    assert kept["a"] == 1
 
 
 def groups() -> list[int]:

@@ -1,5 +1,6 @@
 """Plans: agreed on once, used for many calls, and refused where a call is another."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.cases import Attention, check, errors, miscounted, oracle, results
+from tests.support.reference import relative_error
 
 
 def test_a_plan_made_under_autocast_fits_calls_under_autocast() -> None:
@@ -85,3 +87,16 @@ def test_a_plan_knows_how_often_its_kernel_is_called(transport, size):
         Attention(24, ids=((0,) * 6 + (1,) * 13 + (2,) * 5,), causal=True),
     ):
         assert not miscounted(replace(case, transport=transport), size)
+
+
+def test_a_copy_of_a_plan_has_the_same_transport(pools) -> None:
+    """Copied memory would be none that ranks share."""
+    assert max(pools(2).run(copied)) < 1e-12
+
+
+def copied() -> float:
+    q = torch.randn(1, 4, 2, 4, dtype=torch.float64)
+    plan = RingPlan.make(q, q, q, causal=True)
+    other = copy.deepcopy(plan)
+    assert other.transport is plan.transport
+    return relative_error(ring_attn(q, q, q, plan=other), ring_attn(q, q, q, plan=plan))

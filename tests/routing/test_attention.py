@@ -23,3 +23,16 @@ def test_with_all_tokens_routed_and_one_window_heavy_attention_is_dense() -> Non
         for t in x
     ])  # fmt: skip
     assert relative_error(module(x), want) < 1e-12
+
+
+def test_autocast_takes_nothing_from_the_null_key() -> None:
+    module = routing.ConditionalRoutedAttention(
+        DIM, num_heavy_tokens_q=4, num_heavy_tokens_kv=4, has_light_attn=False, **HEADS
+    )
+    heavy = module.heavy_attn
+    q, out = torch.randn(2, 2, 5, heavy.heads, heavy.dim_head)
+    lse, found = torch.randn(2, heavy.heads, 5), []
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found.append(heavy.with_null(q, out, lse))
+    assert torch.equal(*found)

@@ -38,7 +38,7 @@ SUMMARIES = [
         ".softmax(-1).sum(2)", ".softmax(-1).sum((0, 2))[None].repeat(2, 1, 1)",
     ),
     Mutant(
-        "gates change places", "summaries/attention.py:summary_attn",
+        "gates change places", "summaries/attention.py:_sum_of_parts",
         "gates[..., 1:] * far[0]", "gates[..., :1] * far[0]",
     ),
     Mutant(

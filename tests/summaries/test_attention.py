@@ -87,3 +87,20 @@ def sees(case: Case, token: int) -> list[int]:
         if token >= start or any(end - case.block <= token < end for end in ends):
             found.append(query)
     return found
+
+
+@pytest.mark.parametrize("select", [0, 2])
+def test_autocast_casts_inputs_and_nothing_else(select: int) -> None:
+    """Results are those of inputs in bfloat16, of which all is summed in float32."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 60, 2, 16, generator=draw)
+    bias, weights, queries = (torch.randn(2, *d, generator=draw) for d in ((), (4,), (16,)))
+    found = []
+    for autocast in (False, True):
+        qkv = [t.bfloat16() for t in (q, k, v)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            plan = SummaryPlan.make(*qkv, window=9, stride=4, select=select)
+            pools = dict(weights=(weights, None), queries=(queries, None))
+            far = summarize(*qkv[1:], plan=plan, **pools)
+            found.append((*far, summary_attn(*qkv, *far, plan=plan, bias=bias)))
+    assert all(map(torch.equal, *found))

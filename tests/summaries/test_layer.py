@@ -1,6 +1,7 @@
 """The far part of a layer: numbers that can't be."""
 
 import pytest
+import torch
 
 from ring_attention_pytorch.summaries import Summaries
 
@@ -21,3 +22,17 @@ from ring_attention_pytorch.summaries import Summaries
 def test_numbers_that_cannot_be_are_refused(given: dict, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Summaries(**given)
+
+
+@torch.no_grad()
+def test_autocast_takes_nothing_from_the_summary_of_a_block() -> None:
+    draw = torch.Generator().manual_seed(0)
+    far = Summaries(4, 4, pool="attention").layer(16, 8, 2, 2)
+    for p in far.parameters():
+        p.normal_(generator=draw)
+    k, v = torch.randn(2, 2, 4, 2, 8, generator=draw).bfloat16()
+    found = []
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found.append(far._pooled(k, v, 0, 3, None))
+    assert all(map(torch.equal, *found))
