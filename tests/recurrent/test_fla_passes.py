@@ -57,3 +57,19 @@ def test_autocast_reaches_no_gradient(monkeypatch, doubling) -> None:
         assert all(map(torch.equal, *found))
 
     threads.run(2, main)
+
+
+def test_second_derivatives_are_an_error(monkeypatch) -> None:
+    fla_loops.stand_in(monkeypatch)
+    spread = Spread(2, 12, 1, "zigzag", None)
+    sharded, _ = data(spread, False, 0)
+
+    def main(ring):
+        at = spread.held(ring.rank)
+        mine = {name: t[:, at].requires_grad_() for name, t in sharded.items()}
+        out, _ = ring_gated_delta_rule(**mine, plan=spread.plan(ring), kernel="fla")
+        grads = torch.autograd.grad(out.square().sum(), [*mine.values()], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            sum(t.square().sum() for t in grads).backward()
+
+    threads.run(2, main)

@@ -126,7 +126,7 @@ def test_what_inference_has_made_serves_training(layer) -> None:
             if layer == "delta":
                 return ring_gated_delta_rule(q, q, x, -g, g, plan=plan, final=True)[0]
             if layer == "mamba":
-                return ring_mamba2(x, g, -g[0, 0], q, q, plan=plan)[0]
+                return ring_mamba2(x, x[..., 0], -g[0, 0], q, q, plan=plan)[0]
             if layer == "convolution":
                 return ring_short_conv(x.flatten(2), torch.ones(8, 3), plan=plan)
             return last_tokens(x, 3, plan=plan)
