@@ -1,8 +1,10 @@
 """Find the fastest block sizes of the Triton kernels: for the tables in kernels/_configs.py.
 
     python -m benchmarks sweep --d 128 --n 8192 --mask full
+    python -m benchmarks sweep --d 192 --d-v 128 --heads 16 16 --mask causal
 
-Needs a CUDA device.
+Each direction's fastest blocks follow the speed of those that the tables have now. Needs a CUDA
+device.
 """
 
 import itertools
@@ -26,10 +28,12 @@ DIRECTIONS = ("forward", "keys", "queries")
 
 
 def warm(shape: Shape, direction: str, config: Config | None) -> None:
-    """Compile one kernel into Triton's cache on disk, in a process of its own."""
-    small = Shape(512, shape.d, shape.mask, shape.dtype, 8, 2)
+    """Compile one kernel into Triton's cache on disk, in a process of its own.
+
+    It is launched at its full size, because numbers of heads and blocks specialize it.
+    """
     try:
-        run_direction(Block(small), direction, config)()
+        run_direction(Block(shape), direction, config)()
     except Exception:  # it will be told when it is timed
         return
 
@@ -64,8 +68,9 @@ def run_direction(block: Block, direction: str, config: Config | None) -> Callab
     return run
 
 
-def configs(direction: str, d: int) -> list[Config]:
+def configs(direction: str, shape: Shape) -> list[Config]:
     """List what may be worth trying; what does not fit fails and is left out."""
+    d = max(shape.d, shape.of_values)
     sizes = {
         "forward": [(128, 64, 8), (128, 128, 8), (64, 64, 4), (64, 128, 4), (64, 32, 4)],
         "queries": [(128, 64, 8), (128, 128, 8), (64, 64, 4), (64, 32, 4)],
@@ -76,44 +81,47 @@ def configs(direction: str, d: int) -> list[Config]:
         sizes += [(128, 64, 4), (256, 64, 8), (64, 64, 8)] if direction == "forward" else []
     if d > 128 and direction != "forward":
         sizes += [(64, 64, 8), (32, 32, 4), (64, 32, 8), (64, 32, 4)]
-    return [
-        Config(*size, stages, tma, pack)
-        for size, stages, tma, pack in itertools.product(
-            dict.fromkeys(sizes), (1, 2, 3), (True, False), (1, 8)
-        )
+    if d > 128 and direction == "queries":
+        sizes += [(128, 32, 8)]
+    tried = [
+        Config(*size, stages, tma, pack).of_group(shape.heads // shape.key_heads)
+        for size, stages, tma, pack in itertools.product(sizes, (1, 2, 3), (True, False), (1, 8))
         if (tma and stages > 1) or (stages == 2 and not tma) or (d > 128 and stages == 1)
     ]
+    return list(dict.fromkeys(tried))
 
 
 def sweep(shape: Shape, directions: list[str]) -> None:
     """Print the fastest configs of each direction, for one shape."""
-    trials = [(x, config) for x in directions for config in configs(x, shape.d)]
+    trials = [(x, config) for x in directions for config in (None, *configs(x, shape))]
     start = time.perf_counter()
     warm_all([(shape, *trial) for trial in trials])
     print(f"{shape}: {len(trials)} configs compiled in {time.perf_counter() - start:.0f} s")
     share = {"forward": 1.0, "keys": 2.5, "queries": 2.5}
     block = Block(shape)
     for direction in directions:
-        found, failed = [], 0
+        found: dict[Config | None, float] = {}
+        failed = 0
         for config in (c for x, c in trials if x == direction):
             try:
                 elapsed = seconds([run_direction(block, direction, config)])[0]
-                found.append((share[direction] * shape.flops() / elapsed / 1e12, config))
+                found[config] = share[direction] * shape.flops() / elapsed / 1e12
             except Exception:  # too large for the GPU: not a candidate
                 failed += 1
-        found.sort(reverse=True)
         print(f"{direction}, {failed} do not fit:")
-        for speed, config in found[:3]:
-            print(f"  {speed:5.0f} TF/s  {tuple(config)}")
+        print(f"  {found.pop(None):5.0f} TF/s  as it is")
+        for config in sorted(found, key=found.__getitem__, reverse=True)[:3]:
+            print(f"  {found[config]:5.0f} TF/s  {tuple(config)}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Try all configs of each shape, and print the fastest."""
     options = parser("sweep", __doc__, d=[128], n=[8192], heads=[32, 8], dtype="bfloat16")
+    options.add_argument("--d-v", type=int, help="dims of a head of values; unless given, d")
     options.add_argument("--mask", nargs="+", default=["causal", "full"], choices=MASKS)
     options.add_argument("--directions", nargs="+", default=list(DIRECTIONS), choices=DIRECTIONS)
     asked = options.parse_args(argv)
     if not torch.cuda.is_available():
         raise SystemExit("sweep needs a CUDA device")
     for d, mask, n in itertools.product(asked.d, asked.mask, asked.n):
-        sweep(Shape(n, d, mask, asked.dtype, *asked.heads), asked.directions)
+        sweep(Shape(n, d, mask, asked.dtype, *asked.heads, asked.d_v), asked.directions)

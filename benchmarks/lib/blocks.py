@@ -27,7 +27,10 @@ MASKS = ("causal", "full", "window")
 
 @dataclass(frozen=True)
 class Shape:
-    """Hold the sizes of one block: n queries and keys, and which of them are visible."""
+    """Hold the sizes of one block: n queries and keys, and which of them are visible.
+
+    Values have heads of `d` unless `d_v` is given.
+    """
 
     n: int = 8192
     d: int = 128
@@ -35,6 +38,11 @@ class Shape:
     dtype: str = "bfloat16"
     heads: int = 32
     key_heads: int = 8
+    d_v: int | None = None
+
+    @property
+    def of_values(self) -> int:
+        return self.d if self.d_v is None else self.d_v
 
     @property
     def window(self) -> int | None:
@@ -46,7 +54,7 @@ class Shape:
             "tokens": self.n,
             "mask": self.mask if self.window is None else f"window {self.window}",
             "heads": [self.heads, self.key_heads],
-            "head_dim": self.d,
+            "head_dim": self.d if self.d_v is None else [self.d, self.d_v],
             "dtype": self.dtype,
         }
 
@@ -57,7 +65,7 @@ class Shape:
 
     def flops(self) -> float:
         """Return FLOPs forward."""
-        return 4.0 * self.heads * self.d * visible_pairs(self.tiles())
+        return 2.0 * self.heads * (self.d + self.of_values) * visible_pairs(self.tiles())
 
 
 class Block:
@@ -66,8 +74,9 @@ class Block:
     def __init__(self, shape: Shape) -> None:
         self.shape, n, d = shape, shape.n, shape.d
         kinds = dict(device="cuda", dtype=getattr(torch, shape.dtype))
-        self.q, self.dout = (torch.randn(1, n, shape.heads, d, **kinds) for _ in range(2))
-        self.k, self.v = (torch.randn(1, n, shape.key_heads, d, **kinds) for _ in range(2))
+        widths = d, shape.of_values
+        self.q, self.dout = (torch.randn(1, n, shape.heads, width, **kinds) for width in widths)
+        self.k, self.v = (torch.randn(1, n, shape.key_heads, width, **kinds) for width in widths)
         self.found, self.terms = Tiles(shape.tiles()), ScoreMods(d**-0.5, None, 1024)
 
     def kernel(self, name: str, more: bool) -> Runs:

@@ -1,4 +1,4 @@
-"""Block sizes of our Triton kernels, by direction, head size, dtype, GPU and mask."""
+"""Block sizes of our Triton kernels, by direction, head sizes, dtype, GPU and mask."""
 
 import math
 from collections.abc import Iterator
@@ -37,17 +37,26 @@ class Config(NamedTuple):
         return self._replace(pack=math.gcd(self.pack, group, self.rows // 4))
 
 
+# the largest head size of keys and values, or that of keys and that of values
+Size = int | tuple[int, int]
+
+
 class Rule(NamedTuple):
-    """Configs for one kind of calls, by direction and largest head size.
+    """Configs for one kind of calls, by direction and head sizes.
 
     A key head has a multiple of `group` query heads. A query sees fewer than `seen` keys on
     average, and there are at least `times` that number of queries, as in short documents.
     """
 
-    configs: dict[str, dict[int, Config]]
+    configs: dict[str, dict[Size, Config]]
     group: int = 1
     seen: float = math.inf
     times: int = 0
+
+    def config_of(self, direction: str, d: int, d_v: int) -> Config | None:
+        """Return the config of both sizes, or else of the larger one; None if it has neither."""
+        known = self.configs.get(direction, {})
+        return known.get((d, d_v)) or known.get(max(d, d_v))
 
     def holds(self, seen: float, rows: int, group: int) -> bool:
         if group % self.group:
@@ -99,14 +108,17 @@ _HOPPER = (
         {
             "forward": {
                 64: _tma(128, 64, 4, 3), 128: _tma(128, 128, 8, 3), 256: _tma(128, 64, 8, 2),
-                512: _tma(64, 64, 8, 1),
+                (256, 128): _tma(128, 64, 8, 3), 512: _tma(64, 64, 8, 1),
             },
-            "keys": {64: _tma(64, 64, 4, 3), 128: _tma(64, 64, 4, 2), 256: _tma(64, 64, 8, 2)},
+            "keys": {
+                64: _tma(64, 64, 4, 3), 128: _tma(64, 64, 4, 2), 256: _tma(64, 64, 8, 2),
+                (256, 128): _tma(32, 64, 4, 2),
+            },
             "dk": {512: _tma(32, 64, 8, 1)},
             "dv": {512: _tma(64, 64, 8, 1)},
             "queries": {
                 64: _tma(128, 64, 4, 3), 128: _tma(128, 64, 8, 3), 256: _tma(64, 32, 4, 3),
-                512: _tma(64, 32, 8, 1),
+                (256, 128): _tma(128, 32, 8, 2), 512: _tma(64, 32, 8, 1),
             },
         },
     ),
@@ -137,7 +149,7 @@ _overrides: dict[str, Config] = {}
 
 def config_for(
     direction: str,
-    width: int,
+    sizes: tuple[int, int],
     dtype: torch.dtype,
     capability: tuple[int, int] | None,
     seen: float = math.inf,
@@ -148,8 +160,8 @@ def config_for(
 
     Args:
         direction: "forward", or the backward's "keys", for dk and dv, or "queries", for dq. If
-            `apart(width)`, "dk" or "dv" instead of "keys".
-        width: the larger of the two head sizes.
+            `apart` of the larger size, "dk" or "dv" instead of "keys".
+        sizes: the head size of queries and keys, and that of values.
         dtype: of queries and keys.
         capability: the GPU's compute capability.
         seen: keys that a query sees, on average.
@@ -158,16 +170,17 @@ def config_for(
     """
     if direction in _overrides:
         return _overrides[direction].of_group(group)
-    size = next(size for size in _WIDTHS if width <= size)
+    d, d_v = (next(width for width in _WIDTHS if size <= width) for size in sizes)
+    widest = max(d, d_v)
     if dtype == torch.float32:
-        return _WIDE_FLOAT32[direction] if apart(width) else _FLOAT32[size]
+        return _WIDE_FLOAT32[direction] if apart(widest) else _FLOAT32[widest]
     if capability is None or capability[0] not in (9, 10):
-        return _ELSEWHERE[direction][size]
+        return _ELSEWHERE[direction][widest]
     for rule in _HOPPER:
-        config = rule.configs.get(direction, {}).get(size)
+        config = rule.config_of(direction, d, d_v)
         if config is not None and rule.holds(seen, rows, group):
             return config.of_group(group)
-    raise AssertionError(f"no rule for {direction}, head size {width}")
+    raise AssertionError(f"no rule for {direction}, head sizes {sizes}")
 
 
 def apart(width: int) -> bool:

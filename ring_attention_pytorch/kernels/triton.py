@@ -276,9 +276,9 @@ def _config(direction: str, q: Tensor, keys: KVBlock, tiles: Tiles) -> Config:
     def make() -> Config:
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
         rows = max(t.rows.stop for t in tiles) - min(t.rows.start for t in tiles)
-        width, seen = max(q.shape[-1], keys.v.shape[-1]), visible_pairs(tiles) / rows
+        sizes, seen = (q.shape[-1], keys.v.shape[-1]), visible_pairs(tiles) / rows
         group = q.shape[2] // keys.v.shape[2]
-        return config_for(direction, width, q.dtype, capability, seen, rows, group)
+        return config_for(direction, sizes, q.dtype, capability, seen, rows, group)
 
     if is_overridden(direction) or not isinstance(tiles, Tiles):
         return make()

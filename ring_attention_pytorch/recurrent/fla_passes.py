@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ring_attention_pytorch.recurrent.chunks import Chunks, How, Inputs, Returned
 from ring_attention_pytorch.recurrent.fla_rules import Rule, rule_of
+from ring_attention_pytorch.recurrent.levels import in_full_precision
 from ring_attention_pytorch.recurrent.plan import RunPlan
 from ring_attention_pytorch.recurrent.runs import gathers
 from ring_attention_pytorch.recurrent.scan import scanned, scanned_as_sent
@@ -99,6 +100,11 @@ class _TwoPasses(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dlast: Tensor | None) -> tuple[Any, ...]:
+        with in_full_precision(do.device):
+            return _TwoPasses._backward(ctx, do, dlast)
+
+    @staticmethod
+    def _backward(ctx: Any, do: Tensor, dlast: Tensor | None) -> tuple[Any, ...]:
         call, scan, how = ctx.call, ctx.scan, _how(ctx.call.plan)
         q, k, v, g, beta, *kept = ctx.saved_tensors
         norms, kept = kept[: 2 * ctx.normed], tuple(kept[2 * ctx.normed :])

@@ -9,7 +9,7 @@ from torch import Tensor
 from ring_attention_pytorch.arguments import check_least, checks_of
 from ring_attention_pytorch.comm.exchange import fetch_rows
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
-from ring_attention_pytorch.recurrent.plan import RunPlan
+from ring_attention_pytorch.recurrent.plan import RunPlan, needs_gradients
 from ring_attention_pytorch.recurrent.runs import before_samples, last_of_samples
 
 _CALLER = "ring_halo"
@@ -44,10 +44,11 @@ def ring_halo(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None = 
     plan.check_tokens(_CALLER, x=x)
     _check_initial(_CALLER, x, width, plan, initial)
     runs = len(plan.mine)
+    if plan.runs.continues:
+        _agree(_CALLER, x, width, plan)
     if not plan.runs.continues or width == 0:
         found = x.new_zeros(runs * width, *x.shape[2:])
     else:
-        plan.agree_once(_CALLER, width=width, shape=[*x.shape[2:]], dtype=x.dtype)
         route = plan.halo_route(width)
         found = fetch_rows(x, route.sends, route.lands, runs * width, plan.ring)
     if initial is not None and width:
@@ -75,11 +76,17 @@ def last_tokens(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None 
     plan.check_tokens("last_tokens", x=x)
     _check_initial("last_tokens", x, width, plan, initial)
     sends, lands, rows, places = plan.once(("last", width), lambda: _last_route(plan, width))
-    plan.agree_once("last_tokens", width=width, shape=[*x.shape[2:]], dtype=x.dtype)
+    _agree("last_tokens", x, width, plan)
     found = fetch_rows(x, sends, lands, plan.runs.batch * width, plan.ring)
     if initial is not None:
         found = found.index_copy(0, rows, initial.flatten(0, 1)[places].to(found.dtype))
     return found.unflatten(0, (plan.runs.batch, width))
+
+
+def _agree(name: str, x: Tensor, width: int, plan: RunPlan) -> None:
+    plan.agree_once(
+        name, width=width, shape=[*x.shape[2:]], dtype=x.dtype, requires_grad=needs_gradients(x)
+    )
 
 
 def _check_initial(name: str, x: Tensor, width: int, plan: RunPlan, initial: Tensor | None) -> None:
@@ -89,6 +96,10 @@ def _check_initial(name: str, x: Tensor, width: int, plan: RunPlan, initial: Ten
         raise plan.error(
             f"{name}: initial must be {[*want]} on {x.device}, the tokens before each sample, got "
             f"{list(initial.shape)} on {initial.device}"
+        )
+    if initial is not None and torch.promote_types(initial.dtype, x.dtype) != x.dtype:
+        raise plan.error(
+            f"{name}: initial must fit into {x.dtype}, the dtype of x, got {initial.dtype}; cast it"
         )
 
 
@@ -166,6 +177,12 @@ def ring_short_conv(
         )
     if bias is not None and list(bias.shape) != [channels]:
         raise plan.error(f"ring_short_conv: bias must be [{channels}], got {list(bias.shape)}")
+    plan.check_numbers("ring_short_conv", weight, x=x, weight=weight, bias=bias)
+    if (bias is not None and bias.dtype != weight.dtype) or (dtype and not dtype.is_floating_point):
+        raise plan.error(
+            "ring_short_conv: bias must be of the weight's dtype, and dtype floating, got "
+            f"{None if bias is None else bias.dtype} and {dtype}"
+        )
     width = weight.shape[1] - 1
     halo = ring_halo(x, width, plan=plan, initial=initial)
     route = plan.halo_route(width)

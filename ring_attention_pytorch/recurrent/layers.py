@@ -29,8 +29,8 @@ from ring_attention_pytorch.recurrent.fla_passes import Call as Passes
 from ring_attention_pytorch.recurrent.fla_passes import two_passes
 from ring_attention_pytorch.recurrent.fla_rules import in_two_passes
 from ring_attention_pytorch.recurrent.levels import in_full_precision
-from ring_attention_pytorch.recurrent.plan import RunPlan
-from ring_attention_pytorch.recurrent.scan import ring_scan
+from ring_attention_pytorch.recurrent.plan import RunPlan, needs_gradients
+from ring_attention_pytorch.recurrent.scan import scanned
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 KernelName = Literal["eager", "fla"]
@@ -179,7 +179,8 @@ def ring_mamba2(  # noqa: PLR0913 - a public entry point
     torch.Size([1, 6, 2, 4])
     """
     name = "ring_mamba2"
-    state = None if initial is None else initial.mT
+    plan.check_numbers(name, x, x=x, dt=dt, a=a, b=b, c=c, skip=skip)
+    state = initial.mT if initial is not None and initial.ndim == 4 else initial
     check_call(name, plan, c, b, x, state, dt=(dt, 3))
     if a.shape != x.shape[2:3] or (skip is not None and skip.shape not in (a.shape, x.shape[2:])):
         raise plan.error(
@@ -191,7 +192,7 @@ def ring_mamba2(  # noqa: PLR0913 - a public entry point
     call = Call(
         c, b, values * dt[..., None], dt * a.to(wide), None, state, final, plan, "eager"
     )  # fmt: skip
-    out, last = computed(call)
+    out, last = computed(name, call)
     if skip is not None:
         factor = skip.to(wide)
         out = out + values * (factor if skip.ndim == 2 else factor[:, None])
@@ -217,7 +218,7 @@ def _delta(
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     call = call._replace(kernel=kernel, scale=scale, normalize=normalize)
     call = call._replace(g=call.g.to(accumulation_dtype(v.dtype)))
-    out, last = computed(call)
+    out, last = computed(name, call)
     return out.to(v.dtype), last
 
 
@@ -230,24 +231,43 @@ def normalized(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def computed(call: Call) -> tuple[Tensor, Tensor | None]:
+def computed(name: str, call: Call) -> tuple[Tensor, Tensor | None]:
     """Return the outputs `[b, n, h, d_v]` and last states of a call of tensors `[b, n, ...]`.
 
-    Autocast doesn't reach it: states stay in float32.
+    Ranks agree on the call first, which errors name so. Autocast doesn't reach it: states stay in
+    float32.
     """
+    travels = call.plan.runs.continues or call.final or call.initial is not None
+    apart = not travels or (call.plan.ring.size == 1 and not call.plan.runs.continues)
+    passes = call.kernel == "fla" and _by_passes(call, apart)
+    _agree(name, call, passes)
     with in_full_precision(call.v.device):
-        return _computed(call)
+        return _computed(call, apart, passes)
 
 
-def _computed(call: Call) -> tuple[Tensor, Tensor | None]:
+def _agree(name: str, call: Call, passes: bool) -> None:
+    """Agree with the other ranks on all that decides results and exchanges."""
+    tensors = call.q, call.k, call.v, call.g, call.beta, call.initial
+    same = {
+        "heads and their sizes": [*call.v.shape[2:], *call.k.shape[2:]],
+        "dtype": call.v.dtype,
+        "kernel": f"{call.kernel} in two passes" if passes else call.kernel,
+        "scale": call.scale,
+        "normalize": call.normalize,
+        "final": call.final,
+        "initial": call.initial is not None,
+        "requires_grad of q, k, v, g, beta, initial": needs_gradients(*tensors),
+    }
+    call.plan.agree_once(name, **same)
+
+
+def _computed(call: Call, apart: bool, passes: bool) -> tuple[Tensor, Tensor | None]:
     plan, v = call.plan, call.v
     flat = call._replace(
         q=call.q.flatten(0, 1), k=call.k.flatten(0, 1), v=v.flatten(0, 1), g=call.g.flatten(0, 1),
         beta=None if call.beta is None else call.beta.flatten(0, 1),
     )  # fmt: skip
-    travels = plan.runs.continues or call.final or call.initial is not None
-    apart = not travels or (plan.ring.size == 1 and not plan.runs.continues)
-    if call.kernel == "fla" and _by_passes(flat, apart):
+    if passes:
         out, last = _two_passes(flat)
         return out.unflatten(0, v.shape[:2]), last
     state = call.k.new_zeros(
@@ -289,7 +309,7 @@ def _widened(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
     out, maps = _kernel(wide, torch.cat((state, identity), -1))
     out, reads = out.split((d_v, d_k), -1)
     u, m = maps.split((d_v, d_k), -1)
-    before, last = ring_scan(m, u, plan=call.plan, initial=call.initial, final=call.final)
+    before, last = _scanned(call, m, u)
     return _with_states(call, out, before, lambda span: reads[span]), last
 
 
@@ -301,7 +321,7 @@ def _by_passes(call: Call, apart: bool) -> bool:
     if call.beta is None or not in_two_passes(call.k.shape[-1], call.v.shape[-1]):
         return False
     leading = call.q, call.k, call.v, call.g, call.beta, call.initial
-    return not apart or (call.g.ndim == 2 and backward_refused(*leading))
+    return not apart or (call.g.ndim == 3 and backward_refused(*leading))
 
 
 def _two_passes(call: Call) -> tuple[Tensor, Tensor | None]:
@@ -320,9 +340,7 @@ def _diagonal(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
     plan, g = call.plan, call.g
     out, u = _kernel(call, state)
     totals = g.new_zeros(len(plan.mine), *g.shape[1:]).index_add(0, plan.run_of_token, g)
-    before, last = ring_scan(
-        totals.exp(), u, plan=plan, initial=call.initial, final=call.final
-    )  # fmt: skip
+    before, last = _scanned(call, totals.exp(), u)
     share = call.v.shape[1] // call.q.shape[1]
 
     def reads(span: slice) -> Tensor:
@@ -331,6 +349,12 @@ def _diagonal(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
         return q * (decay if decay.ndim == 3 else decay[..., None])
 
     return _with_states(call, out, before, reads), last
+
+
+def _scanned(call: Call, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the states before runs, and those after samples or None."""
+    initial = None if call.initial is None else call.initial.to(u.dtype)
+    return scanned(m, u, call.plan, initial, call.final)
 
 
 def _with_states(
@@ -388,10 +412,10 @@ def check_call(
     """
     plan.check_tokens(name, q=q, k=k, v=v, **{each: t for each, (t, _) in by_head.items()})
     fits = q.ndim == k.ndim == v.ndim == 4 and q.shape == k.shape
-    if not fits or k.shape[2] == 0 or v.shape[2] % k.shape[2]:
+    if not fits or 0 in (*k.shape[2:], *v.shape[2:]) or v.shape[2] % k.shape[2]:
         raise plan.error(
             f"{name}: queries and keys must be [b, n, h_k, d_k] and values [b, n, h, d_v], h a "
-            f"multiple of h_k; got {[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
+            f"multiple of h_k, and none of these 0; got {[*q.shape]}, {[*k.shape]}, {[*v.shape]}"
         )
     heads, d_k, d_v = v.shape[2], k.shape[3], v.shape[3]
     for each, (t, ndim) in by_head.items():
@@ -403,3 +427,5 @@ def check_call(
             f"{name}: initial states of {plan.runs.batch} samples and {heads} heads must have d_k "
             f"{d_k} and d_v {d_v}, got {[*initial.shape]}"
         )
+    numbers = dict(v=v, q=q, k=k, initial=initial, **{each: t for each, (t, _) in by_head.items()})
+    plan.check_numbers(name, v, **numbers)

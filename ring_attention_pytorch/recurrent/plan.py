@@ -18,6 +18,7 @@ from ring_attention_pytorch.geometry.documents import (
 )
 from ring_attention_pytorch.geometry.layouts import Layout, all_segments, check_layout
 from ring_attention_pytorch.geometry.segments import Segments
+from ring_attention_pytorch.plan.checks import DTYPES
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.options import presence
 from ring_attention_pytorch.plan.packing import whole_packing
@@ -89,7 +90,8 @@ class RunPlan:
     """The part of recurrent layers that depends on ranks, lengths and documents, not on values.
 
     Make it once per batch with `RunPlan.make`, or from attention's plan with `RunPlan.of`, and pass
-    it to every layer. Ranks exchange notes when it is made, and once for each shape of a layer.
+    it to every layer. Ranks exchange notes when it is made, and once for each kind of call: shapes,
+    options, and what needs gradients.
     """
 
     ring: Ring
@@ -226,6 +228,22 @@ class RunPlan:
                     f"got {list(t.shape)} on {t.device}"
                 )
 
+    def check_numbers(self, caller: str, like: Tensor, **tensors: Tensor | None) -> None:
+        """Raise ValueError if a tensor is on another device, or loses digits beside `like`.
+
+        It does if it isn't floating, or if it is float64 and `like` is not.
+        """
+        widest = torch.float64 if like.dtype == torch.float64 else torch.float32
+        for name, t in tensors.items():
+            if t is None:
+                continue
+            fits = t.dtype in DTYPES and torch.promote_types(t.dtype, widest) == widest
+            if not fits or t.device != self.device:
+                raise self.error(
+                    f"{caller}: {name} must be floating, at most {widest}, and on {self.device}, "
+                    f"got {t.dtype} on {t.device}; cast it"
+                )
+
     def error(self, text: str) -> ValueError:
         """Return an error of this rank alone; ranks that wait for it are notified."""
         self.ring.report_failure(f"raised ValueError: {text}")
@@ -241,7 +259,8 @@ class RunPlan:
     def run_of_token(self) -> Tensor:
         """The number of each token's run, int64 `[b * n]`."""
         lengths = torch.tensor([length for _, length in self.spans], dtype=torch.long)
-        return torch.arange(len(lengths)).repeat_interleave(lengths).to(self.device)
+        with torch.inference_mode(False):  # training could not use it
+            return torch.arange(len(lengths)).repeat_interleave(lengths).to(self.device)
 
     def in_pieces(self, unit: int) -> "RunPlan":
         """Return the plan for the same tokens in shorter runs, cut at multiples of `unit` tokens.
@@ -265,8 +284,19 @@ class RunPlan:
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return `make()`, cached by this key."""
         if key not in self._made:
-            self._made[key] = make()
+            with torch.inference_mode(False):  # training could not use what it made
+                self._made[key] = make()
         return self._made[key]
+
+
+def needs_gradients(*tensors: Tensor | None) -> list[bool]:
+    """Return for each tensor whether backward comes to it; ranks must agree on that.
+
+    >>> needs_gradients(torch.ones(1, requires_grad=True), torch.ones(1), None)
+    [True, False, False]
+    """
+    grad = torch.is_grad_enabled()
+    return [grad and t is not None and t.requires_grad for t in tensors]
 
 
 def runs_of_batch(batch: Any, device: torch.device, samples: int) -> RunPlan:

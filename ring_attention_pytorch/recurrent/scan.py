@@ -23,7 +23,7 @@ from ring_attention_pytorch.recurrent.levels import (
     packed,
     unpacked,
 )
-from ring_attention_pytorch.recurrent.plan import Route, RunPlan
+from ring_attention_pytorch.recurrent.plan import Route, RunPlan, needs_gradients
 from ring_attention_pytorch.recurrent.runs import gathers
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
@@ -67,7 +67,12 @@ def ring_scan(
     ([1.0, 0.0], 1.0)
     """
     _check(m, u, plan, initial)
+    plan.check_numbers(_CALLER, u, u=u, m=m, initial=initial)
     wide = accumulation_dtype(u.dtype)
+    plan.agree_once(
+        _CALLER, shapes=[m.shape[1:], u.shape[1:]], dtype=wide, final=final,
+        initial=initial is not None, requires_grad=needs_gradients(m, u),
+    )  # fmt: skip
     first = None if initial is None else initial.to(wide)
     return scanned(m.to(wide), u.to(wide), plan, first, final)
 
@@ -75,9 +80,7 @@ def ring_scan(
 def scanned(
     m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `ring_scan` of maps that fit, in one dtype."""
-    if plan.runs.continues or final:
-        plan.agree_once(_CALLER, shapes=[m.shape[1:], u.shape[1:]], dtype=u.dtype)
+    """Compute `ring_scan` of maps that fit, in one dtype, on which ranks have agreed."""
     with in_full_precision(u.device):
         if not gathers(plan.ring.size):
             return doubled(m, u, plan, initial, final)
@@ -98,8 +101,6 @@ def scanned_as_sent(
         u: `[sent, h, d_k, d_v]`, the same U, which gets its gradient.
         The rest: as for `ring_scan`.
     """
-    if plan.runs.continues or final:
-        plan.agree_once(_CALLER, packed=maps.shape[1:])
     route, travelling = plan.route(final), None
     with in_full_precision(u.device):
         if sum(route.counts):

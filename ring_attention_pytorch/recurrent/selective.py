@@ -6,6 +6,7 @@ from ring_attention_pytorch.recurrent.layers import Call, check_call, computed
 from ring_attention_pytorch.recurrent.plan import RunPlan
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
+_CALLER = "selective_scan"
 _CHUNK = 4  # tokens; each takes memory for that many times all channels' states
 
 
@@ -46,15 +47,31 @@ def selective_scan(
     >>> selective_scan(x, x.abs(), -torch.ones(3, 2), b, b, plan=RunPlan.make(x))[0].shape
     torch.Size([1, 6, 3])
     """
+    plan.check_tokens(_CALLER, x=x, dt=dt, b=b, c=c)
+    _check(x, dt, a, b, c, plan, skip)
     wide = accumulation_dtype(x.dtype)
     values, dt, a = x.to(wide), dt.to(wide), a.to(wide)
-    plan.check_tokens("selective_scan", x=x, dt=dt)
     q, k, v = c[:, :, None], b[:, :, None], (values * dt)[..., None]
     g = dt[..., None] * a
-    check_call("selective_scan", plan, q, k, v, None, g=(g, 4))
+    check_call(_CALLER, plan, q, k, v, None, g=(g, 4))
     call = Call(q, k, v, g, None, None, final, plan, "eager", chunk=_CHUNK)
-    out, last = computed(call)
+    out, last = computed(_CALLER, call)
     out = out.squeeze(-1)
     if skip is not None:
         out = out + values * skip.to(wide)
     return out.to(x.dtype), None if last is None else last.squeeze(-1)
+
+
+def _check(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, plan: RunPlan, skip: Tensor | None
+) -> None:
+    """Raise ValueError if shapes or dtypes don't fit."""
+    channels, d = [*x.shape[2:]], [*b.shape[2:]]
+    fits = x.ndim == b.ndim == 3 and dt.shape == x.shape and c.shape == b.shape
+    if not fits or [*a.shape] != channels + d or (skip is not None and [*skip.shape] != channels):
+        raise plan.error(
+            f"{_CALLER}: x and dt must be [b, n, channels], b and c [b, n, d], a [channels, d] and "
+            f"skip [channels]; got {[*x.shape]}, {[*dt.shape]}, {[*b.shape]}, {[*c.shape]}, "
+            f"{[*a.shape]} and {None if skip is None else [*skip.shape]}"
+        )
+    plan.check_numbers(_CALLER, x, x=x, dt=dt, a=a, b=b, c=c, skip=skip)

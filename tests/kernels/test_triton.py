@@ -20,7 +20,7 @@ from torch import Tensor
 from ring_attention_pytorch import RingPlan, kernels, ring_attn
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.kernels import choose, refusal, triton
-from ring_attention_pytorch.kernels._configs import Config, configured
+from ring_attention_pytorch.kernels._configs import Config, apart, config_for, configured
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.interfaces import (
@@ -41,6 +41,7 @@ from tests.support.kernel_cases import (
     FAR_CASES,
     STRIDED,
     WIDE,
+    KernelCase,
     disturbed,
     faults,
     random_cases,
@@ -95,6 +96,8 @@ RIGHT += [
     (replace(case, dtype=torch.float16), (BY_DESCRIPTOR, PACKED)[i % 2])
     for i, case in enumerate(CASES[:5] + random_cases(8, torch.float32)[4:])
 ]
+# head sizes of keys and of values, with the blocks that Hopper has for them
+ON_HOPPER = ((64, 64), (128, 128), (192, 128), (512, 448))
 OTHERS = [(disturbed, case) for case in CASES[4:7]] + [(unrepeated, CASES[6])]
 
 
@@ -105,6 +108,15 @@ FEATURES_HERE = (("alibi",), ("cu_seqlens",), ("dropout", "cu_seqlens", "alibi")
 def _with(configs: dict[str, Config], check: Callable, *args: object) -> object:
     with configured(**configs):
         return check(*args, "triton", "cpu")
+
+
+def _as_on_hopper(d: int, d_v: int) -> dict[str, str]:
+    names = ("forward", *(("dk", "dv") if apart(d) else ("keys",)), "queries")
+    sizes = (d, d_v), torch.float16, (9, 0)
+    configs = {name: config_for(name, *sizes) for name in names}
+    causal = ((0, 150, 0, 150, None, 0),)
+    case = KernelCase(150, 150, causal, heads=(2, 1), d=(d, d_v), dtype=torch.float16)
+    return _with(configs, faults, case)
 
 
 def _alone() -> dict[str, float]:
@@ -223,6 +235,7 @@ def found(request):
     futures: dict[object, Future] = {"alone": pool.submit(_alone)}
     for case in FEATURES_HERE:
         futures["feature", case] = pool.submit(_feature, *case)
+    futures |= {("on Hopper", *sizes): pool.submit(_as_on_hopper, *sizes) for sizes in ON_HOPPER}
     futures["dropped"] = pool.submit(_dropped, "triton")
     futures["spans"] = pool.submit(_wrong_spans)
     futures |= {("steps", i): pool.submit(_in_steps, *case) for i, case in enumerate(STEPS)}
@@ -260,6 +273,12 @@ def test_they_are_code_for_a_gpu():
 @grid("i", range(len(RIGHT)), always=19, drawn=10)
 def test_right_by_the_dtypes_rule(found, i):
     assert not found("right", i), RIGHT[i]
+
+
+@needs_triton
+@pytest.mark.parametrize("sizes", ON_HOPPER)
+def test_right_in_the_blocks_of_hopper(found, sizes):
+    assert not found("on Hopper", *sizes)
 
 
 @needs_triton
@@ -397,10 +416,10 @@ def test_rows_count_beside_the_keys_they_see(monkeypatch):
     monkeypatch.setattr(
         triton, "config_for", lambda *given: asked.append(given) or Config(1, 1, 1, 1)
     )
-    q = torch.zeros(1, 12, 2, 16)
+    q, v = torch.zeros(1, 12, 2, 16), torch.zeros(1, 12, 2, 8)
     tiles = [Tile(slice(i, i + 6), slice(i, i + 6), None, None) for i in (0, 6)]
-    triton._config("forward", q, SimpleNamespace(v=q), tiles)
-    assert asked == [("forward", 16, torch.float32, None, 6.0, 12, 1)]
+    triton._config("forward", q, SimpleNamespace(v=v), tiles)
+    assert asked == [("forward", (16, 8), torch.float32, None, 6.0, 12, 1)]
 
 
 def test_tiles_that_are_used_again_know_how_many_heads_share_their_blocks(monkeypatch):

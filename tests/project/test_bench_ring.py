@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import decode, few
-from benchmarks.lib import attempts, calls, cpu_work, jobs, results, sequences
+from benchmarks import decode, few, sweep
+from benchmarks.lib import attempts, blocks, calls, cpu_work, jobs, results, sequences
 from ring_attention_pytorch import RingPlan
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
+from ring_attention_pytorch.kernels._configs import config_for
 from ring_attention_pytorch.runtime.interfaces import Traits
 from tests.support import threads
 from tests.support.cases import over_shared_memory
@@ -287,6 +288,18 @@ def test_what_does_not_fit_is_a_row_that_says_so(monkeypatch) -> None:
     (row,) = decode.rows("ours", 8, 1 << 40, 1e12, cpu)  # nothing is made of that size
     assert row["failed"] == "needs more"
     assert asked == [(decode.Case(8, 1 << 40, 1).nbytes, cpu)]
+
+
+@pytest.mark.parametrize("direction", sweep.DIRECTIONS)
+def test_a_sweep_tries_the_blocks_that_are_chosen_for_keys_and_values_of_two_sizes(
+    direction: str,
+) -> None:
+    shape = blocks.Shape(d=192, d_v=128, heads=16, key_heads=16)
+    tried = sweep.configs(direction, shape)
+    assert config_for(direction, (192, 128), torch.bfloat16, (9, 0)) in tried
+    assert len(tried) == len(set(tried))
+    square = replace(shape, d_v=None).flops()
+    assert shape.flops() * (192 + 192) == pytest.approx(square * (192 + 128))
 
 
 def test_rows_are_kept_as_they_come(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ RECURRENT = [
     ),
     Mutant(
         "later runs give states no gradient",
-        "recurrent/fla_passes.py:_TwoPasses.backward",
+        "recurrent/fla_passes.py:_TwoPasses._backward",
         "scan.back(own, dlast)",
         "scan.back(own * 0, dlast)",
     ),

@@ -1,9 +1,10 @@
 """Calls in two passes over rings of threads, with loops in the place of fla's kernels."""
 
 import pytest
+import torch
 
 from ring_attention_pytorch.recurrent import fla_passes, ring_gated_delta_rule, ring_kda, scan
-from tests.support import fla_loops
+from tests.support import fla_loops, threads
 from tests.support.recurrent_cases import D_K, D_V, HEADS, Spread, check, data, delta
 
 
@@ -35,3 +36,40 @@ def test_without_final_states(monkeypatch, size, doubling) -> None:
         return {"out": delta(None, True)[1](**given)["out"]}
 
     check(spread, sharded, {}, ours, reference, 1e-10)
+
+
+@pytest.mark.parametrize("doubling", [False, True])
+def test_autocast_reaches_no_gradient(monkeypatch, doubling) -> None:
+    fla_loops.stand_in(monkeypatch)
+    for module in (scan, fla_passes):
+        monkeypatch.setattr(module, "gathers", lambda ranks: not doubling)
+    spread = Spread(2, 12, 1, "zigzag", None)
+    sharded, _ = data(spread, False, 0)
+
+    def main(ring):
+        at, plan, found = spread.held(ring.rank), spread.plan(ring), []
+        for on in (False, True):
+            mine = {name: t[:, at].float().requires_grad_() for name, t in sharded.items()}
+            with torch.autocast("cpu", torch.bfloat16, enabled=on):
+                out, last = ring_gated_delta_rule(**mine, plan=plan, final=True, kernel="fla")
+                loss = out.square().sum() + last.square().sum()
+                found.append(torch.autograd.grad(loss, [*mine.values()]))
+        assert all(map(torch.equal, *found))
+
+    threads.run(2, main)
+
+
+def test_second_derivatives_are_an_error(monkeypatch) -> None:
+    fla_loops.stand_in(monkeypatch)
+    spread = Spread(2, 12, 1, "zigzag", None)
+    sharded, _ = data(spread, False, 0)
+
+    def main(ring):
+        at = spread.held(ring.rank)
+        mine = {name: t[:, at].requires_grad_() for name, t in sharded.items()}
+        out, _ = ring_gated_delta_rule(**mine, plan=spread.plan(ring), kernel="fla")
+        grads = torch.autograd.grad(out.square().sum(), [*mine.values()], create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            sum(t.square().sum() for t in grads).backward()
+
+    threads.run(2, main)

@@ -96,3 +96,36 @@ def test_wrong_weights(weight) -> None:
         threads.run(
             1, lambda ring: ring_short_conv(torch.zeros(1, 4, 2), weight, plan=spread.plan(ring))
         )
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (dict(x=torch.ones(1, 4, 2).long()), "x must be floating"),
+        (dict(weight=torch.ones(2, 3).long()), "weight must be floating"),
+        (dict(weight=torch.ones(2, 3, device="meta")), "and on cpu, got torch.float32 on meta"),
+        (dict(bias=torch.ones(2).double()), "bias must be floating, at most torch.float32"),
+        (dict(bias=torch.ones(2).half()), "bias must be of the weight's dtype"),
+        (dict(dtype=torch.int32), "dtype floating, got None and torch.int32"),
+        (dict(initial=torch.ones(1, 2, 2).double()), "must fit into torch.float32"),
+    ],
+)
+def test_a_convolution_casts_nothing_to_what_holds_less(given, match) -> None:
+    spread = Spread(1, 4, 1, "contiguous", None)
+    given = dict(x=torch.ones(1, 4, 2), weight=torch.ones(2, 3)) | given
+    with pytest.raises(ValueError, match=match):
+        threads.run(1, lambda ring: ring_short_conv(**given, plan=spread.plan(ring)))
+
+
+@pytest.mark.parametrize("call", [ring_halo, last_tokens])
+@pytest.mark.parametrize("name", ["width", "requires_grad"])
+def test_ranks_must_ask_for_the_same_halo(call, name) -> None:
+    spread = Spread(2, 8, 1, "contiguous", None)
+
+    def main(ring):
+        x = torch.zeros(1, 4, 2, requires_grad=name == "requires_grad" and ring.rank == 1)
+        width = 0 if name == "width" and ring.rank else 3
+        with pytest.raises(ValueError, match=f"{name} must be the same on every rank"):
+            call(x, width, plan=spread.plan(ring))
+
+    threads.run(2, main)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ring_attention_pytorch.recurrent import ring_gated_delta_rule, ring_kda
+from ring_attention_pytorch.recurrent import ring_gated_delta_rule, ring_kda, ring_mamba2
 from tests.support import threads
 from tests.support.recurrent_cases import (
     D_K,
@@ -65,3 +65,79 @@ def test_autocast_leaves_states_in_float32(channels) -> None:
         assert all(map(torch.equal, found, want))
 
     threads.run(2, main)
+
+
+def zeros(spread, ring, **given):
+    """Tensors of a call for one rank, `given` ones of a spread-out sequence among them."""
+    shape = spread.batch, len(spread.held(ring.rank))
+    q, v, g = ((2, 3), (4, 5), (4,))
+    return {
+        name: torch.zeros(*shape, *of_token)
+        for name, of_token in dict(q=q, k=q, v=v, g=g, beta=g).items()
+    } | given
+
+
+STATE = torch.zeros(1, 4, 3, 5)
+
+
+@pytest.mark.parametrize("borders", [None, [[0, 4, 8]]], ids=["one", "whole documents"])
+@pytest.mark.parametrize(
+    ("same", "other"),
+    [({}, {"final": True}), ({}, {"initial": STATE}), ({"scale": 1.0}, {"scale": 2.0}),
+     ({}, {"normalize": True}), ({}, {"v": torch.zeros(1, 4, 4, 6)}),
+     ({}, {"q": torch.zeros(1, 4, 2, 3, requires_grad=True)})],
+)  # fmt: skip
+def test_ranks_must_make_the_same_call(borders, same, other) -> None:
+    """All of them raise, and none waits in forward or backward for another one."""
+    spread = Spread(2, 8, 1, "contiguous", borders)
+
+    def main(ring):
+        given = zeros(spread, ring, **(other if ring.rank else same))
+        with pytest.raises(ValueError, match="must be the same on every rank"):
+            ring_gated_delta_rule(**given, plan=spread.plan(ring))
+
+    threads.run(2, main)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("v", torch.zeros(1, 4, 4, 5, dtype=torch.long)),
+     ("v", torch.zeros(1, 4, 4, 5, dtype=torch.complex64)),
+     ("q", torch.zeros(1, 4, 2, 3, dtype=torch.float64)), ("g", torch.ones(1, 4, 4).bool()),
+     ("beta", torch.zeros(1, 4, 4).double()), ("initial", STATE.double()),
+     ("initial", STATE.to("meta"))],
+)  # fmt: skip
+def test_no_tensor_is_cast_to_what_holds_less(name, given) -> None:
+    spread = Spread(1, 4, 1, "contiguous", None)
+
+    def main(ring):
+        match = f"{name} must be floating, at most torch.float32, and on cpu, got {given.dtype}"
+        with pytest.raises(ValueError, match=match):
+            ring_gated_delta_rule(**zeros(spread, ring, **{name: given}), plan=spread.plan(ring))
+
+    threads.run(1, main)
+
+
+@pytest.mark.parametrize("name", ["a", "skip"])
+def test_parameters_of_mamba_2_are_not_cast_either(name) -> None:
+    spread, x, b = Spread(1, 4, 1, "contiguous", None), torch.zeros(1, 4, 2, 5), torch.ones(2)
+    given = dict(dt=x[..., 0], a=-b, b=x, c=x, skip=b) | {name: b.double()}
+
+    def main(ring):
+        with pytest.raises(ValueError, match=f"{name} must be floating, at most torch.float32"):
+            ring_mamba2(x, **given, plan=spread.plan(ring))
+
+    threads.run(1, main)
+
+
+@pytest.mark.parametrize("name", ["q", "v"])
+def test_heads_and_their_sizes_are_not_0(name) -> None:
+    spread = Spread(1, 4, 1, "contiguous", None)
+
+    def main(ring):
+        given = zeros(spread, ring)
+        empty = {each: given[each][..., :0] for each in (("q", "k") if name == "q" else ("v",))}
+        with pytest.raises(ValueError, match="none of these 0"):
+            ring_gated_delta_rule(**{**given, **empty}, plan=spread.plan(ring))
+
+    threads.run(1, main)

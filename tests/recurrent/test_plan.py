@@ -7,6 +7,12 @@ import torch
 
 from ring_attention_pytorch import RingPlan, RunPlan, shard_batch
 from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.recurrent import (
+    ring_gated_delta_rule,
+    ring_mamba2,
+    ring_short_conv,
+)
+from ring_attention_pytorch.recurrent.halo import last_tokens
 from tests.support import threads
 from tests.support.recurrent_cases import Spread
 
@@ -105,3 +111,32 @@ def test_a_plan_says_its_runs_and_what_is_sent() -> None:
         "maps of runs: 1 of 2 are sent from here, 0.000256 MB each; all ranks store them all",
     ]
     assert "runs of document 0: 2-5" in second
+
+
+@pytest.mark.parametrize("layer", ["delta", "mamba", "convolution", "last tokens"])
+def test_what_inference_has_made_serves_training(layer) -> None:
+    """Tensors that are made in inference mode can't be saved for backward."""
+    spread = Spread(2, 12, 1, "zigzag", [[0, 5, 12]])
+
+    def main(ring):
+        plan = spread.plan(ring)
+        q, v, g = (torch.ones(1, 6, *more) for more in ((1, 3), (2, 4), (2,)))
+
+        def compute(x: torch.Tensor) -> torch.Tensor:
+            if layer == "delta":
+                return ring_gated_delta_rule(q, q, x, -g, g, plan=plan, final=True)[0]
+            if layer == "mamba":
+                return ring_mamba2(x, x[..., 0], -g[0, 0], q, q, plan=plan)[0]
+            if layer == "convolution":
+                return ring_short_conv(x.flatten(2), torch.ones(8, 3), plan=plan)
+            return last_tokens(x, 3, plan=plan)
+
+        with torch.inference_mode():
+            want = compute(v)
+        leaf = v.clone().requires_grad_()
+        found = compute(leaf)
+        found.sum().backward()
+        assert torch.equal(found, want)
+        assert leaf.grad is not None
+
+    threads.run(2, main)

@@ -122,3 +122,31 @@ def test_shapes_that_differ_between_ranks() -> None:
             ring_scan(torch.zeros(1, 2), u, plan=spread.plan(ring))
 
     threads.run(2, main)
+
+
+@pytest.mark.parametrize("borders", [None, [[0, 2, 4]]], ids=["one", "whole documents"])
+@pytest.mark.parametrize("name", ["final", "initial", "requires_grad"])
+def test_calls_that_differ_between_ranks(borders, name) -> None:
+    spread = Spread(2, 4, 1, "contiguous", borders)
+
+    def main(ring):
+        m, u = torch.zeros(1, 2), torch.zeros(1, 2, 3, 4)
+        given = {"final": True} if name == "final" and ring.rank else {}
+        given |= {"initial": u} if name == "initial" and ring.rank else {}
+        m.requires_grad_(name == "requires_grad" and ring.rank == 1)
+        with pytest.raises(ValueError, match=f"{name} must be the same on every rank"):
+            ring_scan(m, u, plan=spread.plan(ring), **given)
+
+    threads.run(2, main)
+
+
+@pytest.mark.parametrize("name", ["m", "u", "initial"])
+@pytest.mark.parametrize("dtype", [torch.long, torch.complex64, torch.float64])
+def test_no_map_is_cast_to_what_holds_less(name, dtype) -> None:
+    given = dict(m=torch.zeros(1, 2), u=torch.zeros(1, 2, 3, 4), initial=torch.zeros(1, 2, 3, 4))
+    if dtype == torch.float64 and name == "u":  # the others are cast to it
+        return
+    given[name] = given[name].to(dtype)
+    plan = Spread(1, 4, 1, "contiguous", None)
+    with pytest.raises(ValueError, match=f"{name} must be floating, at most torch.float32"):
+        threads.run(1, lambda ring: ring_scan(**given, plan=plan.plan(ring)))

@@ -34,12 +34,20 @@ def test_channels_with_gates_of_their_own_equal_one_process(seed) -> None:
     check(spread, given, {"a": a, "skip": skip}, ours, reference, 1e-10)
 
 
-def test_tensors_that_dont_fit() -> None:
-    plan = Spread(1, 4, 1, "contiguous", None)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("a", (3, 5)), ("a", (2,)), ("a", (1, 2)), ("dt", (1, 4, 1)), ("b", (1, 4, 1, 2)),
+     ("skip", (1,)), ("skip", (4, 3))],
+)  # fmt: skip
+def test_tensors_that_dont_fit(name, shape) -> None:
+    """None is spread over a dimension that it doesn't have."""
+    spread = Spread(1, 4, 1, "contiguous", None)
     x, b = torch.zeros(1, 4, 3), torch.zeros(1, 4, 2)
+    given = dict(x=x, dt=x, a=torch.zeros(3, 2), b=b, c=b, skip=torch.zeros(3))
+    given |= {name: torch.zeros(shape)} | ({"c": torch.zeros(shape)} if name == "b" else {})
 
     def main(ring):
-        with pytest.raises(ValueError, match=r"g must be \[1, 4, 3, 2\]"):
-            selective_scan(x, x, torch.zeros(3, 5), b, b, plan=plan.plan(ring))
+        with pytest.raises(ValueError, match=r"a \[channels, d\] and skip \[channels\]"):
+            selective_scan(**given, plan=spread.plan(ring))
 
     threads.run(1, main)
