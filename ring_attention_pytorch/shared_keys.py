@@ -32,6 +32,7 @@ from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
 from ring_attention_pytorch.runtime.torch_func import (
     Function,
+    differentiable_grads,
     forward_mode,
     is_first_order,
     keep,
@@ -109,17 +110,15 @@ class _Joint(Function):
         check_began_here(ctx.block)
         ctx.block = None
         dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
-        asked = ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[1:]
         if not is_first_order():
             # views: a tensor can be given twice, and autograd will add its gradients
             given = [None if t is None else t.view_as(t) for t in given]
-            leaves = [t for t, wanted in zip(given, asked) if wanted and t is not None]
-            along = dout, torch.zeros_like(lse) if dlse is None else dlse
-            grads = torch.autograd.grad(_apart(plan, *given), leaves, along, create_graph=True)
-            found = iter(grads)
-            return None, *(next(found) if wanted else None for wanted in asked)
+            dlse = torch.zeros_like(lse) if dlse is None else dlse
+            result = _apart(plan, *given)
+            return None, *differentiable_grads(result, given, needed, (dout, dlse))
         *of_ring, dk, dv = plan.run("backward", backward, *given, out, lse, dout, dlse)
-        if plan.ring.size > 1 and any(asked[4:]):
+        if plan.ring.size > 1 and any(needed[4:]):
             dk, dv = _total(plan.ring, dk, dv)
         return None, *of_ring, dk, dv
 

@@ -31,13 +31,7 @@ class LatentKeys:
     d_rope: int
     d_v: int
 
-    @property
-    def by_heads(self) -> bool:
-        return True
-
-    @property
-    def in_8_bits(self) -> bool:
-        return False
+    by_heads, in_8_bits = True, False
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -82,13 +76,7 @@ class TiedKeys:
 
     d_v: int
 
-    @property
-    def by_heads(self) -> bool:
-        return False
-
-    @property
-    def in_8_bits(self) -> bool:
-        return False
+    by_heads, in_8_bits = False, False
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -118,13 +106,7 @@ class RoundedKeys:
     d: int
     d_v: int
 
-    @property
-    def by_heads(self) -> bool:
-        return False
-
-    @property
-    def in_8_bits(self) -> bool:
-        return True
+    by_heads, in_8_bits = False, True
 
     @property
     def widths(self) -> tuple[int, int]:

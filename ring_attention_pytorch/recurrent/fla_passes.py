@@ -186,8 +186,7 @@ def _of_all(x: Tensor, sent: Tensor, runs: int) -> Tensor:
 
 def _sent(plan: RunPlan, final: bool, how: How) -> tuple[Tensor, Tensor]:
     """Return this rank's runs whose maps are sent, and their spans."""
-    runs = plan.runs.sent(plan.ring.rank, final)
-    sent = torch.tensor(runs, dtype=torch.long, device=plan.device)
+    sent = plan.indices(plan.runs.sent(plan.ring.rank, final))
     return sent, how.spans[sent]
 
 

@@ -1,7 +1,5 @@
 """Halos, the tokens before each run, fetched from the ranks that hold them; short convolutions."""
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -94,14 +92,12 @@ def _check_initial(name: str, x: Tensor, width: int, plan: RunPlan, initial: Ten
 
 def _first_rows(plan: RunPlan, width: int) -> tuple[Tensor, Tensor]:
     """Return rows of this rank's halos that are before a sample, and their places in `initial`."""
-    numbers = {run: number for number, run in enumerate(plan.mine)}
     rows, places = [], []
     for run, place, of_sample in before_samples(plan.runs, width):
         if run.rank == plan.ring.rank:
-            rows.append(numbers[run] * width + place)
+            rows.append(plan.number_of[run] * width + place)
             places.append(run.sample * width + of_sample)
-    whole = partial(torch.tensor, dtype=torch.long, device=plan.device)
-    return whole(rows), whole(places)
+    return plan.indices(rows), plan.indices(places)
 
 
 def _last_route(plan: RunPlan, width: int) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
@@ -121,8 +117,8 @@ def _last_route(plan: RunPlan, width: int) -> tuple[list[Tensor], list[Tensor], 
         lands[owner.rank].append(row)
         if owner.rank == rank:
             mine.append(sample * plan.runs.tokens[rank] + owner.start + index)
-    whole = partial(torch.tensor, dtype=torch.long, device=plan.device)
-    return [whole(mine)] * size, [*map(whole, lands)], whole(rows), whole(places)
+    sends = [plan.indices(mine)] * size
+    return sends, [*map(plan.indices, lands)], plan.indices(rows), plan.indices(places)
 
 
 @typed(report_to_group("ring_short_conv", agreed=("plan", ...)))

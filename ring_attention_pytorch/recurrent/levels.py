@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ring_attention_pytorch.runtime.torch_func import differentiable_grads
+
 _MOST = 128  # the largest d_k whose map fits beside a state
 _COLUMNS = 32  # of a state, for one program
 
@@ -142,14 +144,8 @@ class _Follow(Function):
         m, u, first, states = ctx.saved_tensors
         levels: Levels = ctx.levels
         if torch.is_grad_enabled():  # a graph of the gradients is wanted
-            wanted = [t for t, needs in zip((m, u, first), ctx.needs_input_grad) if needs]
-            found = iter(
-                torch.autograd.grad(
-                    _plain(m, u, first, levels), wanted, grads, create_graph=True,
-                    materialize_grads=True,
-                )
-            )  # fmt: skip
-            return *(next(found) if needs else None for needs in ctx.needs_input_grad[:3]), None
+            found, needed = _plain(m, u, first, levels), ctx.needs_input_grad[:3]
+            return *differentiable_grads(found, (m, u, first), needed, grads), None
         from ring_attention_pytorch.recurrent._triton_levels import return_kernel
 
         du = states.new_zeros(len(u), *first.shape[1:])

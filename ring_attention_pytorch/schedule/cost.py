@@ -18,7 +18,7 @@ from ring_attention_pytorch.schedule.pieces import (
     tokens,
 )
 from ring_attention_pytorch.schedule.policy import keys_arrive_late
-from ring_attention_pytorch.schedule.relays import Machines, legs
+from ring_attention_pytorch.schedule.relays import Machines, messages
 from ring_attention_pytorch.schedule.steps import (
     KEYS,
     Block,
@@ -82,7 +82,7 @@ class Clock(NamedTuple):
         for part in program.parts:
             parts[part] = part_seconds(program, part, rank, shape, machine, a_flop)
         for transfer in program.transfers:
-            one = bytes_of(transfer, shape)
+            one = transfer.token_bytes(shape)
             if relays:
                 near, far = moved_by_relays(program, transfer, rank, relays)
                 transfers.append(relayed_seconds(near * one, far * one, machine))
@@ -179,13 +179,6 @@ def part_seconds(
     return kernel + len(visible) * machine.call * share + passed
 
 
-def bytes_of(transfer: Transfer, shape: KVShape) -> int:
-    """Return the bytes of one key or its gradients: a ring passes on sums, in a wide dtype."""
-    if transfer.kind == KEYS:
-        return shape.message_bytes
-    return shape.wide_bytes if transfer.hop else shape.grad_bytes
-
-
 def moved(program: Program, transfer: Transfer, rank: int, domain: int) -> tuple[int, int]:
     """Return how many tokens a rank fetches from within its domain, and from outside.
 
@@ -194,19 +187,18 @@ def moved(program: Program, transfer: Transfer, rank: int, domain: int) -> tuple
     """
     size = len(program.workload.keys)
     if transfer.hop:
-        block = transfer.block if transfer.kind == KEYS else transfer.source
-        moved = tokens(program.chunks(block, rank))
+        block_tokens = tokens(program.chunks(transfer.fetched, rank))
         crosses = size > domain or transfer.distances[0] >= domain
-        return (0, moved) if crosses else (moved, 0)
-    near = far = 0
-    block = transfer.block if transfer.kind == KEYS else transfer.source
-    stages, _, made = program.blocks[block]
+        return (0, block_tokens) if crosses else (block_tokens, 0)
+    stages, _, made = program.blocks[transfer.fetched]
     groups = stages[transfer.stage] if transfer.kind == KEYS else chain.from_iterable(stages)
     distances = tuple(chain.from_iterable(groups))
-    chunks = needed(rank, program.workload, distances)
-    if made is not None:  # perhaps of some of these owners only
-        behind = {(rank - distance) % size for distance in distances}
-        chunks = tuple(chunk for chunk in made.pieces[rank] if chunk.owner in behind)
+    if made is None:
+        chunks = needed(rank, program.workload, distances)
+    else:  # perhaps of some of these owners only
+        owners = {(rank - distance) % size for distance in distances}
+        chunks = tuple(chunk for chunk in made.pieces[rank] if chunk.owner in owners)
+    near = far = 0
     for chunk in chunks:
         if chunk.owner == rank:
             continue
@@ -221,15 +213,12 @@ def moved_by_relays(
     program: Program, transfer: Transfer, rank: int, machines: Machines
 ) -> tuple[int, int]:
     """Return how many tokens come to a rank from its machine, some to pass on, and from others."""
-    back, near, far = transfer.kind != KEYS, 0, 0
-    block = transfer.source if back else transfer.block
-    pieces = [program.chunks(block, other) for other in range(len(machines))]
-    for leg in chain(*legs(pieces, machines)):
-        sender, receiver = (leg.receiver, leg.sender) if back else (leg.sender, leg.receiver)
+    near = far = 0
+    for sender, receiver, length in messages(program, transfer, machines, relayed=True):
         if receiver == rank and machines[sender] == machines[rank]:
-            near += leg.tokens
+            near += length
         elif receiver == rank:
-            far += leg.tokens
+            far += length
     return near, far
 
 

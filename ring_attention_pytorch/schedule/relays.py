@@ -29,7 +29,6 @@ from ring_attention_pytorch.schedule.pieces import (
 )
 from ring_attention_pytorch.schedule.steps import (
     GRADS,
-    KEYS,
     Block,
     Program,
     Schedule,
@@ -347,30 +346,26 @@ def crossing(
     for program in (schedule.forward, schedule.backward):
         sent = [0] * len(machines)
         for transfer in program.transfers:
-            one = _token_bytes(transfer, shape)
-            for sender, receiver, length in _moves(program, transfer, machines, relayed):
+            one = transfer.token_bytes(shape)
+            for sender, receiver, length in messages(program, transfer, machines, relayed):
                 if machines[sender] != machines[receiver]:
                     sent[sender] += one * length
         both.append(tuple(sent))
     return Crossing(*both)
 
 
-def _token_bytes(transfer: Transfer, shape: KVShape) -> int:
-    if transfer.kind == KEYS:
-        return shape.message_bytes
-    return shape.wide_bytes if transfer.hop else shape.grad_bytes
-
-
-def _moves(
+def messages(
     program: Program, transfer: Transfer, machines: Machines, relayed: bool
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the sender, the receiver and the number of tokens of each message of a transfer."""
-    ranks, back = range(len(machines)), transfer.kind == GRADS
+    ranks = range(len(machines))
     if relayed:
-        block = transfer.source if back else transfer.block
-        for leg in chain(*legs([program.chunks(block, rank) for rank in ranks], machines)):
-            ends = (leg.receiver, leg.sender) if back else (leg.sender, leg.receiver)
-            yield *ends, leg.tokens
+        pieces = [program.chunks(transfer.fetched, rank) for rank in ranks]
+        for leg in chain(*legs(pieces, machines)):
+            if transfer.kind == GRADS:  # the same way back
+                yield leg.receiver, leg.sender, leg.tokens
+            else:
+                yield leg.sender, leg.receiver, leg.tokens
         return
     for rank in ranks:
         for copy in program.copies(transfer, rank):

@@ -21,6 +21,7 @@ from ring_attention_pytorch.geometry.segments import Segments, count, slice_segm
 from ring_attention_pytorch.schedule.pieces import (
     Chunk,
     Chunks,
+    KVShape,
     Round,
     Stage,
     Workload,
@@ -76,6 +77,17 @@ class Transfer(NamedTuple):
     distances: tuple[int, ...]
     stage: int = 0  # of the keys' block
     hop: bool = False  # of a ring: to one rank; whole blocks of keys, or sums of gradients
+
+    @property
+    def fetched(self) -> int:
+        """Number of the block on the rank that fetches keys, or returns their gradients."""
+        return self.block if self.kind == KEYS else self.source
+
+    def token_bytes(self, shape: KVShape) -> int:
+        """Return the bytes of one key, or of its gradients: a hop has sums, in a wide dtype."""
+        if self.kind == KEYS:
+            return shape.message_bytes
+        return shape.wide_bytes if self.hop else shape.grad_bytes
 
 
 class Copy(NamedTuple):
