@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.attention import attention
-from ring_attention_pytorch.plan.checks import autocast_dtype
+from ring_attention_pytorch.plan.checks import autocast
 from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.options import DEFAULTS
 from ring_attention_pytorch.plan.placement import attention_ring
@@ -94,7 +94,7 @@ def encoded(
     try:
         if not has_values(*tensors) or any(hasattr(t, "to_local") for t in tensors):
             raise ValueError("tensors must have values, and not be DTensors; pass local tensors")
-        return encode(*(t.to(autocast_dtype(t)) for t in tensors))
+        return encode(*map(autocast, tensors))
     except ValueError as error:
         wrong = ValueError(f"{caller}: {error}")
     report(options, wrong)

@@ -60,6 +60,11 @@ def autocast_dtype(t: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device)
 
 
+def autocast(t: Tensor) -> Tensor:
+    """Return an input of attention in the dtype that it gets."""
+    return t.to(autocast_dtype(t))
+
+
 def like_autocast(t: Tensor) -> Tensor:
     """Return the tensor, or one without memory that looks as autocast will make it."""
     if not torch._C._is_any_autocast_enabled() or (dtype := autocast_dtype(t)) == t.dtype:
