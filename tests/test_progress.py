@@ -11,8 +11,10 @@ from ring_attention_pytorch.progress import counted, logger, say, show
 
 
 @pytest.fixture(autouse=True)
-def as_it_was() -> Iterator[None]:
-    """Undo what `show` did."""
+def unasked() -> Iterator[None]:
+    """Undo `show`, which other tests of this process call too, before each test and after it."""
+    logger.handlers.clear()
+    logger.setLevel(logging.WARNING)  # as by default, whatever the root logger's level is now
     yield
     logger.handlers.clear()
     logger.setLevel(logging.NOTSET)

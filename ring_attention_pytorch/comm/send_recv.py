@@ -47,9 +47,9 @@ class Blocks(NamedTuple):
 class SendRecv(ScheduledTransport):
     """A transport of one neighbour's keys at a time; the next hop is in flight during compute.
 
-    There are no barriers. An owner's keys are one message, forwarded unchanged. A message's memory
-    is reused for the next but one. Gradients travel one hop behind their keys, and the last rank
-    sends them straight to the owner.
+    There are no barriers. An owner's keys are one message, forwarded unchanged. Two buffers of keys
+    alternate: each receives every second block. Gradients travel one hop behind their keys. The
+    last rank that adds to them sends them to the owner, past all ranks between.
     """
 
     known: dict[bool, Blocks] = field(default_factory=dict, compare=False, repr=False)  # if back
@@ -92,7 +92,7 @@ class _Call:
             self.made, self.sent, self.received = _buffers(3, self.wide_forms, own.k.device)
 
     def start(self, number: int) -> None:
-        kind, source, block, (hop,), *_ = self.program.transfers[number]
+        kind, source, block, (distance,), *_ = self.program.transfers[number]
         rank, size = self.ring.rank, self.ring.size
         if kind == KEYS:
             forms, sends, receives = self.forms, self.held[source % 2], self.held[block % 2]
@@ -103,7 +103,7 @@ class _Call:
             self.made, self.sent = self.sent, self.made
         sends, receives = sends[: forms[source].nbytes], receives[: forms[block].nbytes]
         self.under_way[number] = self.ring.exchange(
-            [((rank + hop) % size, sends)], [((rank - hop) % size, receives)]
+            [((rank + distance) % size, sends)], [((rank - distance) % size, receives)]
         )
 
     def wait(self, number: int) -> None:

@@ -138,7 +138,7 @@ def check_layout(layout: Layout, ring_size: int | None = None, length: int | Non
             )
     elif layout not in LAYOUTS:
         names = ", ".join(map(repr, LAYOUTS))
-        raise ValueError(f"layout must be one of {names}, got {layout!r}")
+        raise ValueError(f"layout must be one of {names}, or made by balanced(), got {layout!r}")
 
 
 def resolve_layout(layout: Layout | None, striped: bool) -> Layout | None:

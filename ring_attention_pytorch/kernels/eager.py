@@ -32,31 +32,31 @@ def forward(
     q: Tensor, keys: KVBlock, tiles: Tiles, terms: ScoreMods, result: OutputAccumulator
 ) -> None:
     out, lse = result.begin_update()
-    for rows, cols, hidden, bias, left in visible_parts(keys, tiles, terms, q.shape[2]):
+    for rows, cols, hidden, bias, factor in visible_parts(keys, tiles, terms, q.shape[2]):
         q_, k, v = grouped(q[:, rows], keys.k[:, cols], keys.v[:, cols])
         scores = scores_of(q_, k, terms, bias)[0].masked_fill_(hidden, -torch.inf)
         part_lse = scores.logsumexp(dim=-1)
         p = scores.sub_(finite(part_lse).unsqueeze(-1)).exp_()
-        part = einsum(_less(p, left), v, "b g r i j, b j g d -> b i g r d")
+        part = einsum(_times_(p, factor), v, "b g r i j, b j g d -> b i g r d")
         part = rearrange(part, "b i g r d -> b i (g r) d")
         merge_(out[:, rows], lse[..., rows], part, rearrange(part_lse, "b g r i -> b (g r) i"))
 
 
 def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, grads: Grads) -> None:
     h_kv, running = keys.k.shape[2], [total.begin_update() for total in grads]
-    for rows, cols, hidden, bias, left in visible_parts(keys, tiles, terms, saved.q.shape[2]):
+    for rows, cols, hidden, bias, factor in visible_parts(keys, tiles, terms, saved.q.shape[2]):
         q, k, v = grouped(saved.q[:, rows], keys.k[:, cols], keys.v[:, cols])
         dout = by_key_head(saved.dout[:, rows], h_kv)
         lse = rearrange(saved.lse[..., rows], "b (g r) i -> b g r i 1", g=h_kv)
         delta = rearrange(saved.delta[..., rows], "b (g r) i -> b g r i 1", g=h_kv)
         scores, slope = scores_of(q, k, terms, bias)
         p = scores.masked_fill_(hidden, -torch.inf).sub_(finite(lse)).exp_()
-        dp = _less(einsum(dout, v, "b i g r d, b j g d -> b g r i j"), left)
+        dp = _times_(einsum(dout, v, "b i g r d, b j g d -> b g r i j"), factor)
         ds = dp.sub_(delta).mul_(p).mul_(slope)
         dq = einsum(ds, k, "b g r i j, b j g d -> b i g r d")
         running[0][:, rows] += rearrange(dq, "b i g r d -> b i (g r) d")
         running[1][:, cols] += einsum(ds, q, "b g r i j, b i g r d -> b j g d")
-        p = _less(p, left)
+        p = _times_(p, factor)
         running[2][:, cols] += einsum(p, dout, "b g r i j, b i g r d -> b j g d")
 
 
@@ -83,7 +83,7 @@ def visible_parts(
                 distance = (row_at - tiles.cols_at[part.cols]).abs()
                 slopes = rearrange(terms.alibi, "(g r) -> g r 1 1", g=keys.k.shape[2])
                 bias = -slopes * distance
-            left = None
+            factor = None
             if dropout is not None and marks is not None:
                 first, second = marks
                 kept = dropout.kept(
@@ -91,9 +91,9 @@ def visible_parts(
                     second[..., part.rows, :],
                     tiles.col_numbers[part.cols],
                 )
-                left = kept.to(accumulation_dtype(keys.k.dtype))
-                left.mul_(dropout.inverse)
-            yield part.rows, part.cols, hidden, bias, left
+                factor = kept.to(accumulation_dtype(keys.k.dtype))
+                factor.mul_(dropout.inverse)
+            yield part.rows, part.cols, hidden, bias, factor
 
 
 def _marks(keys: KVBlock, tiles: Tiles, dropout: Dropout, h: int) -> tuple[Tensor, Tensor]:
@@ -106,9 +106,9 @@ def _marks(keys: KVBlock, tiles: Tiles, dropout: Dropout, h: int) -> tuple[Tenso
     )
 
 
-def _less(t: Tensor, left: Tensor | None) -> Tensor:
-    """Multiply t by dropout's factor `left`, in place; None is no dropout."""
-    return t if left is None else t.mul_(left)
+def _times_(t: Tensor, factor: Tensor | None) -> Tensor:
+    """Multiply t by dropout's factor in place, unless there is no dropout."""
+    return t if factor is None else t.mul_(factor)
 
 
 def _allowed(keys: KVBlock, tiles: Tiles, part: Tile, mask_mod: MaskMod, h: int) -> Tensor:

@@ -19,7 +19,6 @@ from ring_attention_pytorch.geometry.layouts import (
     Layout,
     Segments,
     all_segments,
-    check_layout,
     count,
     resolve_layout,
     segment_positions,
@@ -51,11 +50,10 @@ def shard_sequence(
     >>> shard_sequence(torch.arange(4)[None])
     tensor([[0, 1, 2, 3]])
     """
-    check_layout(layout)
+    ring = as_ring(group)
     with checks_of("shard_sequence"):
         _check_dim(x, dim)
-    ring = as_ring(group)
-    segments = all_segments(layout, ring.size, x.shape[dim])[ring.rank]
+        segments = all_segments(layout, ring.size, x.shape[dim])[ring.rank]
     return x.index_select(dim, segment_positions(segments, x.device))
 
 

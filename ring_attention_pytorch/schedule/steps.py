@@ -234,6 +234,7 @@ def ring(workload: Workload) -> Schedule:
     keys = []
     for number, (here, there) in enumerate(pairwise(distances)):
         keys.append(Transfer(KEYS, number, number + 1, (there - here,), hop=True))
+    # gradients go on in the same direction; at distance P is the owner itself, into its block 0
     jumps, grads = [*distances[1:], len(workload.keys)], []
     for number, (here, there) in enumerate(pairwise(jumps), 1):
         into = number + 1 if there < len(workload.keys) else 0

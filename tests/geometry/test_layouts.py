@@ -69,7 +69,7 @@ def test_striped_deals_tokens_round_robin(size, length):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"layout": "spiral"}, "'contiguous', 'striped', 'zigzag', got 'spiral'"),
+        ({"layout": "spiral"}, "'zigzag', .* got 'spiral'"),
         ({"rank": 2}, "rank=2, ring_size=2"),
         ({"rank": -1}, "rank=-1"),
         ({"ring_size": 0}, "ring_size=0"),

@@ -30,7 +30,7 @@ ATTENTION = [
     ),
     Mutant(
         "dropout forgotten in backward", "kernels/eager.py:backward",
-        '_less(einsum(dout, v, "b i g r d, b j g d -> b g r i j"), left)',
+        '_times_(einsum(dout, v, "b i g r d, b j g d -> b g r i j"), factor)',
         'einsum(dout, v, "b i g r d, b j g d -> b g r i j")',
     ),
     Mutant(

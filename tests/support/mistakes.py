@@ -105,7 +105,7 @@ ALTERATIONS: dict[str, tuple[Callable[[Call], None], list[str]]] = {
         given(key_mask=torch.ones(2, 24, dtype=torch.bool)),
         ["key_mask must be bool [2, 6]", "got torch.bool [2, 24]", "on rank 2"],
     ),
-    "unknown layout": (given(layout="spiral"), ["'zigzag', got 'spiral'", "on rank 2"]),
+    "unknown layout": (given(layout="spiral"), ["balanced(), got 'spiral'", "on rank 2"]),
     "long unknown layout": (given(layout="🦙" * 3000), ["layout must be one of", "on rank 2"]),
     "unknown kernel": (given(kernel="fast"), ["'eager', got 'fast'", "on rank 2"]),
     "kernel that can't": (
