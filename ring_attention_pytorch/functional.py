@@ -225,6 +225,10 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     >>> ring_attn(q, k, v, causal=True).shape
     torch.Size([1, 6, 4, 8])
     """
+    plain = type(q) is type(k) is type(v) is Tensor and not (q.is_meta or k.is_meta or v.is_meta)
+    if heads_first:
+        q, k, v = swapped((q, k, v))
+        shared_keys = None if shared_keys is None else swapped(shared_keys)
     options: dict[str, Any] = {
         "causal": causal, "window": window, "key_mask": key_mask, "documents": documents,
         "cu_seqlens": cu_seqlens, "prefix": prefix, "mask_mod": mask_mod, "cross": cross,
@@ -235,17 +239,11 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         "ulysses": ulysses, "memory": memory, "bucket_size": bucket_size, "calibrate": calibrate,
         "check": check,
     }  # fmt: skip
-    plain = type(q) is type(k) is type(v) is Tensor and not (q.is_meta or k.is_meta or v.is_meta)
-    if heads_first:
-        q, k, v = swapped((q, k, v))
-        if shared_keys is not None:
-            options["shared_keys"] = swapped(shared_keys)
     if plain and shared_keys is None:
         out, lse = _attention((q, k, v), options, group, plan, return_lse)
     else:
         out, lse = _attention_of_kinds((q, k, v), options, group, plan, return_lse)
-    if heads_first:
-        out = out.transpose(1, 2)
+    out = out.transpose(1, 2) if heads_first else out
     return (out, lse) if return_lse else out
 
 

@@ -161,8 +161,10 @@ def settle_transport(
     if name is None:
         near = machine.every(degree) if q.is_cuda else None
         name = choose_transport(blocks, shape, at_once, near)
-    seconds = partial(seconds_by, name, blocks, shape, at_once)
-    kernel, machine, by_kernel = _of_documents(mine, blocks, shape, machine, degree, seconds)
+    kernel, machine, by_kernel = _of_documents(
+        mine, blocks, shape, machine,
+        lambda each: seconds_by(name, blocks, shape, at_once, each.every(degree)),
+    )  # fmt: skip
     near, light = machine.every(degree), mine.fewest_launches
     if light is not None and not launches_decide(blocks, shape, near):
         light = None
@@ -192,7 +194,6 @@ def _of_documents(
     blocks: Workload,
     shape: KVShape,
     machine: Hardware,
-    degree: int,
     seconds: Callable[[Hardware], float],
 ) -> tuple[SelectedKernel, Hardware, dict[str, float]]:
     """Return the kernel that suits the documents, its machine, and the seconds of each candidate.
@@ -210,7 +211,7 @@ def _of_documents(
     fast = _with_calls_of(long, with_another(machine, kernel.name, long.name, head_size))
     if not calls_of_documents_pay(blocks, shape, fast, machine):
         return kernel, machine, {}
-    taken, taken_by_long = seconds(machine.every(degree)), seconds(fast.every(degree))
+    taken, taken_by_long = seconds(machine), seconds(fast)
     by_kernel = {kernel.name: taken, long.name: taken_by_long}
     if taken_by_long < _WORTH_CALLS * taken:
         return long, fast, by_kernel

@@ -163,21 +163,20 @@ class RingPlan:
     @classmethod
     def _agreed(cls, ring: Ring, mine: Proposal, notes: list[dict[str, int]]) -> "RingPlan":
         """Make the plan that all ranks agreed on; `notes` are the `own` numbers of each."""
-        (q, k, v), options, shared = mine.shaped, mine.options, None
+        (q, k, v), options = mine.shaped, mine.options
         visible = Mask(options.causal, options.window)
         segments = place_tokens(ring, options, visible, notes)
         packing = None
         if options.packed:
-            given = options.documents, options.cu_seqlens
-            packing = whole_packing(ring, *given, segments[0], len(q))
+            packing = whole_packing(
+                ring, options.documents, options.cu_seqlens, segments[0], len(q)
+            )
         samples = by_sample(visible, packing, options.prefix, len(q))
         masks = seen_by_any(samples, visible, options.prefix is not None)
         heads = swap_heads(ring, mine, Workload(*segments, *masks), notes[0]["seed"])
         kernel, transport, chosen = settle_transport(ring, mine, heads, notes, len(samples) == 1)
         within_reach = reached(heads.blocks, transport.fabric.ring.rank, q.device)
         signature = Signature.of(q, k, v, codec=mine.codec)
-        if mine.shared is not None:
-            shared = cls._agreed(Ring.alone(), mine.shared, [{**mine.shared.own}])
         return cls(
             ring=ring,
             query_segments=segments[0],
@@ -189,7 +188,7 @@ class RingPlan:
             transport=transport,
             chosen=chosen,
             agreed=Agreed(ring.steps.notes, always=options.check is not None),
-            shared=shared,
+            shared=mine.shared and cls._agreed(Ring.alone(), mine.shared, [{**mine.shared.own}]),
             **heads._asdict(),
         )
 
