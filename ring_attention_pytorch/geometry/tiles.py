@@ -73,7 +73,7 @@ def tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
     return mask.documents.once(key, lambda: _tiles(queries, keys, mask))
 
 
-def with_shared(found: Sequence[Tile], rows: int, cols: int, more: int) -> list[Tile]:
+def with_shared(visible: Sequence[Tile], rows: int, cols: int, more: int) -> list[Tile]:
     """Return the tiles of a block that `more` columns follow, which all rows see.
 
     >>> whole = Tile(slice(0, 4), slice(0, 6), None, None)
@@ -82,10 +82,10 @@ def with_shared(found: Sequence[Tile], rows: int, cols: int, more: int) -> list[
     >>> len(with_shared([whole._replace(right=2)], 4, 6, 2))
     2
     """
-    whole = Tile(slice(0, rows), slice(0, cols), *_FULL)
-    if [*found] == [whole]:
-        return [whole._replace(cols=slice(0, cols + more))]
-    return [*found, whole._replace(cols=slice(cols, cols + more))]
+    every_pair = Tile(slice(0, rows), slice(0, cols), *_FULL)
+    if [*visible] == [every_pair]:
+        return [every_pair._replace(cols=slice(0, cols + more))]
+    return [*visible, every_pair._replace(cols=slice(cols, cols + more))]
 
 
 def _tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
@@ -171,11 +171,11 @@ def unseen(queries: Iterable[Segments], keys: Segments, mask: Mask) -> Iterator[
     [slice(0, 3, None), slice(7, 8, None), slice(10, 12, None)]
     """
     shown = [tile.cols for mine in queries for tile in tiles(mine, keys, mask)]
-    at = 0
+    stop_so_far = 0
     for cols in (*sorted(shown, key=attrgetter("start")), slice(count(keys), count(keys))):
-        if cols.start > at:
-            yield slice(at, cols.start)
-        at = max(at, cols.stop)
+        if cols.start > stop_so_far:
+            yield slice(stop_so_far, cols.start)
+        stop_so_far = max(stop_so_far, cols.stop)
 
 
 def buckets(tile: Tile, size: int) -> Iterator[Tile]:

@@ -203,8 +203,8 @@ def check_latents(
         )
     kinds = {(t.dtype, t.device) for t in named.values()}
     if len(kinds) > 1:
-        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-        raise ValueError(f"tensors must have one dtype and one device, got {found}")
+        got_kinds = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ValueError(f"tensors must have one dtype and one device, got {got_kinds}")
     return LatentKeys(rank, d_nope, d_rope, rows - d_nope)
 
 

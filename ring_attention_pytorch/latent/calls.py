@@ -47,18 +47,18 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Encode these tensors by `encode`, and compute their attention."""
     return_lse, plan = options.pop("return_lse"), options.get("plan")
-    found = encoded(caller, encode, tensors, options)
+    call = encoded(caller, encode, tensors, options)
     sinks = options.get("sinks")
     if plan is None:
-        plan = make_plan(found, {name: value for name, value in options.items() if name != "plan"})
+        plan = make_plan(call, {name: value for name, value in options.items() if name != "plan"})
     elif given := sorted(_given(options)):
         raise ValueError(
             f"{caller}: the plan already decides {', '.join(given)}; pass one or the other"
         )
-    _check_plan(caller, plan, found)
-    (k, v), params = found.keys, found.params.values()
+    _check_plan(caller, plan, call)
+    (k, v), params = call.keys, call.params.values()
     out, lse = attention(
-        plan, found.q, k, v, sinks, *params, codec=found.codec, return_lse=return_lse
+        plan, call.q, k, v, sinks, *params, codec=call.codec, return_lse=return_lse
     )
     return (out, lse) if return_lse else out
 
@@ -70,19 +70,19 @@ def _given(options: dict[str, Any]) -> set[str]:
     return {name for name, value in beside.items() if value is not every.get(name, ...)}
 
 
-def make_plan(found: Encoded, options: dict[str, Any]) -> RingPlan:
+def make_plan(call: Encoded, options: dict[str, Any]) -> RingPlan:
     """Make the plan of such calls; all ranks call this together."""
     also = {
         f"requires_grad of {name}": t.requires_grad and torch.is_grad_enabled()
-        for name, t in found.params.items()
+        for name, t in call.params.items()
     }
-    return RingPlan.make(found.q, *found.keys, codec=found.codec, also=also, **options)
+    return RingPlan.make(call.q, *call.keys, codec=call.codec, also=also, **options)
 
 
-def _check_plan(caller: str, plan: RingPlan, found: Encoded) -> None:
+def _check_plan(caller: str, plan: RingPlan, call: Encoded) -> None:
     """Raise ValueError if a plan is of another codec than the call."""
-    if plan.codec != found.codec:
-        error = f"the plan was made for {plan.codec or 'keys as they are'}, got {found.codec}"
+    if plan.codec != call.codec:
+        error = f"the plan was made for {plan.codec or 'keys as they are'}, got {call.codec}"
         plan.ring.report_failure(f"raised ValueError: {error}")
         raise ValueError(f"{caller}: {error}; make one for these")
 

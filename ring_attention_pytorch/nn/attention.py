@@ -291,8 +291,10 @@ class RingAttention(HeadProjections):
         if given := [name for name, value in decided.items() if value is not None]:
             raise ValueError(f"the plan already decides that; got {', '.join(given)} beside it")
         rule = None if self.summaries is None else self.summaries.rule
-        if (found := getattr(plan, "rule", None)) != rule:
-            raise ValueError(f"the plan is for summaries by {found}, the module's are by {rule}")
+        if (plan_rule := getattr(plan, "rule", None)) != rule:
+            raise ValueError(
+                f"the plan is for summaries by {plan_rule}, the module's are by {rule}"
+            )
         window = self.window if rule is None else rule.window
         wanted = PlanOfLayer(
             Mask(self.causal, window), self.softclamp, self.rate, self.training, self.kernel,

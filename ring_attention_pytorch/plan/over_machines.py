@@ -98,7 +98,7 @@ def ways(
     if not any(machines):
         return []
     q, k, v = qkv
-    found = []
+    candidates = []
     for degree in degrees(machines, q.shape[2]):
         shape = shape_of(q, k, v, degree, codec)
         work, among = blocks, machines[::degree]  # of the ranks that exchange keys
@@ -109,11 +109,11 @@ def ways(
         swapped = _swapped(blocks, shape, degree)
         direct, relayed = across(work, among)
         hops = degree * crossing(ring(work), among, shape).total
-        found.append(Way("gather", degree, False, token_bytes * direct, swapped))
+        candidates.append(Way("gather", degree, False, token_bytes * direct, swapped))
         if relayed < direct:
-            found.append(Way("gather", degree, True, token_bytes * relayed, swapped))
-        found.append(Way("ring", degree, False, hops, swapped))
-    return sorted(found, key=attrgetter("crossing"))
+            candidates.append(Way("gather", degree, True, token_bytes * relayed, swapped))
+        candidates.append(Way("ring", degree, False, hops, swapped))
+    return sorted(candidates, key=attrgetter("crossing"))
 
 
 def _landed(shards: tuple[tuple, ...], degree: int) -> tuple[tuple, ...]:

@@ -33,15 +33,13 @@ def cut(runs: Runs, longest: int, unit: int) -> Runs:
     [[0, 4, 8], [9]]
     """
     alone = {chain[0] for chain in runs.chains if len(chain) == 1}
-    held = tuple(
-        tuple(
-            piece
-            for run in of_rank
-            for piece in ([run] if run in alone else _pieces(run, longest, unit))
-        )
-        for of_rank in runs.held
-    )
-    return replace(runs, held=held)
+    held = []
+    for of_rank in runs.held:
+        pieces: list[HeldRun] = []
+        for run in of_rank:
+            pieces += [run] if run in alone else _pieces(run, longest, unit)
+        held.append(tuple(pieces))
+    return replace(runs, held=tuple(held))
 
 
 def _pieces(run: HeldRun, longest: int, unit: int) -> list[HeldRun]:

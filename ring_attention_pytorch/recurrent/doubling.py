@@ -68,9 +68,9 @@ def doubled(
     route = plan.once(("doubling", final), lambda: _route(plan, final))
     for step in route.steps:
         earlier_m, earlier_u = _fetched(m, u, step, plan)
-        here, values = m[step.at], u[step.at]
-        u = u.index_copy(0, step.at, mapped(here, values, earlier_u))
-        m = m.index_copy(0, step.at, composed(here, earlier_m))
+        own_m, own_u = m[step.at], u[step.at]
+        u = u.index_copy(0, step.at, mapped(own_m, own_u, earlier_u))
+        m = m.index_copy(0, step.at, composed(own_m, earlier_m))
     of_m, of_u = _fetched(m, u, route.before, plan)
     states = u.new_zeros(len(plan.mine), *u.shape[1:])
     if initial is not None:
@@ -105,8 +105,8 @@ def _where(whether: Tensor, states: Tensor) -> Tensor:
 def _fetched(m: Tensor, u: Tensor, fetch: Fetch, plan: RunPlan) -> tuple[Tensor, Tensor]:
     """Return the maps that this rank needs."""
     rows = packed(m, u)[None]
-    found = fetch_rows(rows, fetch.sends, fetch.lands, len(fetch.at), plan.ring)
-    return unpacked(found, m, u)
+    fetched = fetch_rows(rows, fetch.sends, fetch.lands, len(fetch.at), plan.ring)
+    return unpacked(fetched, m, u)
 
 
 def _route(plan: RunPlan, final: bool) -> Doubling:

@@ -50,11 +50,11 @@ class Scan(NamedTuple):
         outs, grads = zip(*((out, grad) for out, grad in pairs if grad is not None))
         if self.initial is not None:
             wanted.append(self.initial)
-        found = torch.autograd.grad(
+        found_grads = torch.autograd.grad(
             outs, wanted, grads, retain_graph=True, allow_unused=True, materialize_grads=True
         )
-        after = _of_all(found[0], self.sent, len(self.before))
-        return after, found[1] if self.initial is not None else None
+        after = _of_all(found_grads[0], self.sent, len(self.before))
+        return after, found_grads[1] if self.initial is not None else None
 
 
 def two_passes(

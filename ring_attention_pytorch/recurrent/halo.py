@@ -43,15 +43,15 @@ def ring_halo(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None = 
     _check_initial(_CALLER, x, width, plan, initial)
     runs = len(plan.mine)
     if not plan.runs.continues or width == 0:
-        found = x.new_zeros(runs * width, *x.shape[2:])
+        halos = x.new_zeros(runs * width, *x.shape[2:])
     else:
         plan.agree_once(_CALLER, width=width, shape=[*x.shape[2:]], dtype=x.dtype)
         route = plan.halo_route(width)
-        found = fetch_rows(x, route.sends, route.lands, runs * width, plan.ring)
+        halos = fetch_rows(x, route.sends, route.lands, runs * width, plan.ring)
     if initial is not None and width:
         rows, places = plan.once(("before samples", width), lambda: _first_rows(plan, width))
-        found = found.index_copy(0, rows, initial.flatten(0, 1)[places].to(found.dtype))
-    return found.unflatten(0, (runs, width))
+        halos = halos.index_copy(0, rows, initial.flatten(0, 1)[places].to(halos.dtype))
+    return halos.unflatten(0, (runs, width))
 
 
 def last_tokens(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None = None) -> Tensor:
@@ -74,10 +74,10 @@ def last_tokens(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None 
     _check_initial("last_tokens", x, width, plan, initial)
     sends, lands, rows, places = plan.once(("last", width), lambda: _last_route(plan, width))
     plan.agree_once("last_tokens", width=width, shape=[*x.shape[2:]], dtype=x.dtype)
-    found = fetch_rows(x, sends, lands, plan.runs.batch * width, plan.ring)
+    tokens = fetch_rows(x, sends, lands, plan.runs.batch * width, plan.ring)
     if initial is not None:
-        found = found.index_copy(0, rows, initial.flatten(0, 1)[places].to(found.dtype))
-    return found.unflatten(0, (plan.runs.batch, width))
+        tokens = tokens.index_copy(0, rows, initial.flatten(0, 1)[places].to(tokens.dtype))
+    return tokens.unflatten(0, (plan.runs.batch, width))
 
 
 def _check_initial(name: str, x: Tensor, width: int, plan: RunPlan, initial: Tensor | None) -> None:
@@ -106,7 +106,7 @@ def _last_route(plan: RunPlan, width: int) -> tuple[list[Tensor], list[Tensor], 
     Also the rows that are before a sample, and their places in `initial`.
     """
     size, rank = plan.ring.size, plan.ring.rank
-    mine, rows, places = [], [], []
+    own_last, rows, places = [], [], []
     lands: list[list[int]] = [[] for _ in range(size)]
     for sample, place, owner, index in last_of_samples(plan.runs, width):
         row = sample * width + place
@@ -116,8 +116,8 @@ def _last_route(plan: RunPlan, width: int) -> tuple[list[Tensor], list[Tensor], 
             continue
         lands[owner.rank].append(row)
         if owner.rank == rank:
-            mine.append(sample * plan.runs.tokens[rank] + owner.start + index)
-    sends = [plan.indices(mine)] * size
+            own_last.append(sample * plan.runs.tokens[rank] + owner.start + index)
+    sends = [plan.indices(own_last)] * size
     return sends, [*map(plan.indices, lands)], plan.indices(rows), plan.indices(places)
 
 

@@ -337,18 +337,18 @@ def _with_states(
     call: Call, out: Tensor, before: Tensor, reads: Callable[[slice], Tensor]
 ) -> Tensor:
     """Add to outputs `[n, h, d_v]` the products of the states before runs and tokens' reads."""
-    tokens, found = [], []
+    tokens, products = [], []
     state = before.to(out.dtype)
     for number, (run, (first, length)) in enumerate(zip(call.plan.mine, call.plan.spans)):
         if run.position or (call.initial is not None and call.plan.runs.begins(run) is not None):
             read = reads(slice(first, first + length)).to(out.dtype)
-            found.append(torch.einsum("nhk,hkv->nhv", read, state[number]))
+            products.append(torch.einsum("nhk,hkv->nhv", read, state[number]))
             tokens.append((first, length))
-    if not found:  # backward exchanges on all ranks, also on one that reads no state
+    if not products:  # backward exchanges on all ranks, also on one that reads no state
         return out + state.flatten()[:0].sum()
     key = "read", tuple(tokens)
     places = call.plan.once(key, lambda: _places(tokens, out.device))
-    return out.index_add(0, places, torch.cat(found))
+    return out.index_add(0, places, torch.cat(products))
 
 
 def _places(spans: list[tuple[int, int]], device: torch.device) -> Tensor:

@@ -46,18 +46,18 @@ class Levels(NamedTuple):
         offsets: list[int] = []
         before: list[int] = []
         so_far, last = chains, 0
-        for here in places:
-            table.append([*here] + [-1] * (chains - len(here)))
+        for maps in places:
+            table.append([*maps] + [-1] * (chains - len(maps)))
             offsets.append(so_far)
-            before += range(last, last + len(here))
-            last, so_far = so_far, so_far + len(here)
-        depths = [sum(len(here) > chain for here in places) for chain in range(chains)]
+            before += range(last, last + len(maps))
+            last, so_far = so_far, so_far + len(maps)
+        depths = [sum(len(maps) > chain for maps in places) for chain in range(chains)]
 
         def whole(numbers: Any, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.tensor(numbers, dtype=dtype, device=device)
 
-        each = tuple(whole(here, torch.long) for here in places)
-        return cls(each, whole(table), whole(offsets), whole(depths), whole(before, torch.long))
+        by_level = tuple(whole(maps, torch.long) for maps in places)
+        return cls(by_level, whole(table), whole(offsets), whole(depths), whole(before, torch.long))
 
 
 def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:
@@ -111,8 +111,8 @@ def followed(m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:
 
 def kernel_fits(m: Tensor, u: Tensor) -> bool:
     """Return whether the kernel can follow these maps."""
-    known = u.is_cuda and find_spec("triton") is not None
-    return known and m.ndim == 4 and u.dtype == torch.float32 and m.shape[-1] <= _MOST
+    is_available = u.is_cuda and find_spec("triton") is not None
+    return is_available and m.ndim == 4 and u.dtype == torch.float32 and m.shape[-1] <= _MOST
 
 
 def _plain(m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:
@@ -144,8 +144,8 @@ class _Follow(Function):
         m, u, first, states = ctx.saved_tensors
         levels: Levels = ctx.levels
         if torch.is_grad_enabled():  # a graph of the gradients is wanted
-            found, needed = _plain(m, u, first, levels), ctx.needs_input_grad[:3]
-            return *differentiable_grads(found, (m, u, first), needed, grads), None
+            states_again, needed = _plain(m, u, first, levels), ctx.needs_input_grad[:3]
+            return *differentiable_grads(states_again, (m, u, first), needed, grads), None
         from ring_attention_pytorch.recurrent._triton_levels import return_kernel
 
         du = states.new_zeros(len(u), *first.shape[1:])
@@ -157,8 +157,8 @@ class _Follow(Function):
         )  # fmt: skip
         if ctx.needs_input_grad[0]:
             at = torch.cat(levels.places)
-            each = torch.matmul(du[at], states[levels.before].mT)
-            dm = m.new_zeros(m.shape).index_copy(0, at, each)
+            d_each = torch.matmul(du[at], states[levels.before].mT)
+            dm = m.new_zeros(m.shape).index_copy(0, at, d_each)
         return dm, du, dfirst, None
 
 

@@ -82,14 +82,16 @@ class Clock(NamedTuple):
         for part in program.parts:
             parts[part] = part_seconds(program, part, rank, shape, machine, a_flop)
         for transfer in program.transfers:
-            one = transfer.token_bytes(shape)
+            token_bytes = transfer.token_bytes(shape)
             if relays:
                 near, far = moved_by_relays(program, transfer, rank, relays)
-                transfers.append(relayed_seconds(near * one, far * one, machine))
+                transfers.append(relayed_seconds(near * token_bytes, far * token_bytes, machine))
             else:
                 near, far = moved(program, transfer, rank, machine.domain)
-                transfers.append(transfer_seconds(transfer, near * one, far * one, machine))
-            received += (near + far) * one
+                transfers.append(
+                    transfer_seconds(transfer, near * token_bytes, far * token_bytes, machine)
+                )
+            received += (near + far) * token_bytes
         return cls(parts, transfers, received, machine.deferred_share)
 
 
@@ -297,8 +299,8 @@ def costs(
 ) -> dict[str, Cost]:
     """Predict the cost of each transport for a rank in the middle of the ring."""
     rank = len(workload.keys) // 2
-    both = (ring(workload), likely_gather(workload, shape, at_once, machine))
-    return {each.transport: predict(each, rank, shape, machine) for each in both}
+    schedules = (ring(workload), likely_gather(workload, shape, at_once, machine))
+    return {each.transport: predict(each, rank, shape, machine) for each in schedules}
 
 
 def seconds_by(
@@ -307,8 +309,8 @@ def seconds_by(
     """Predict the seconds of a transport, forward and backward, for a rank in the middle."""
     rank = len(workload.keys) // 2
     is_ring = transport == "ring"
-    made = ring(workload) if is_ring else likely_gather(workload, shape, at_once, machine)
-    return sum(predict(made, rank, shape, machine)[:2])
+    schedule = ring(workload) if is_ring else likely_gather(workload, shape, at_once, machine)
+    return sum(predict(schedule, rank, shape, machine)[:2])
 
 
 def likely_gather(

@@ -143,15 +143,15 @@ def _seconds(workload: Workload, shape: KVShape, machine: Hardware) -> float:
     """Return the seconds that the kernel computes for a rank, forward and backward."""
     queries, keys, mask, _ = workload
     if mask.documents is not None:
-        whole = (Segment(0, 1, sum(mask.documents.lengths)),)  # an average needs no layout
-        pairs = visible_pairs(tiles(whole, whole, mask)) / len(queries)
+        sequence = (Segment(0, 1, sum(mask.documents.lengths)),)  # an average needs no layout
+        pairs = visible_pairs(tiles(sequence, sequence, mask)) / len(queries)
     else:
         keys_seen = sum(map(count, keys)) / (1 + mask.causal)
         if mask.window is not None:
             keys_seen = min(keys_seen, (2 - mask.causal) * mask.window + 1)
         pairs = max(map(count, queries)) * keys_seen
-    both = 1 / machine.forward + 2.5 / machine.backward
-    return pairs * shape.pair_flops * both
+    seconds_a_flop = 1 / machine.forward + 2.5 / machine.backward
+    return pairs * shape.pair_flops * seconds_a_flop
 
 
 @cached

@@ -13,7 +13,7 @@ ATTENTION = [
     ),
     Mutant(
         "samples that see alike are only the first", "plan/masks.py:by_sample",
-        "stop = start + len(list(alike))", "stop = start + 1",
+        "stop = start + len(list(samples))", "stop = start + 1",
     ),
     Mutant(
         "ids taken for another rank's", "plan/packing.py:gather_ids", "in zip(segments, notes):",

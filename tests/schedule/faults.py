@@ -75,8 +75,8 @@ SCHEDULES = [
     ),
     Mutant(
         "gradients go home before they are computed", STEPS + "gather",
-        "back += [step, Step(going, (len(transfers) - 1,))]",
-        "back += [Step(going, (len(transfers) - 1,)), step]",
+        "backward += [step, Step(in_flight, start)]",
+        "backward += [Step(in_flight, start), step]",
     ),
     Mutant(
         "own keys' gradients stay", STEPS + "gather_first",
