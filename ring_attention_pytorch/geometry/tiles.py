@@ -74,7 +74,7 @@ def tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
 
 
 def with_shared(visible: Sequence[Tile], rows: int, cols: int, more: int) -> list[Tile]:
-    """Return the tiles of a block that `more` columns follow, which all rows see.
+    """Return the tiles of a block with `more` columns added at its end, which all rows see.
 
     >>> whole = Tile(slice(0, 4), slice(0, 6), None, None)
     >>> with_shared([whole], 4, 6, 2)
@@ -170,12 +170,16 @@ def unseen(queries: Iterable[Segments], keys: Segments, mask: Mask) -> Iterator[
     >>> [*unseen(here, (Segment(0, 1, 12),), Mask(causal=True, window=1))]
     [slice(0, 3, None), slice(7, 8, None), slice(10, 12, None)]
     """
-    shown = [tile.cols for mine in queries for tile in tiles(mine, keys, mask)]
-    stop_so_far = 0
-    for cols in (*sorted(shown, key=attrgetter("start")), slice(count(keys), count(keys))):
-        if cols.start > stop_so_far:
-            yield slice(stop_so_far, cols.start)
-        stop_so_far = max(stop_so_far, cols.stop)
+    shown: list[slice] = []
+    for of_rank in queries:
+        shown += [tile.cols for tile in tiles(of_rank, keys, mask)]
+    stop = 0  # of the keys seen so far
+    for cols in sorted(shown, key=attrgetter("start")):
+        if cols.start > stop:
+            yield slice(stop, cols.start)
+        stop = max(stop, cols.stop)
+    if stop < count(keys):
+        yield slice(stop, count(keys))
 
 
 def buckets(tile: Tile, size: int) -> Iterator[Tile]:

@@ -51,10 +51,8 @@ def attend(
     sinks = options.get("sinks")
     if plan is None:
         plan = make_plan(call, {name: value for name, value in options.items() if name != "plan"})
-    elif given := sorted(_given(options)):
-        raise ValueError(
-            f"{caller}: the plan already decides {', '.join(given)}; pass one or the other"
-        )
+    else:
+        _check_only_plan(caller, options)
     _check_plan(caller, plan, call)
     (k, v), params = call.keys, call.params.values()
     out, lse = attention(
@@ -63,11 +61,17 @@ def attend(
     return (out, lse) if return_lse else out
 
 
-def _given(options: dict[str, Any]) -> set[str]:
-    """Return the names of options that are given beside a plan, which decides them."""
-    every = {**DEFAULTS, "group": None}
-    beside = {name: value for name, value in options.items() if name not in ("plan", "sinks")}
-    return {name for name, value in beside.items() if value is not every.get(name, ...)}
+def _check_only_plan(caller: str, options: dict[str, Any]) -> None:
+    """Raise ValueError if options are given together with a plan, which already decides them."""
+    defaults, decided = {**DEFAULTS, "group": None}, []
+    for name, value in options.items():
+        if name not in ("plan", "sinks") and value is not defaults.get(name, ...):
+            decided.append(name)
+    if decided:
+        raise ValueError(
+            f"{caller}: the plan already decides {', '.join(sorted(decided))}; pass one or the "
+            "other"
+        )
 
 
 def make_plan(call: Encoded, options: dict[str, Any]) -> RingPlan:

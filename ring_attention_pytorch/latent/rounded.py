@@ -1,4 +1,4 @@
-"""`rounded_ring_attn`: keys and values in 8 bits, for networks that are slow beside all else.
+"""`rounded_ring_attn`: keys and values in 8 bits, where the network is the bottleneck.
 
     own k, v   ── rounded to float8 and a power of two for each token and head ──   k', v'
     k', v'     ── sent as these bytes, the same numbers on every rank              out of q, k', v'

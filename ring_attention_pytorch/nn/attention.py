@@ -244,9 +244,10 @@ class RingAttention(HeadProjections):
 
         seen = mask if context is None else context_mask
         if plan is not None:
-            decided = {"a mask": seen, "ring_size": ring_size, "context": context, **packed}
-            decided["force_ring_reduce_off"] = force_ring_reduce_off or None
-            decided["shared_mask"] = shared_mask
+            decided = {
+                "a mask": seen, "ring_size": ring_size, "context": context, **packed,
+                "force_ring_reduce_off": force_ring_reduce_off or None, "shared_mask": shared_mask,
+            }  # fmt: skip
             self._check_plan(plan, decided)
             self.spread.check(check, False, None, "RingAttention")
             return self._attend(x, None, None, rotary_emb, plan.ring, plan=plan, shared=shared)
@@ -268,8 +269,10 @@ class RingAttention(HeadProjections):
         packing: BatchDocuments | None,
     ) -> Tensor:
         """Shard this rank's batch of whole sequences, attend, and return the batch's results."""
-        given = {"mask": seen is not None, "rotary_emb": rotary_emb is not None}
-        given["context"] = context is not None
+        given = {
+            "mask": seen is not None, "rotary_emb": rotary_emb is not None,
+            "context": context is not None,
+        }  # fmt: skip
         shards = self.spread.shard(x, ring_size, given, packing, self.window)
         key_shards = shards
         if context is not None:
@@ -357,10 +360,8 @@ class RingAttention(HeadProjections):
         k = like.expand(*tokens, key_heads, self.dim_head)
         if (number := options.pop("shared_keys", None)) is not None:
             options["shared_keys"] = (like.expand(len(x), number, key_heads, self.dim_head),) * 2
-        also = {"rotary_emb": False}
-        also |= tangents_note(x, *self.parameters())
-        also |= options.get("also", {})
-        options["also"] = also
+        note = tangents_note(x, *self.parameters())
+        options["also"] = {"rotary_emb": False, **note, **options.get("also", {})}
         return self._plan(q, k, k, mask, ring, **options)
 
     def _plan(
@@ -399,8 +400,7 @@ class RingAttention(HeadProjections):
             agree(ring, "ring attention", {}, check=ValueError(str(error)))
             raise  # if `agree` did not
         if plan is None and not self.force_regular_attn:
-            also = {"rotary_emb": angles is not None}
-            also |= tangents_note(q, k, v)
+            also = {"rotary_emb": angles is not None, **tangents_note(q, k, v)}
             options |= dict(beside, cross=context is not None, also=also)
             plan = self._plan(q, k, v, seen, ring, **options)
         if plan is not None and not is_compiling() and not self.watched:  # no guard on a flag

@@ -1,8 +1,8 @@
 """The choice of the traffic between machines: arithmetic on ints that every rank does alone.
 
-Of all ways to share the heads, Ulysses over none or some ranks of a machine, that one is taken
-whose gather sends the fewest bytes from machine to machine. Between equals it is Ulysses over the
-most ranks, if the swap of heads inside machines is worth it.
+Ulysses can share the heads among any number of neighbours of a machine. A plan takes the number
+whose gather sends the fewest bytes from machine to machine. Of equal ones it takes the largest
+whose swap of heads inside machines is worth its time.
 """
 
 from collections.abc import Callable, Iterator
@@ -74,7 +74,7 @@ def shape_of(
 
 
 def degrees(machines: Machines, heads: int) -> Iterator[int]:
-    """Yield 1, and every number of neighbours that divides ranks and heads, if none are apart.
+    """Yield the numbers of neighbours on one machine that divide ranks and heads, from 1 on.
 
     >>> [*degrees((0,) * 4 + (1,) * 4, heads=12)], [*degrees((0, 0, 0, 1), 4)]
     ([1, 2, 4], [1])

@@ -6,8 +6,8 @@ where its tokens are, and attention inside its block takes layout, documents and
     with placement:                             # zigzag, documents [0, 5, 9]
         model(ids)  ->  ring_attn(q, k, v)      # is of zigzag shards, with these documents
 
-A contradiction to the placement raises. So does backward in the block of another placement: it
-would recompute checkpointed layers with that one.
+An option that contradicts the placement is an error. So is backward in the block of another
+placement, by which it would recompute checkpointed layers.
 """
 
 import threading
@@ -205,7 +205,7 @@ def _within_function() -> bool:
 def placed(ring: Ring, q: Tensor, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a call's options, updated by the current placement's.
 
-    Attention of this process alone to other tokens than the batch's gets no options from it.
+    Attention of this process alone, over other tokens than the batch's, takes none of them.
 
     Raises:
         ValueError: the call contradicts the placement, or is outside of its own block.

@@ -39,7 +39,7 @@ MOST_MEMORY = 8 << 30  # bytes at most for peers' keys if neither transport nor 
 
 
 class Proposal(NamedTuple):
-    """A rank's proposal for a plan; an empty one of a rank that has none.
+    """A rank's proposal for a plan; an empty one if its arguments are wrong.
 
     Ranks compare `must_match`; `own` may differ. `shaped` are q, k and v as kernels will get them,
     perhaps without memory.
@@ -163,7 +163,7 @@ def check_coded(codec: Codec, options: Options) -> None:
 
 
 def _facts(like: Tensor) -> dict[str, int]:
-    """Return the number of this rank's device, by which plans on GPUs are chosen."""
+    """Return the number of this rank's device, on which plans on GPUs depend."""
     if not like.is_cuda:
         return {}
     return {"device": number_of(torch.cuda.get_device_name(like.device))}

@@ -1,8 +1,8 @@
 """Runs cut into shorter ones, so that kernels follow several at once.
 
-A kernel follows the states of a run chunk by chunk, for each head and some columns, and that fills
-no GPU if runs are few. The map of a piece is as good as that of a run, so pieces are runs of their
-own: maps travel and are followed for each.
+A kernel follows the states of a run chunk by chunk, in a program for each head and some columns. A
+few runs don't fill a GPU. So long runs are cut into pieces, which are runs of their own: each has a
+map, which ranks exchange.
 """
 
 from dataclasses import replace

@@ -37,10 +37,10 @@ class Doubling(NamedTuple):
     Attributes:
         steps: one for each doubling.
         before: the maps of all that is before each run.
-        starts: this rank's runs whose document begins with a sample's initial state, and samples;
-        follow: for each of `before.at`, whether it does, and the sample.
+        starts: this rank's runs that begin with a sample's initial state, and the samples.
+        follow: for each of `before.at`, whether its document begins so, and the sample.
         last: the maps through the last run of each sample; None if they are not asked for.
-        ends: for each of `last.at`, whether its document begins with the initial state.
+        ends: for each of `last.at`, whether its document begins so.
     """
 
     steps: tuple[Fetch, ...]

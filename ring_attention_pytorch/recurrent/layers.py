@@ -245,8 +245,8 @@ def _computed(call: Call) -> tuple[Tensor, Tensor | None]:
         q=call.q.flatten(0, 1), k=call.k.flatten(0, 1), v=v.flatten(0, 1), g=call.g.flatten(0, 1),
         beta=None if call.beta is None else call.beta.flatten(0, 1),
     )  # fmt: skip
-    travels = plan.runs.continues or call.final or call.initial is not None
-    apart = not travels or (plan.ring.size == 1 and not plan.runs.continues)
+    has_states = call.final or call.initial is not None
+    apart = not plan.runs.continues and (plan.ring.size == 1 or not has_states)
     if call.kernel == "fla" and _by_passes(flat, apart):
         out, last = _two_passes(flat)
         return out.unflatten(0, v.shape[:2]), last
@@ -296,7 +296,7 @@ def _widened(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
 def _by_passes(call: Call, apart: bool) -> bool:
     """Return whether fla's kernels compute a call in two passes.
 
-    They do where states cross ranks or runs, and else where its own backward is refused.
+    They do if states cross ranks or runs, or if fla refuses its own backward.
     """
     if call.beta is None or not in_two_passes(call.k.shape[-1], call.v.shape[-1]):
         return False

@@ -20,8 +20,8 @@ class Levels(NamedTuple):
     """Which maps are followed.
 
     Attributes:
-        places: for the 2nd, 3rd, ... run of the first so many chains, the place of the map of the
-            run before.
+        places: for each level, the 2nd, 3rd, ... runs of chains, the places of the maps that lead
+            to it. Longer chains come first, so a level has the first ones.
         table: int32 `[levels, chains]`, the same, -1 beyond a chain's end.
         offsets: int32 `[levels]`, how many states are stored before each level's.
         depths: int32 `[chains]`, how many maps each chain follows.

@@ -27,7 +27,8 @@ ATTENTION = [
     ),
     Mutant(
         "gradients wait for copy engines though nothing goes on",
-        "schedule/policy.py:reduce_by_copy_engine", "(2 * brought + coming / 2)", "(coming / 2)",
+        "schedule/policy.py:reduce_by_copy_engine", "(2 * fetched + returning / 2)",
+        "(returning / 2)",
     ),
     Mutant(
         "the second stage brings what the first did", "schedule/pieces.py:in_two_stages",
