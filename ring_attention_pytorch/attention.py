@@ -215,7 +215,9 @@ def attention(
         out, lse = RingAttentionFunction.apply(plan, *given)
     else:
         out, lse = plan.run("forward", forward, *given)
-    return (out, lse) if swap is None else swap.to_sequence(out, lse if return_lse else None)
+    if swap is None:
+        return out, lse
+    return swap.to_sequence(out, lse if return_lse else None)
 
 
 class RingAttentionFunction(Function):

@@ -305,7 +305,7 @@ def run_recurrent(
     if is_compiling():
         return run_apart(run_recurrent, layer, x, mask, plans)
     if not plans:
-        runs = Runs.of((((Segment(0, 1, x.shape[1])),),), None, len(x))
+        runs = Runs.of(((Segment(0, 1, x.shape[1]),),), None, len(x))
         return layer(x, mask, plan=RunPlan(Ring.alone(), runs, x.device))
     return layer(x, plans[0].own_mask.values, plan=RunPlan.of(plans[0]))
 

@@ -89,7 +89,8 @@ def drawing(panels: Iterable[Panel], notes: Iterable[str], scale: float | None =
         total = sum(timeline.end for timeline in panel.directions.values())
         pixels = scale or WIDTH / max(total, 1e-9)
         for name, timeline in panel.directions.items():
-            title = f"{name}, {1e3 * timeline.end:.{1 if scale else 3}{'f' if scale else 'g'}} ms"
+            form = ".1f" if scale else ".3g"
+            title = f"{name}, {1e3 * timeline.end:{form}} ms"
             parts.append(text(x, y + 18, title))
             for row, (bars, label) in enumerate(zip(timeline, ("computes", "under way"))):
                 top = y + 24 + row * (HIGH + GAP)

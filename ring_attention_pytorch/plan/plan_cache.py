@@ -84,7 +84,8 @@ class GraphCache(PlanCache[Any]):
             return plan
         ring, swap = plan.ring, plan.ulysses
         swapped = None if swap is None else (repr(swap.queries), repr(swap.keys))  # token orders
-        if ring.group is not None and self._where != (where := (ring.group, plan.device)):
+        where = ring.group, plan.device
+        if ring.group is not None and self._where != where:
             self.clear()  # this may free the old memory
             self._where = where
         key = (

@@ -37,9 +37,8 @@ _TAPED, _DECIDED, _AROUND, _REPLAY = 16, 80, 40, 15
 # the same of all swaps of heads, forward and backward: by Python (two and four H100; not measured
 # with messages), by tapes, by graphs (four H100; 2k tokens each)
 _SWAPS, _SWAPS_TAPED, _SWAPS_REPLAYED = 280, 110, 80
-_OVERLAPPED_CALL_SHARE = (
-    0.4  # share of `call` that stays where other calls use the units that one leaves idle
-)
+# share of `call` that stays where other calls use the units that one leaves idle
+_OVERLAPPED_CALL_SHARE = 0.4
 _ALL_TILES = 0.2  # the same of one call for all tiles: Triton, four H100, 2k and 4k tokens each
 
 
@@ -170,15 +169,15 @@ def part_seconds(
     seconds_a_flop: float,
 ) -> float:
     visible = _visible(program, part, rank)
-    rows = sum(tile.rows.stop - tile.rows.start for tile in visible)
     kernel = visible_pairs(visible) * shape.pair_flops * seconds_a_flop
     share = 1.0
     if len(program.blocks) == 2 and len(program.parts) > 1 and not program.blocks[1].whole:
         share = _OVERLAPPED_CALL_SHARE  # calls of one round overlap
     if machine.one_call:  # it merges by itself, so there is no further pass over the results
         return kernel + _ALL_TILES * min(len(visible), 1) * machine.call * share
-    passed = rows * shape.row_bytes / machine.memory
-    return kernel + len(visible) * machine.call * share + passed
+    rows = sum(tile.rows.stop - tile.rows.start for tile in visible)
+    merging = rows * shape.row_bytes / machine.memory
+    return kernel + len(visible) * machine.call * share + merging
 
 
 def moved(program: Program, transfer: Transfer, rank: int, domain: int) -> tuple[int, int]:
@@ -277,7 +276,9 @@ def replay_seconds(machine: Hardware = H200) -> float:
 
 def swap_launch_seconds(taped: bool, replayed: bool, machine: Hardware = H200) -> float:
     """Return the seconds the host takes to swap heads for sequence, forward and backward."""
-    launches = _SWAPS_REPLAYED if replayed else _SWAPS_TAPED if taped else _SWAPS
+    launches = _SWAPS_TAPED if taped else _SWAPS
+    if replayed:
+        launches = _SWAPS_REPLAYED
     return launches * machine.launch
 
 
