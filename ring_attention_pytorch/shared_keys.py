@@ -51,13 +51,13 @@ def attend_with_shared(
         ValueError: the plan was made for other tensors, or ranks that compare values differ.
     """
     check_shared_plan(plan, given[0], shared)
-    beside = [resolved(t) for t in shared or ()]
+    shared_kv = [resolved(t) for t in shared or ()]
     if plan.agreed.always:
-        _compare(plan, *beside)
+        _compare(plan, *shared_kv)
     if plan.ulysses is not None or forward_mode():
-        return _apart(plan, *given, *beside)
+        return _apart(plan, *given, *shared_kv)
     plan.check(*given)
-    return _Joint.apply(plan, *map(resolved, given), *beside)
+    return _Joint.apply(plan, *map(resolved, given), *shared_kv)
 
 
 def check_shared_plan(plan: RingPlan, q: Tensor, shared: Shared | None) -> None:
@@ -165,9 +165,9 @@ class _Total(Function):
 
 def _total(ring: Ring, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
     """Sum over ranks, in their order and in wide numbers, so that all get the same bits."""
-    both = torch.cat((dk.flatten(), dv.flatten())).to(wire_dtype(dk.dtype))
+    flat = torch.cat((dk.flatten(), dv.flatten())).to(wire_dtype(dk.dtype))
     with ring.call(_CALL):
-        parts = all_gather_stacked(both, ring).to(accumulation_dtype(dk.dtype))
+        parts = all_gather_stacked(flat, ring).to(accumulation_dtype(dk.dtype))
     total = reduce(torch.add, parts.unbind()).to(dk.dtype)
-    of_k, of_v = total.split((dk.numel(), dv.numel()))
-    return of_k.view(dk.shape), of_v.view(dv.shape)
+    dk_sum, dv_sum = total.split((dk.numel(), dv.numel()))
+    return dk_sum.view(dk.shape), dv_sum.view(dv.shape)

@@ -395,13 +395,13 @@ class RingAttention(HeadProjections):
     ) -> Tensor:
         try:
             q, k, v = self.project(x, context)
-            beside = shared_options(self, *shared, ring.size)
+            key_options = shared_options(self, *shared, ring.size)
         except (RuntimeError, ValueError) as error:  # such as out of memory: other ranks wait
             agree(ring, "ring attention", {}, check=ValueError(str(error)))
             raise  # if `agree` did not
         if plan is None and not self.force_regular_attn:
             also = {"rotary_emb": angles is not None, **tangents_note(q, k, v)}
-            options |= dict(beside, cross=context is not None, also=also)
+            options |= dict(key_options, cross=context is not None, also=also)
             plan = self._plan(q, k, v, seen, ring, **options)
         if plan is not None and not is_compiling() and not self.watched:  # no guard on a flag
             self.watched = watch_averaging(self, q, plan.ring, self.split_ranks)
@@ -416,7 +416,7 @@ class RingAttention(HeadProjections):
         if angles is not None:
             q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
         if plan is not None:
-            out = ring_attn(q, k, v, plan=plan, shared_keys=beside.get("shared_keys"))
+            out = ring_attn(q, k, v, plan=plan, shared_keys=key_options.get("shared_keys"))
         else:
             options = dict(causal=self.causal, window=self.window)
             if self.softclamp is not None:

@@ -121,8 +121,8 @@ class _TwoPasses(Function):
         dh, dv = _state_gradients(work, x, after, do, dv, how)
         returned = Returned(h, values, dh, dv, do, local)
         grads = _unprepared(rule, x, work, returned, tuple(norms), how)
-        each = zip(grads, (q.dtype, k.dtype, v.dtype, *ctx.dtypes))
-        return None, *(t[0].to(dtype) for t, dtype in each), dinitial
+        pairs = zip(grads, (q.dtype, k.dtype, v.dtype, *ctx.dtypes))
+        return None, *(t[0].to(dtype) for t, dtype in pairs), dinitial
 
 
 def _how(plan: RunPlan) -> How:
