@@ -45,12 +45,12 @@ test-gpu:  ## the kernels on a CUDA device, with the torch and triton that are i
 # with an environment's OUT in its place, where files are to be left elsewhere
 OUT ?= build/gpus
 
-check-gpus:  ## what several GPUs do together, on as many as there are up to eight; checked in each call
+check-gpus:  ## what GPUs do alone and together, on as many as there are up to eight; checked in each call
 	$(PYTHON) -m tests.gpu.check --folder $(OUT)
 
 RESULTS ?= benchmarks/results
 
-speeds-gpus:  ## all benchmarks of several GPUs, on as many as there are
+speeds-gpus:  ## all benchmarks of as many GPUs as there are
 	$(PYTHON) -m benchmarks everything --results $(RESULTS) --output $(OUT)
 
 sanitize-gpu:  ## our kernels under compute-sanitizer

@@ -31,6 +31,7 @@ NAMES = {
     "hf": "hf",
     "host": "host",
     "kernels": "kernels",
+    "latents": "latents",
     "masks": "masks",
     "memory": "memory",
     "parts": "parts",

@@ -62,7 +62,7 @@ from benchmarks.lib.rings import (
 )
 from benchmarks.lib.still import ALONE, still
 from ring_attention_pytorch import RingPlan
-from ring_attention_pytorch.comm.symmetric_memory import shared_by
+from ring_attention_pytorch.comm.symmetric_memory import near_by, shared_by
 from ring_attention_pytorch.comm.transports import TRANSPORTS
 from ring_attention_pytorch.kernels import KERNELS, refusal
 from ring_attention_pytorch.ranks.ring import Ring
@@ -127,7 +127,7 @@ def with_shared(result: Result, device: torch.device) -> Result:
 
 def shared_gib(device: torch.device) -> float:
     """Return the memory shared with other ranks, which PyTorch's allocator does not count."""
-    shared = shared_by(Ring(), device)
+    shared = shared_by(Ring(), device) or near_by(Ring(), device)
     if shared is None:
         return 0.0
     buffers = (shared.space.keys, shared.space.grads, shared.space.swaps)

@@ -10,12 +10,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
+from threading import Lock
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +109,12 @@ def end(process: Popen) -> None:
 
 
 def run_all(
-    jobs: Sequence[Job], folder: Path, within: float = float("inf"), at_once: int = 1
+    jobs: Sequence[Job],
+    folder: Path,
+    within: float = float("inf"),
+    at_once: int = 1,
+    archive: Path | None = None,
+    more: Sequence[Path] = (),
 ) -> int:
     """Run jobs; return the exit status, 1 if any failed or there was no time for it.
 
@@ -116,9 +123,11 @@ def run_all(
         folder: where a file of each tells what it said.
         within: seconds for all of them.
         at_once: how many run side by side.
+        archive: is packed anew after each, with that folder.
+        more: other folders that it has.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    began, running = time.monotonic(), set[Popen]()
+    began, running, packing = time.monotonic(), set[Popen](), Lock()
 
     def one(number: int, job: Job) -> bool:
         start = time.monotonic()
@@ -132,6 +141,9 @@ def run_all(
         if problem is not None:
             ended += [f"         {line[:160]}" for line in telling(said)]
         print("\n".join(ended), flush=True)
+        if archive is not None:
+            with packing:
+                pack([folder, *more], archive)
         return problem is None
 
     with ThreadPoolExecutor(at_once) as pool:
@@ -148,6 +160,23 @@ def run_all(
     if bad:
         print(f"not done: {', '.join(bad)}")
     return int(bool(bad))
+
+
+def pack(folders: Sequence[Path], archive: Path) -> None:
+    """Write folders to a tar.gz file, each by its name; one in another is there already."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    half = archive.with_name(f"{archive.name}.tmp")
+    whole = [folder.absolute() for folder in folders]
+    with tarfile.open(half, "w:gz") as packed:
+        for folder in whole:
+            if not {*folder.parents} & {*whole}:
+                packed.add(folder, folder.name, filter=lambda each: _unless(each, archive.name))
+    half.replace(archive)  # whole, whenever this process ends
+
+
+def _unless(each: tarfile.TarInfo, name: str) -> tarfile.TarInfo | None:
+    """Return a member, unless it is the archive of a run before."""
+    return None if Path(each.name).name == name else each
 
 
 def telling(said: Sequence[str]) -> Sequence[str]:

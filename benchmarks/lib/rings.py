@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.lib.attempts import attempt, ending_at_once
+from benchmarks.lib.machines import take_gpu
 from benchmarks.lib.peers import one_gpu
 from benchmarks.lib.results import GRAPH, ONE_BY_ONE, Row, Subject, named_errors
 from ring_attention_pytorch import RingPlan, positions, ring_attn, unshard_sequence
@@ -99,6 +100,8 @@ class Result(NamedTuple):
 def joined(name: str) -> Iterator[torch.device]:
     """Join the processes that torchrun started; yield this one's device, "cuda" or "cpu".
 
+    Ranks share GPUs where these are fewer.
+
     An error in the block ends this process at once.
     """
     if not dist.is_torchelastic_launched():
@@ -108,8 +111,7 @@ def joined(name: str) -> Iterator[torch.device]:
         device = torch.device("cpu")
         dist.init_process_group("gloo")
     else:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+        device = take_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
         dist.init_process_group("nccl", device_id=device)
     with ending_at_once():
         yield device

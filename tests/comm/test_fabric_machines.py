@@ -1,6 +1,6 @@
 """A gather over machines that share memory inside: exact, in few messages, and repeatable."""
 
-from collections import Counter
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -19,6 +19,7 @@ from ring_attention_pytorch.runtime.replay import NEVER
 from ring_attention_pytorch.schedule.relays import crossing
 from tests.support import threads
 from tests.support.cases import Attention, check_in_threads
+from tests.support.diary import Diaries
 from tests.support.features import together
 from tests.support.over_machines import CASES, CAUSAL, SHUFFLED, TWO, UNEVEN, planned
 from tests.support.random_cases import problem
@@ -158,17 +159,48 @@ def test_random_cases_are_right_over_machines_that_share_memory(seed):
         assert not problem(draw(seed), machines=True), draw(seed)
 
 
-def test_barriers_are_as_many_on_all_ranks_of_a_machine():
-    """A rank that needs nothing comes to them, too."""
-    counts = Counter[int]()
-    meet = threads.ThreadBuffer.publish
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_wait_for_one_another_in_one_order(name):
+    """A rank that needs nothing does, too; and on every machine, however many ranks it has."""
+    options, machines = CASES[name]
+    case, diaries = Attention(**CAUSAL | options), Diaries(len(machines))
 
-    def counted(buffer: threads.ThreadBuffer) -> None:
-        counts[id(buffer.hub), buffer.rank] += 1
-        meet(buffer)
+    def main(ring: threads.ThreadRing) -> None:
+        diaries.of(ring)
+        case.shard(ring)
 
-    case = Attention(43, "zigzag", causal=True, window=9, transport="gather")
-    with sharing(), mock.patch.object(threads.ThreadBuffer, "publish", counted):
-        check_in_threads(case, 6, (0, 1, 1, 2, 2, 0))
-    assert len(counts) == 6
-    assert len({*counts.values()}) == 1
+    with mock.patch.object(transports, "near_by", threads.near_by), diaries.kept():
+        threads.run(len(machines), main, machines)
+    first, *others = diaries.lines
+    assert len(first) > 10
+    assert all(other == first for other in others)
+
+
+VARIED = [dict(causal=True), dict(causal=True, memory=0), dict(causal=True, window=4), dict()]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("machines", [TWO, UNEVEN, SHUFFLED, (0, 1, 1, 0)])
+def test_no_slot_is_written_while_another_rank_reads_it(machines, seed):
+    """In calls of one, two and more rounds, forward and backward in any order."""
+    diaries, layout = Diaries(len(machines)), ("zigzag", "contiguous")[seed % 2]
+    case = Attention(length=6 * len(machines), layout=layout)
+    tensors, _, dout, _ = case.data()
+
+    def main(ring: threads.ThreadRing) -> None:
+        diaries.of(ring)
+        at, _ = case.places(ring.rank, ring.size)
+        mine = [t[:, at].clone().requires_grad_() for t in tensors]
+        how = dict(layout=layout, group=ring, transport="gather", ulysses=1)
+        plans = [RingPlan.make(*mine, **how, **more) for more in VARIED]
+        turn, outs = random.Random(seed), []
+        for _ in range(24):
+            if outs and turn.random() < 0.5:
+                torch.autograd.grad(outs.pop(turn.randrange(len(outs))), mine, dout[:, at])
+            else:
+                outs.append(ring_attn(*mine, plan=turn.choice(plans)))
+
+    with mock.patch.object(transports, "near_by", threads.near_by), diaries.kept():
+        threads.run(len(machines), main, machines)
+    assert {use.writes for use in diaries.uses} == {False, True}
+    assert not diaries.clashes()

@@ -16,16 +16,13 @@ of both machines, and one GPU is that of all four ranks, for which NCCL takes ea
 
 import argparse
 import os
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -34,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.lib.machines import received, start, take_gpu
 from ring_attention_pytorch import (
     RingCache,
     RingPlan,
@@ -53,12 +51,10 @@ from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.graphs import with_graphs
 from ring_attention_pytorch.schedule import relays
 from tests.support.late_streams import delays
-from tests.support.ranks import take_gpu
 
-ROOT = Path(__file__).parents[2]
 HEADS, D = 32, 128
 BOUND = 1.5e-2  # of bfloat16's errors
-INSIDE = (("sdpa-cudnn", None), ("sdpa-cudnn", 0))  # kernel, and memory=
+INSIDE = "sdpa-cudnn", "triton"
 KERNELS = ("sdpa-cudnn", "triton", "flash-attn-4")
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": dict(),
@@ -68,35 +64,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ulysses in a machine": dict(transport="gather", ulysses=-1),
     "ulysses over all": dict(ulysses=0),
 }
-
-
-def start(machines: int, words: list[str]) -> int:
-    """Start torchrun for each machine; return the worst exit status."""
-    on_cpu = "cpu" in words
-    gpus = 2 * machines if on_cpu else torch.cuda.device_count()
-    each, running = max(2, gpus // machines), []
-    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for number in range(machines):
-        env = os.environ | {
-            "NCCL_HOSTID": f"machine{number}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
-            "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path,
-            "RING_ATTENTION_MACHINE": f"machine{number}",
-        }  # fmt: skip
-        if not on_cpu:
-            mine = {(number * each + i) % gpus for i in range(each)}  # shared by machines, if few
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[i] for i in sorted(mine))
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", str(machines),
-            "--node-rank", str(number), "--nproc-per-node", str(each),
-            "--master-addr", "127.0.0.1", "--master-port", str(port),
-            "-m", "tests.gpu.machines", "--rank", *words,
-        ]  # fmt: skip
-        running.append(subprocess.Popen(command, env=env, cwd=ROOT))
-    return max(abs(process.wait()) for process in running)
 
 
 class Bench:
@@ -174,12 +141,6 @@ def wait_for_all(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def received() -> int:
-    """Bytes that came over loopback."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    return int(next(line for line in lines if line.strip().startswith("lo:")).split()[1])
-
-
 def say(*words: object) -> None:
     if dist.get_rank() == 0:
         print(*words, flush=True)
@@ -212,10 +173,8 @@ def rank(asked: argparse.Namespace) -> None:
     backend, more, device = "gloo", {}, torch.device("cpu")
     if asked.device == "cuda":
         device = take_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-        if "rank" in os.environ["NCCL_HOSTID"]:  # of all ranks, not of one machine's
-            os.environ["NCCL_HOSTID"] = f"rank {os.environ['RANK']}"
         backend, more = "nccl", dict(device_id=device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=60), **more)
+    dist.init_process_group(backend, timeout=timedelta(seconds=120), **more)
     attempt, ring = Attempts(device, asked.within), Ring()
     say("machines of ranks:", ring.machines, torch.__version__)
     assert len({*ring.machines}) == 2, "not two machines"
@@ -251,7 +210,7 @@ def inside(asked: argparse.Namespace, device: torch.device, attempt: Attempts) -
     for memory in (None, 0):
         attempt(f"eager, memory={memory}", partial(repeated, few, memory))
     bench = Bench(device, asked.tokens[0], 2)
-    for kernel, memory in INSIDE:
+    for kernel, memory in product(INSIDE, (None, 0)):
         attempt(f"{kernel}, memory={memory}", partial(compared, bench, kernel, memory))
 
 
@@ -480,7 +439,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, torch.device, Attempts], None]] =
 }
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     ask = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -490,12 +449,12 @@ def main() -> int:
     ask.add_argument("--only", nargs="+", default=[*PARTS], choices=[*PARTS])
     ask.add_argument("--kernels", nargs="+", default=KERNELS, help="that are right")
     ask.add_argument("--within", type=float, default=600.0, help="seconds")
-    ask.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    asked = ask.parse_args()
-    if asked.rank:
+    asked = ask.parse_args(argv)
+    if dist.is_torchelastic_launched():
         rank(asked)
         return 0
-    return start(2, sys.argv[1:])
+    words = sys.argv[1:] if argv is None else argv
+    return start(2, "tests.gpu.machines", words, asked.device)
 
 
 if __name__ == "__main__":

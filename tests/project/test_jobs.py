@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
@@ -18,7 +19,7 @@ from benchmarks import __main__ as benchmarks
 from benchmarks import decode, everything, masks
 from benchmarks.lib import calls
 from benchmarks.lib.jobs import Job, run, run_all
-from tests.gpu import check
+from tests.gpu import check, curves, machines
 
 LEAVES = """
 import subprocess, sys
@@ -136,7 +137,7 @@ def test_as_many_run_as_were_asked_for(monkeypatch) -> None:
     monkeypatch.setattr(check, "run_all", ran)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert check.main(["--at-once", "3"]) == 0
-    assert ran.call_args.kwargs == {"at_once": 3}
+    assert ran.call_args.kwargs == {"within": float("inf"), "at_once": 3, "archive": None}
 
 
 def test_a_round_has_fewer_calls_of_what_takes_long(monkeypatch) -> None:
@@ -154,25 +155,37 @@ def test_a_round_has_fewer_calls_of_what_takes_long(monkeypatch) -> None:
     assert rounds == [(1, 1), (3, 5)]
 
 
-def test_checks_of_gpus_are_listed_without_any(capsys) -> None:
-    assert check.main(["--list", "--ranks", "8"]) == 0
+@pytest.mark.parametrize(("gpus", "jobs", "ranks"), [("1", 18, 2), ("2", 15, 2), ("8", 15, 8)])
+def test_checks_of_gpus_are_listed_without_any(gpus: str, jobs: int, ranks: int, capsys) -> None:
+    assert check.main(["--list", "--gpus", gpus]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len({*lines}) == 12
-    assert sum("CHECK=always" in line for line in lines) == 11
-    assert sum("nproc-per-node 8" in line for line in lines) == 7
+    assert len(lines) == len({*lines}) == jobs
+    assert sum(f"nproc-per-node {ranks}" in line for line in lines) == 7
+    whole = [line for line in lines if "pytest" in line and "several_gpus" not in line]
+    assert len(whole) == (5 if gpus == "1" else 0)
+
+
+def test_files_that_are_checked_exist() -> None:
+    for name in {*check.ALONE, *check.FILES}:
+        assert (Path(check.__file__).parent / f"test_{name}_gpu.py").exists(), name
 
 
 class Parsed(Exception):
     """A benchmark's options are right."""
 
 
-@pytest.mark.parametrize("gpus", ["2", "4", "8"])
+MODULES = {"benchmarks": benchmarks, "tests.gpu.machines": machines, "tests.gpu.curves": curves}
+
+
+@pytest.mark.parametrize("trial", [[], ["--trial"]])
+@pytest.mark.parametrize(("gpus", "jobs"), [("1", 8), ("2", 16), ("4", 15), ("8", 15)])
 def test_everything_is_listed_and_every_benchmark_takes_its_options(
-    gpus: str, capsys, monkeypatch
+    gpus: str, jobs: int, trial: list[str], capsys, monkeypatch
 ) -> None:
-    assert everything.main(["--gpus", gpus, "--list"]) == 0
+    monkeypatch.setattr(everything, "find_spec", lambda _: True)
+    assert everything.main(["--gpus", gpus, "--list", *trial]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == (5 if gpus == "2" else 15)
+    assert len(lines) == jobs
 
     def parsed(parser: ArgumentParser, argv: list[str]) -> None:
         assert parser.parse_known_args(argv)[1] == []
@@ -180,14 +193,44 @@ def test_everything_is_listed_and_every_benchmark_takes_its_options(
 
     monkeypatch.setattr(ArgumentParser, "parse_args", parsed)
     for line in lines:
-        launcher, benchmark = line.split(" -m benchmarks ")
-        assert f"--nproc-per-node {gpus}" in launcher
-        with pytest.raises(Parsed):
-            benchmarks.main(benchmark.split())
+        launcher, _, given = line.rpartition(" -m ")
+        module, *options = given.split()
+        assert f"--nproc-per-node {gpus}" in launcher or launcher.endswith("s  python")
+        if module != everything.LLAMA:  # its options are not argparse's
+            with pytest.raises(Parsed):
+                MODULES[module].main(options)
 
 
-def test_names_of_jobs_and_of_what_they_say_differ() -> None:
-    found = everything.jobs(8, False, everything.kernels(), Path("rows"))
+def test_what_lacks_a_package_is_left_out_and_said(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(everything, "find_spec", lambda _: None)
+    found = everything.jobs(2, True, ["triton"], Path("rows"))
+    assert "Llama" not in [job.name for job in found]
+    assert capsys.readouterr().out == "Llama is left out: torchtitan is not installed\n"
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_archive_has_rows_and_what_was_said_so_far(inside: bool, tmp_path) -> None:
+    """Once, also where one folder is in the other, and so is the archive."""
+    said = tmp_path / "said"
+    rows = (said if inside else tmp_path) / "rows"
+    archive = (said if inside else tmp_path / "new") / "all.tar.gz"
+    jobs = [
+        Job("writes", ("-c", f"open({str(rows / 'some.json')!r}, 'w').write('[]')"), 50),
+        Job("late", ("-c", "raise SystemExit('late')"), 50),
+    ]
+    rows.mkdir(parents=True)
+    assert run_all(jobs, said, archive=archive, more=[rows]) == 1
+    with tarfile.open(archive) as packed:
+        names = sorted(each.name for each in packed if each.isfile())
+    kept = "said/rows/some.json" if inside else "rows/some.json"
+    assert names == sorted(["said/writes.txt", "said/late.txt", kept])
+    assert not [*archive.parent.glob("*.tmp")]
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+@pytest.mark.parametrize("quick", [True, False])
+def test_names_of_jobs_and_of_what_they_say_differ(gpus: int, quick: bool) -> None:
+    found = everything.jobs(gpus, quick, everything.kernels(), Path("rows"))
     assert len({job.file for job in found}) == len(found)
 
 
@@ -197,9 +240,10 @@ def test_names_of_jobs_and_of_what_they_say_differ() -> None:
         (decode, "group", ["--batch", "2"], "--batch goes with --keys"),
         (decode, "group", ["--tune", "--ours"], "--ours: not allowed with argument --tune"),
         (decode, "group", ["--ours", "--bits"], "--bits: not allowed with argument --ours"),
-        (check, "jobs", ["--ranks", "2"], "--ranks goes with --list"),
-        (check, "jobs", ["--ranks", "2", "--only", "rings"], "--ranks goes with --list"),
+        (check, "jobs", ["--gpus", "2"], "--gpus goes with --list"),
+        (check, "jobs", ["--gpus", "2", "--only", "rings"], "--gpus goes with --list"),
         (check, "jobs", ["--at-once", "0"], "--at-once must be 1 or more, got 0"),
+        (everything, "jobs", ["--gpus", "1", "--quick"], "are for several GPUs, and there is one"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.lib.machines import take_gpu
 from ring_attention_pytorch.plan import placement
 from tests.support.forks import context
 
@@ -41,19 +42,6 @@ def gpu_ranks(gpus: int | None = None) -> int:
     """
     found = torch.cuda.device_count() if gpus is None else gpus
     return next(ranks for ranks in (8, 4, 2) if ranks <= max(2, found))
-
-
-def take_gpu(rank: int, size: int) -> torch.device:
-    """Make this rank's GPU the current one; where GPUs are fewer than ranks, some share one.
-
-    Then symmetric memory must be told, and NCCL must think that each is on a host of its own.
-    """
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    if torch.cuda.device_count() < size:
-        os.environ["NCCL_HOSTID"] = f"rank {rank}"
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    return device
 
 
 class RankFailed(AssertionError):
