@@ -66,8 +66,8 @@ Saved = tuple[  # and out, lse, dout, dlse
     Tensor, Tensor, Tensor, Tensor | None,
 ]  # fmt: skip
 Gradients = tuple[Tensor | Any, ...]  # None where the input was None
-How = tuple[Any, ScoreMods]  # a kernel and its terms
-SampleTiles = list[tuple[slice, Tiles]]
+SampleTiles = list[tuple[slice, Tiles]]  # samples with the same mask, and their tiles
+Block = tuple[Any, ScoreMods, KVBlock, SampleTiles]  # a kernel, its terms, keys
 
 
 def forward(plan: RingPlan, *given: *Inputs, into: Result | None = None) -> Result:
@@ -78,16 +78,16 @@ def forward(plan: RingPlan, *given: *Inputs, into: Result | None = None) -> Resu
     codec's parameters follow. Without one, keys and values that all ranks hold can follow.
     """
     q, k, v, sinks, *more = given
-    kernel, shared = _kernel(plan, more, Decoding)
+    plan_kernel, shared = _kernel(plan, more, Decoding)
     reset_side_streams(q.device)
     calls = plan.with_shared.calls[False] if shared else plan.calls(back=False)
     result = OutputAccumulator(q, plan.values(v), calls if sinks is None else None, into)
     with torch.autocast(q.device.type, enabled=False):
         stream = plan.transport.stream(plan.keys(k, v))
-        for (kernel_of, terms), keys, tiles_of in _blocks(plan, kernel, stream, shared):
-            for samples, tiles in tiles_of:  # samples with the same mask
+        for kernel, terms, keys, by_samples in _blocks(plan, plan_kernel, stream, shared):
+            for samples, tiles in by_samples:
                 kv, so_far = keys.samples(samples), result.samples(samples)
-                kernel_of.forward(q[samples], kv, tiles, terms, so_far)
+                kernel.forward(q[samples], kv, tiles, terms, so_far)
     if sinks is not None:
         result.add_sinks(sinks)
     return result.finalize()
@@ -101,31 +101,32 @@ def backward(plan: RingPlan, *given: *Saved, into: Gradients | None = None) -> G
     """
     q, k, v, sinks, *more, out, lse, dout, dlse = given
     dq, dk, dv, dsinks, *places = into or (None,) * (4 + len(more))
-    kernel, shared = _kernel(plan, more, Decoding.with_sums)
+    plan_kernel, shared = _kernel(plan, more, Decoding.with_sums)
     reset_side_streams(q.device)
     calls, deferred = plan.calls(back=True), Deferred()
-    of_q = plan.with_shared.calls[True] if shared else calls
+    q_calls = plan.with_shared.calls[True] if shared else calls
+    kv_calls = calls if plan.alone else None
     own = Grads(
-        GradAccumulator(q, of_q, place=dq, deferred=deferred),
-        *(
-            GradAccumulator(t, calls if plan.alone else None, place=place)
-            for t, place in ((k, dk), (v, dv))
-        ),
+        GradAccumulator(q, q_calls, place=dq, deferred=deferred),
+        GradAccumulator(k, kv_calls, place=dk),
+        GradAccumulator(v, kv_calls, place=dv),
     )
-    of_shared = [GradAccumulator(t, place=place) for t, place in zip(shared, places)]
+    shared_grads = [GradAccumulator(t, place=place) for t, place in zip(shared, places)]
     with torch.autocast(q.device.type, enabled=False):
         saved = Residuals(q, out, lse, dout, dlse)
         stream = plan.transport.stream_back(plan.keys(k, v), own[1:], deferred)
-        blocks = _blocks_back(plan, kernel, stream, shared, of_shared, deferred)
-        for (kernel_of, terms), keys, tiles_of, of_keys in blocks:
-            for samples, tiles in tiles_of:
+        blocks = _blocks_back(plan, plan_kernel, stream, shared, shared_grads, deferred)
+        for (kernel, terms, keys, by_samples), kv_grads in blocks:
+            for samples, tiles in by_samples:
                 rows, kv = saved.samples(samples), keys.samples(samples)
-                grads = Grads(own.dq, *of_keys).samples(samples)
-                kernel_of.backward(rows, kv, tiles, terms, grads)
+                grads = Grads(own.dq, *kv_grads).samples(samples)
+                kernel.backward(rows, kv, tiles, terms, grads)
         deferred.do()
         dsinks = None if sinks is None else grad_of_sinks(sinks, saved, dsinks)
-    dq, dk, dv, *others = (total.finalize() for total in (*own, *of_shared))
-    return dq, dk, dv, dsinks, *others, *(kernel.grads() if plan.codec is not None else ())
+    dq, dk, dv, *more_grads = (total.finalize() for total in (*own, *shared_grads))
+    if plan.codec is not None:
+        more_grads = plan_kernel.grads()
+    return dq, dk, dv, dsinks, *more_grads
 
 
 def _kernel(
@@ -142,23 +143,21 @@ def _kernel(
 
 def _blocks(
     plan: RingPlan, kernel: Any, stream: Iterable[KVBlock], shared: Sequence[Tensor]
-) -> Iterator[tuple[How, KVBlock, SampleTiles]]:
-    """Yield blocks with how they are computed; shared keys join this rank's own, or are the last.
+) -> Iterator[Block]:
+    """Yield all blocks to compute on. Shared keys follow this rank's own in memory, or come last.
 
-    In one call they cost no more than their scores. In a call of their own queries are read once
-    more, and a result is merged.
+    In one call with own keys they cost no more than their scores. In a call for them alone queries
+    are read once more, and a result is merged.
     """
-    how = kernel, plan.terms
     for keys in stream:
-        found = plan.with_shared.joined.get(keys.segments) if shared else None
-        if found is None:
-            yield how, keys, plan.tiles(keys.segments)
+        joined = plan.with_shared.joined.get(keys.segments) if shared else None
+        if joined is None:
+            yield kernel, plan.terms, keys, plan.tiles(keys.segments)
         else:
-            yield how, keys.followed_by(*shared), found
+            yield kernel, plan.terms, keys.followed_by(*shared), joined
             shared = ()
-    if shared and (of := plan.shared) is not None:
-        keys = of.keys(*shared)
-        yield (of.kernel, of.terms), keys, of.tiles(keys.segments)
+    if shared:
+        yield _shared_block(plan.shared, shared)
 
 
 def _blocks_back(
@@ -166,26 +165,30 @@ def _blocks_back(
     kernel: Any,
     stream: Iterable[tuple[KVBlock, Sequence[GradAccumulator]]],
     shared: Sequence[Tensor],
-    of_shared: Sequence[GradAccumulator],
+    shared_grads: Sequence[GradAccumulator],
     deferred: Deferred,
-) -> Iterator[tuple[How, KVBlock, SampleTiles, Sequence[GradAccumulator]]]:
-    """Yield the blocks of `_blocks`, and accumulators of dk and dv."""
-    how = kernel, plan.terms
-    for keys, of_keys in stream:
-        found = plan.with_shared.joined.get(keys.segments) if shared else None
-        if found is None:
-            yield how, keys, plan.tiles(keys.segments), of_keys
+) -> Iterator[tuple[Block, Sequence[GradAccumulator]]]:
+    """Yield the blocks of `_blocks`, each with accumulators of its dk and dv."""
+    for keys, kv_grads in stream:
+        joined = plan.with_shared.joined.get(keys.segments) if shared else None
+        if joined is None:
+            yield (kernel, plan.terms, keys, plan.tiles(keys.segments)), kv_grads
             continue
         both = keys.followed_by(*shared)
-        sums = [GradAccumulator(t, 1 if plan.alone else None) for t in both[:2]]
-        yield how, both, found, sums
-        for total, first, second in zip(sums, of_keys, of_shared):
-            total.move_to((first, 0), (second, -keys.k.shape[1]))
+        both_grads = [GradAccumulator(t, 1 if plan.alone else None) for t in both[:2]]
+        yield (kernel, plan.terms, both, joined), both_grads
+        for total, own_part, shared_part in zip(both_grads, kv_grads, shared_grads):
+            total.move_to((own_part, 0), (shared_part, -keys.k.shape[1]))
         shared = ()
-    if shared and (of := plan.shared) is not None:
+    if shared:
         deferred.do()  # their kernel can be another one, which adds to dq at once
-        keys = of.keys(*shared)
-        yield (of.kernel, of.terms), keys, of.tiles(keys.segments), of_shared
+        yield _shared_block(plan.shared, shared), shared_grads
+
+
+def _shared_block(plan: RingPlan | Any, shared: Sequence[Tensor]) -> Block:
+    """Return the block of shared keys and values alone; `plan` is theirs."""
+    keys = plan.keys(*shared)
+    return plan.kernel, plan.terms, keys, plan.tiles(keys.segments)
 
 
 def attention(
@@ -200,7 +203,8 @@ def attention(
     Raises:
         ValueError: the plan was made for other tensors, or for another codec.
     """
-    (q, k, v, sinks, *params), swap = given, plan.ulysses
+    q, k, v, sinks, *params = given
+    swap = plan.ulysses
     plan.check(q, k, v, sinks, codec)
     if swap is not None:
         q, k, v = swap.to_heads(q, k, v)
@@ -211,7 +215,9 @@ def attention(
         out, lse = RingAttentionFunction.apply(plan, *given)
     else:
         out, lse = plan.run("forward", forward, *given)
-    return (out, lse) if swap is None else swap.to_sequence(out, lse if return_lse else None)
+    if swap is None:
+        return out, lse
+    return swap.to_sequence(out, lse if return_lse else None)
 
 
 class RingAttentionFunction(Function):

@@ -12,7 +12,7 @@ from ring_attention_pytorch.arguments import checked, checks_of
 from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.geometry.documents import Borders
 from ring_attention_pytorch.kernels import explain
-from ring_attention_pytorch.plan.checks import autocast_dtype, check_qkv, like_autocast
+from ring_attention_pytorch.plan.checks import autocast, check_qkv, like_autocast
 from ring_attention_pytorch.plan.masks import Prefix
 from ring_attention_pytorch.plan.option_types import (
     CheckOption,
@@ -225,6 +225,10 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
     >>> ring_attn(q, k, v, causal=True).shape
     torch.Size([1, 6, 4, 8])
     """
+    plain = type(q) is type(k) is type(v) is Tensor and not (q.is_meta or k.is_meta or v.is_meta)
+    if heads_first:
+        q, k, v = swapped((q, k, v))
+        shared_keys = None if shared_keys is None else swapped(shared_keys)
     options: dict[str, Any] = {
         "causal": causal, "window": window, "key_mask": key_mask, "documents": documents,
         "cu_seqlens": cu_seqlens, "prefix": prefix, "mask_mod": mask_mod, "cross": cross,
@@ -235,12 +239,10 @@ def ring_attn(  # noqa: PLR0913 - a public entry point
         "ulysses": ulysses, "memory": memory, "bucket_size": bucket_size, "calibrate": calibrate,
         "check": check,
     }  # fmt: skip
-    if shared_keys is not None:
-        options["shared_keys"] = swapped(shared_keys) if heads_first else shared_keys
-    qkv = swapped((q, k, v)) if heads_first else (q, k, v)
-    plain = type(q) is type(k) is type(v) is Tensor and not (q.is_meta or k.is_meta or v.is_meta)
-    attend = _attention if plain and shared_keys is None else _attention_of_kinds
-    out, lse = attend(qkv, options, group, plan, return_lse)
+    if plain and shared_keys is None:
+        out, lse = _attention((q, k, v), options, group, plan, return_lse)
+    else:
+        out, lse = _attention_of_kinds((q, k, v), options, group, plan, return_lse)
     out = out.transpose(1, 2) if heads_first else out
     return (out, lse) if return_lse else out
 
@@ -252,9 +254,10 @@ def _attention_of_kinds(
     plan: RingPlan | None,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | Any]:
-    """Compute (out, lse) as `_attention`; tensors may be DTensors or other subclasses.
+    """Compute (out, lse) as `_attention`, also with shared keys, or of other kinds of tensors.
 
-    So are calls with shared keys, around which a traced graph breaks.
+    These are DTensors, other subclasses, and tensors without values. A traced graph breaks around
+    shared keys.
     """
     if options["shared_keys"] is not None and is_compiling():
         return run_apart(_attention_of_kinds, qkv, options, group, plan, return_lse)
@@ -268,13 +271,13 @@ def _attention_of_kinds(
         out, lse = _attention(qkv, options, group, plan, return_lse)
     else:
         refuse_export()
-        q, k, v = (t.to(autocast_dtype(t)) for t in qkv)
+        q, k, v = map(autocast, qkv)
         out, lse = shapes_of_results((q, k, v), options["sinks"], group, plan)
         if (shared := options["shared_keys"]) is not None:
-            held = q, *(t.to(autocast_dtype(t)) for t in shared)
-            of_shared = None if plan is None else plan.shared
-            found = shapes_of_results(held, None, Ring.alone(), of_shared)
-            out, lse = merge_attention(out, lse, *found)
+            k, v = map(autocast, shared)
+            shared_plan = None if plan is None else plan.shared
+            part = shapes_of_results((q, k, v), None, Ring.alone(), shared_plan)
+            out, lse = merge_attention(out, lse, *part)
     if shards is None:
         return out, lse
     return shards.out(out), shards.lse(lse) if lse is not None and return_lse else None
@@ -292,15 +295,11 @@ def _attention(
     compiling = is_compiling()
     if compiling or torch._C._is_any_autocast_enabled():
         q, k, v = qkv
-        qkv = q.to(autocast_dtype(q)), k.to(autocast_dtype(k)), v.to(autocast_dtype(v))
+        qkv = autocast(q), autocast(k), autocast(v)
         if key_bias is not None:
-            options["key_bias"] = key_bias = key_bias.to(autocast_dtype(key_bias))
+            options["key_bias"] = key_bias = autocast(key_bias)
         if shared is not None:
-            shared = (
-                shared[0].to(autocast_dtype(shared[0])),
-                shared[1].to(autocast_dtype(shared[1])),
-            )
-            options["shared_keys"] = shared
+            options["shared_keys"] = shared = autocast(shared[0]), autocast(shared[1])
     q, k, v = qkv
     if plan is None:
         also = tangents_note(q, k, v, sinks, key_bias, *(shared or ()))
@@ -428,8 +427,10 @@ def _check_only_plan(options: dict[str, Any], group: Group) -> None:
     given = {**options, "sinks": None, "key_bias": None, "shared_keys": None}  # of each call
     if group is None and given == DEFAULTS:  # faster on the host than to look at each
         return
-    beside = not_default(given) + ["group"] * (group is not None)
-    if beside:
+    decided = not_default(given)
+    if group is not None:
+        decided.append("group")
+    if decided:
         raise ValueError(
-            f"ring_attn: the plan already decides {', '.join(beside)}; pass one or the other"
+            f"ring_attn: the plan already decides {', '.join(decided)}; pass one or the other"
         )

@@ -32,6 +32,7 @@ from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
 from ring_attention_pytorch.runtime.torch_func import (
     Function,
+    differentiable_grads,
     forward_mode,
     is_first_order,
     keep,
@@ -50,13 +51,13 @@ def attend_with_shared(
         ValueError: the plan was made for other tensors, or ranks that compare values differ.
     """
     check_shared_plan(plan, given[0], shared)
-    beside = [resolved(t) for t in shared or ()]
+    shared_kv = [resolved(t) for t in shared or ()]
     if plan.agreed.always:
-        _compare(plan, *beside)
+        _compare(plan, *shared_kv)
     if plan.ulysses is not None or forward_mode():
-        return _apart(plan, *given, *beside)
+        return _apart(plan, *given, *shared_kv)
     plan.check(*given)
-    return _Joint.apply(plan, *map(resolved, given), *beside)
+    return _Joint.apply(plan, *map(resolved, given), *shared_kv)
 
 
 def check_shared_plan(plan: RingPlan, q: Tensor, shared: Shared | None) -> None:
@@ -109,17 +110,15 @@ class _Joint(Function):
         check_began_here(ctx.block)
         ctx.block = None
         dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
-        asked = ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[1:]
         if not is_first_order():
             # views: a tensor can be given twice, and autograd will add its gradients
             given = [None if t is None else t.view_as(t) for t in given]
-            leaves = [t for t, wanted in zip(given, asked) if wanted and t is not None]
-            along = dout, torch.zeros_like(lse) if dlse is None else dlse
-            grads = torch.autograd.grad(_apart(plan, *given), leaves, along, create_graph=True)
-            found = iter(grads)
-            return None, *(next(found) if wanted else None for wanted in asked)
+            dlse = torch.zeros_like(lse) if dlse is None else dlse
+            result = _apart(plan, *given)
+            return None, *differentiable_grads(result, given, needed, (dout, dlse))
         *of_ring, dk, dv = plan.run("backward", backward, *given, out, lse, dout, dlse)
-        if plan.ring.size > 1 and any(asked[4:]):
+        if plan.ring.size > 1 and any(needed[4:]):
             dk, dv = _total(plan.ring, dk, dv)
         return None, *of_ring, dk, dv
 
@@ -166,9 +165,9 @@ class _Total(Function):
 
 def _total(ring: Ring, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
     """Sum over ranks, in their order and in wide numbers, so that all get the same bits."""
-    both = torch.cat((dk.flatten(), dv.flatten())).to(wire_dtype(dk.dtype))
+    flat = torch.cat((dk.flatten(), dv.flatten())).to(wire_dtype(dk.dtype))
     with ring.call(_CALL):
-        parts = all_gather_stacked(both, ring).to(accumulation_dtype(dk.dtype))
+        parts = all_gather_stacked(flat, ring).to(accumulation_dtype(dk.dtype))
     total = reduce(torch.add, parts.unbind()).to(dk.dtype)
-    of_k, of_v = total.split((dk.numel(), dv.numel()))
-    return of_k.view(dk.shape), of_v.view(dv.shape)
+    dk_sum, dv_sum = total.split((dk.numel(), dv.numel()))
+    return dk_sum.view(dk.shape), dv_sum.view(dv.shape)

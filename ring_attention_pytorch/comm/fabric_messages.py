@@ -48,8 +48,7 @@ class Traffic(NamedTuple):
     @classmethod
     def of(cls, program: Program, transfer: Transfer, ring: Ring, own: KVBlock) -> "Traffic":
         """Compute the messages of a transfer, for keys like own ones or for their gradients."""
-        rank, back = ring.rank, transfer.kind != KEYS
-        block = transfer.source if back else transfer.block
+        rank, block, back = ring.rank, transfer.fetched, transfer.kind != KEYS
 
         def form(length: int) -> Form:
             if back:

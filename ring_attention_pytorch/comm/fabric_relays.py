@@ -52,8 +52,7 @@ class Relays(Messages):
         return self.routes[transfer]
 
     def _made(self, program: Program, transfer: Transfer) -> Route:
-        block = transfer.block if transfer.kind == KEYS else transfer.source
-        pieces = [program.chunks(block, rank) for rank in range(self.ring.size)]
+        pieces = [program.chunks(transfer.fetched, rank) for rank in range(self.ring.size)]
         return Route.of(pieces, self.machines, self.ring.rank)
 
 

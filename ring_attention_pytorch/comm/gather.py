@@ -1,9 +1,9 @@
 """A transport that fetches all required keys in one exchange, straight from their owners.
 
-They arrive while the rank's own block computes. They are joined so that few large tiles cover them,
-usually in the order of positions. In backward each rank sends an owner the gradients of the owner's
-keys, in the inputs' dtype (float16 as float32). The owner sums them in the accumulator's dtype,
-always in the same order. A fabric carries them.
+They arrive while the rank computes on its own block. In memory they are joined, usually in the
+order of positions, so that few large tiles cover them. In backward each rank sends the gradients of
+an owner's keys to it, in the inputs' dtype (float16 as float32). The owner sums them in the
+accumulator's dtype, always in the same order. A fabric carries keys and gradients.
 """
 
 from dataclasses import dataclass, field
@@ -22,18 +22,19 @@ from ring_attention_pytorch.schedule.steps import KEYS, Block, Part, Program
 
 
 class LocalChunks(NamedTuple):
-    """A program's positions on one rank: of each block's keys, and of each part's."""
+    """The positions of keys on one rank: of each block of a program, and of each part."""
 
     blocks: list[Segments]
     parts: dict[Part, tuple[slice, Segments]]  # tokens of the block, and their positions
 
     @classmethod
     def of(cls, program: Program, rank: int) -> "LocalChunks":
+        blocks = [program.held(block, rank) for block in range(len(program.blocks))]
         parts = {}
         for part in program.parts:
             span = program.spans(part.block, rank)[part.stage]
             parts[part] = span, program.segments(part, rank)
-        return cls([program.held(block, rank) for block in range(len(program.blocks))], parts)
+        return cls(blocks, parts)
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,8 @@ class Gather(ScheduledTransport):
     computes. If nothing overlaps, own keys may be in one block with the others.
     """
 
-    known: dict[bool, LocalChunks] = field(
-        default_factory=dict, compare=False, repr=False
-    )  # if back
+    # by direction: True is backward
+    known: dict[bool, LocalChunks] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def make(cls, ring: Ring, blocks: Workload, at_once: int) -> "Gather":
@@ -56,9 +56,9 @@ class Gather(ScheduledTransport):
 
     @property
     def keeps(self) -> bool:
-        """True if keys stay: of several rounds, one's keys are freed when the next but one arrives.
+        """True if keys stay: a round's keys are freed when the next but one arrives.
 
-        On one stream nothing can overlap a call.
+        False, too, on one stream, where nothing can overlap a call.
         """
         return len(self.schedule.forward.blocks) == 2 and not self.fabric.replay.tape
 
@@ -116,12 +116,12 @@ class GatherCall:
         return self.sums[part.block]
 
     def computed(self, part: Part) -> None:
-        blocks = len(self.program.blocks)
-        if part.block == 0 and self.totals is not None and blocks > 1:
-            for total, of_part in zip(self.totals, self.sums.pop(0)):
-                of_part.move_to((total, 0))
-                if blocks > 2:
+        blocks, back = self.program.blocks, self.totals is not None
+        if back and part.block == 0 and len(blocks) > 1:
+            for total, own_part in zip(self.totals, self.sums.pop(0)):
+                own_part.move_to((total, 0))
+                if len(blocks) > 2:
                     total.begin_update()  # otherwise each round's gradients would wait to be added
-        last = part.stage == len(self.program.blocks[part.block].stages) - 1
-        if part.block and self.totals is None and last:  # backward, it is freed with its gradients
+        is_last_stage = part.stage == len(blocks[part.block].stages) - 1
+        if part.block and not back and is_last_stage:  # backward it is freed with its gradients
             del self.blocks[part.block]

@@ -1,9 +1,9 @@
 """Balanced layouts: equally many tokens on every rank, and nearly equally many visible pairs.
 
-Packed documents make some tokens cheap and others dear, so no fixed pattern is even. Equal chunks
-are weighed by the pairs that their queries see, and dealt out in rounds. In each round the heaviest
-chunk goes to the rank with the least work so far. Under a causal mask over one document the result
-is zigzag.
+With packed documents a token's work depends on its document, so no fixed pattern is even. Equal
+chunks are weighed by the pairs that their queries see, and dealt out in rounds. In each round the
+heaviest chunk goes to the rank with the least work so far. Under a causal mask over one document
+the result is zigzag.
 """
 
 from collections.abc import Sequence

@@ -115,7 +115,7 @@ class Documents:
     """
 
     runs: tuple[Run, ...]
-    # results of functions of these documents, dropped with them: a plan asks for tiles many times
+    # cached results, freed with these documents: a plan asks for tiles many times
     _known: dict[Hashable, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __hash__(self) -> int:

@@ -73,8 +73,8 @@ def tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
     return mask.documents.once(key, lambda: _tiles(queries, keys, mask))
 
 
-def with_shared(found: Sequence[Tile], rows: int, cols: int, more: int) -> list[Tile]:
-    """Return the tiles of a block that `more` columns follow, which all rows see.
+def with_shared(visible: Sequence[Tile], rows: int, cols: int, more: int) -> list[Tile]:
+    """Return the tiles of a block with `more` columns added at its end, which all rows see.
 
     >>> whole = Tile(slice(0, 4), slice(0, 6), None, None)
     >>> with_shared([whole], 4, 6, 2)
@@ -82,10 +82,10 @@ def with_shared(found: Sequence[Tile], rows: int, cols: int, more: int) -> list[
     >>> len(with_shared([whole._replace(right=2)], 4, 6, 2))
     2
     """
-    whole = Tile(slice(0, rows), slice(0, cols), *_FULL)
-    if [*found] == [whole]:
-        return [whole._replace(cols=slice(0, cols + more))]
-    return [*found, whole._replace(cols=slice(cols, cols + more))]
+    every_pair = Tile(slice(0, rows), slice(0, cols), *_FULL)
+    if [*visible] == [every_pair]:
+        return [every_pair._replace(cols=slice(0, cols + more))]
+    return [*visible, every_pair._replace(cols=slice(cols, cols + more))]
 
 
 def _tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
@@ -170,12 +170,16 @@ def unseen(queries: Iterable[Segments], keys: Segments, mask: Mask) -> Iterator[
     >>> [*unseen(here, (Segment(0, 1, 12),), Mask(causal=True, window=1))]
     [slice(0, 3, None), slice(7, 8, None), slice(10, 12, None)]
     """
-    shown = [tile.cols for mine in queries for tile in tiles(mine, keys, mask)]
-    at = 0
-    for cols in (*sorted(shown, key=attrgetter("start")), slice(count(keys), count(keys))):
-        if cols.start > at:
-            yield slice(at, cols.start)
-        at = max(at, cols.stop)
+    shown: list[slice] = []
+    for of_rank in queries:
+        shown += [tile.cols for tile in tiles(of_rank, keys, mask)]
+    stop = 0  # of the keys seen so far
+    for cols in sorted(shown, key=attrgetter("start")):
+        if cols.start > stop:
+            yield slice(stop, cols.start)
+        stop = max(stop, cols.stop)
+    if stop < count(keys):
+        yield slice(stop, count(keys))
 
 
 def buckets(tile: Tile, size: int) -> Iterator[Tile]:

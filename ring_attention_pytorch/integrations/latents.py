@@ -22,7 +22,7 @@ from torch.compiler import is_compiling
 from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.integrations.calls import names
 from ring_attention_pytorch.latent.codecs import LatentKeys
-from ring_attention_pytorch.plan.checks import autocast_dtype
+from ring_attention_pytorch.plan.checks import autocast
 from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.plan.plan_cache import PlanCache
 from ring_attention_pytorch.plan.ring_plan import RingPlan
@@ -123,9 +123,9 @@ def attend(
     options: dict[str, Any],
 ) -> Tensor:
     """Compute attention of q `[b, n, h, d]` to latents and rotated keys `[b, n, 1, w]`."""
-    q, latent, k_rope = [t.to(autocast_dtype(t)) for t in qkv]
+    q, latent, k_rope = map(autocast, qkv)
     weight = layer.kv_b_proj.weight
-    up = weight.to(autocast_dtype(weight)).view(q.shape[2], -1, latent.shape[-1])
+    up = autocast(weight).view(q.shape[2], -1, latent.shape[-1])
     d_rope = k_rope.shape[-1]
     d_nope = q.shape[-1] - d_rope
     codec = LatentKeys(latent.shape[-1], d_nope, d_rope, up.shape[1] - d_nope)

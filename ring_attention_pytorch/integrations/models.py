@@ -41,7 +41,7 @@ from ring_attention_pytorch.integrations.watched import (
     needed,
     spread_losses,
 )
-from ring_attention_pytorch.plan.checks import autocast_dtype, check_way
+from ring_attention_pytorch.plan.checks import autocast, check_way
 from ring_attention_pytorch.plan.option_types import CheckOption, KernelOption, TransportName
 from ring_attention_pytorch.plan.options import DEFAULTS
 from ring_attention_pytorch.plan.plan_cache import PlanCache
@@ -250,7 +250,7 @@ class RingForward:
         if latents.given and latents.taken(layer, *given[1:]):
             options = {"group": self.ring, **self.options, **mask._asdict(), **scores}
             return latents.attend(layer, qkv, self._plans, sinks, options)
-        q, k, v = [t.to(autocast_dtype(t)) for t in qkv]
+        q, k, v = map(autocast, qkv)
         kind = (q.shape, k.shape, v.shape, q.dtype, q.device, mask, sinks is None, *scores.values())
         plan = self._plans.get(kind)
         if plan is None:

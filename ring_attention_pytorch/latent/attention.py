@@ -9,7 +9,6 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from ring_attention_pytorch.latent.calls import (
     CodedOptions,
@@ -24,7 +23,6 @@ from ring_attention_pytorch.latent.codecs import LatentKeys, TiedKeys
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import typed
 from ring_attention_pytorch.ranks.ring import Group
-from ring_attention_pytorch.runtime.torch_func import run_apart
 
 
 @overload
@@ -39,7 +37,7 @@ def mla_ring_attn(
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
-@typed(report)
+@typed(report, apart=True)
 def mla_ring_attn(
     q_nope: Tensor,
     q_rope: Tensor,
@@ -90,12 +88,9 @@ def mla_ring_attn(
     >>> mla_ring_attn(q_nope, q_rope, latent, k_rope, w_up, causal=True).shape
     torch.Size([1, 6, 4, 3])
     """
-    given: dict[str, Any] = dict(group=group, plan=plan, return_lse=return_lse, **options)
+    options |= dict(group=group, plan=plan, return_lse=return_lse)
     tensors = q_nope, q_rope, latent, k_rope, w_up
-    if is_compiling():
-        apart: Any = mla_ring_attn  # overloaded
-        return run_apart(apart, *tensors, **given)
-    return attend("mla_ring_attn", _latents, tensors, given)
+    return attend("mla_ring_attn", _latents, tensors, options)
 
 
 @typed(report)
@@ -136,7 +131,7 @@ def tied_ring_attn(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@typed(report)
+@typed(report, apart=True)
 def tied_ring_attn(
     q: Tensor,
     kv: Tensor,
@@ -167,11 +162,8 @@ def tied_ring_attn(
     >>> tied_ring_attn(q, kv, causal=True).shape
     torch.Size([1, 6, 4, 8])
     """
-    given: dict[str, Any] = dict(group=group, plan=plan, return_lse=return_lse, **options)
-    if is_compiling():
-        apart: Any = tied_ring_attn  # overloaded
-        return run_apart(apart, q, kv, **given)
-    return attend("tied_ring_attn", _tied, (q, kv), given)
+    options |= dict(group=group, plan=plan, return_lse=return_lse)
+    return attend("tied_ring_attn", _tied, (q, kv), options)
 
 
 @typed(report)
@@ -211,8 +203,8 @@ def check_latents(
         )
     kinds = {(t.dtype, t.device) for t in named.values()}
     if len(kinds) > 1:
-        found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-        raise ValueError(f"tensors must have one dtype and one device, got {found}")
+        got_kinds = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ValueError(f"tensors must have one dtype and one device, got {got_kinds}")
     return LatentKeys(rank, d_nope, d_rope, rows - d_nope)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.attention import attention
-from ring_attention_pytorch.plan.checks import autocast_dtype
+from ring_attention_pytorch.plan.checks import autocast
 from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.options import DEFAULTS
 from ring_attention_pytorch.plan.placement import attention_ring
@@ -47,42 +47,46 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Encode these tensors by `encode`, and compute their attention."""
     return_lse, plan = options.pop("return_lse"), options.get("plan")
-    found = encoded(caller, encode, tensors, options)
+    call = encoded(caller, encode, tensors, options)
     sinks = options.get("sinks")
     if plan is None:
-        plan = make_plan(found, {name: value for name, value in options.items() if name != "plan"})
-    elif given := sorted(_given(options)):
-        raise ValueError(
-            f"{caller}: the plan already decides {', '.join(given)}; pass one or the other"
-        )
-    _check_plan(caller, plan, found)
-    (k, v), params = found.keys, found.params.values()
+        plan = make_plan(call, {name: value for name, value in options.items() if name != "plan"})
+    else:
+        _check_only_plan(caller, options)
+    _check_plan(caller, plan, call)
+    (k, v), params = call.keys, call.params.values()
     out, lse = attention(
-        plan, found.q, k, v, sinks, *params, codec=found.codec, return_lse=return_lse
+        plan, call.q, k, v, sinks, *params, codec=call.codec, return_lse=return_lse
     )
     return (out, lse) if return_lse else out
 
 
-def _given(options: dict[str, Any]) -> set[str]:
-    """Return the names of options that are given beside a plan, which decides them."""
-    every = {**DEFAULTS, "group": None}
-    beside = {name: value for name, value in options.items() if name not in ("plan", "sinks")}
-    return {name for name, value in beside.items() if value is not every.get(name, ...)}
+def _check_only_plan(caller: str, options: dict[str, Any]) -> None:
+    """Raise ValueError if options are given together with a plan, which already decides them."""
+    defaults, decided = {**DEFAULTS, "group": None}, []
+    for name, value in options.items():
+        if name not in ("plan", "sinks") and value is not defaults.get(name, ...):
+            decided.append(name)
+    if decided:
+        raise ValueError(
+            f"{caller}: the plan already decides {', '.join(sorted(decided))}; pass one or the "
+            "other"
+        )
 
 
-def make_plan(found: Encoded, options: dict[str, Any]) -> RingPlan:
+def make_plan(call: Encoded, options: dict[str, Any]) -> RingPlan:
     """Make the plan of such calls; all ranks call this together."""
     also = {
         f"requires_grad of {name}": t.requires_grad and torch.is_grad_enabled()
-        for name, t in found.params.items()
+        for name, t in call.params.items()
     }
-    return RingPlan.make(found.q, *found.keys, codec=found.codec, also=also, **options)
+    return RingPlan.make(call.q, *call.keys, codec=call.codec, also=also, **options)
 
 
-def _check_plan(caller: str, plan: RingPlan, found: Encoded) -> None:
+def _check_plan(caller: str, plan: RingPlan, call: Encoded) -> None:
     """Raise ValueError if a plan is of another codec than the call."""
-    if plan.codec != found.codec:
-        error = f"the plan was made for {plan.codec or 'keys as they are'}, got {found.codec}"
+    if plan.codec != call.codec:
+        error = f"the plan was made for {plan.codec or 'keys as they are'}, got {call.codec}"
         plan.ring.report_failure(f"raised ValueError: {error}")
         raise ValueError(f"{caller}: {error}; make one for these")
 
@@ -94,7 +98,7 @@ def encoded(
     try:
         if not has_values(*tensors) or any(hasattr(t, "to_local") for t in tensors):
             raise ValueError("tensors must have values, and not be DTensors; pass local tensors")
-        return encode(*(t.to(autocast_dtype(t)) for t in tensors))
+        return encode(*map(autocast, tensors))
     except ValueError as error:
         wrong = ValueError(f"{caller}: {error}")
     report(options, wrong)

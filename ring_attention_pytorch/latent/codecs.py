@@ -31,13 +31,7 @@ class LatentKeys:
     d_rope: int
     d_v: int
 
-    @property
-    def by_heads(self) -> bool:
-        return True
-
-    @property
-    def in_8_bits(self) -> bool:
-        return False
+    by_heads, in_8_bits = True, False
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -52,20 +46,20 @@ class LatentKeys:
 
     def decode(self, encoded: Pair, params: Tensors) -> Pair:
         (latent, rotated), (up,) = encoded, params
-        both = self._expanded(latent, up)
-        b, m, h, _ = both.shape
-        k = both.new_empty((b, m, h, self.d_nope + self.d_rope))
-        k[..., : self.d_nope] = both[..., : self.d_nope]
+        kv = self._expanded(latent, up)
+        b, m, h, _ = kv.shape
+        k = kv.new_empty((b, m, h, self.d_nope + self.d_rope))
+        k[..., : self.d_nope] = kv[..., : self.d_nope]
         k[..., self.d_nope :] = rotated
-        return k, both[..., self.d_nope :]
+        return k, kv[..., self.d_nope :]
 
     def pull_back(self, encoded: Pair, params: Tensors, grads: Pair) -> tuple[Pair, Tensors]:
         (latent, _), (up,), (dk, dv) = encoded, params, grads
         b, m, *_ = dk.shape
-        both = torch.cat((dk[..., : self.d_nope], dv), dim=-1).view(b * m, -1)
-        latent = latent.reshape(b * m, self.rank).to(both.dtype)
-        d_latent = (both @ up.reshape(-1, self.rank).to(both.dtype)).view(b, m, 1, self.rank)
-        d_up = (both.T @ latent).view(up.shape)
+        d_kv = torch.cat((dk[..., : self.d_nope], dv), dim=-1).view(b * m, -1)
+        latent = latent.reshape(b * m, self.rank).to(d_kv.dtype)
+        d_latent = (d_kv @ up.reshape(-1, self.rank).to(d_kv.dtype)).view(b, m, 1, self.rank)
+        d_up = (d_kv.T @ latent).view(up.shape)
         d_rotated = dk[..., self.d_nope :].sum(dim=2, keepdim=True)
         return (d_latent, d_rotated), (d_up,)
 
@@ -82,13 +76,7 @@ class TiedKeys:
 
     d_v: int
 
-    @property
-    def by_heads(self) -> bool:
-        return False
-
-    @property
-    def in_8_bits(self) -> bool:
-        return False
+    by_heads, in_8_bits = False, False
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -118,13 +106,7 @@ class RoundedKeys:
     d: int
     d_v: int
 
-    @property
-    def by_heads(self) -> bool:
-        return False
-
-    @property
-    def in_8_bits(self) -> bool:
-        return True
+    by_heads, in_8_bits = False, True
 
     @property
     def widths(self) -> tuple[int, int]:

@@ -72,10 +72,10 @@ def mla_attn_with_cache(  # noqa: PLR0913 - a public entry point
     try:
         codec = check_latents(q_nope, q_rope, latent, k_rope, w_up)
         sizes = 1, codec.rank + codec.d_rope, codec.rank
-        if (found := (cache.key_heads, cache.head_dim, cache.value_dim)) != sizes:
+        if (got := (cache.key_heads, cache.head_dim, cache.value_dim)) != sizes:
             raise ValueError(
                 f"the cache must be of latents, RingCache(sequences, 1, {sizes[1]}, value_dim="
-                f"{sizes[2]}, tied=True), got {found}"
+                f"{sizes[2]}, tied=True), got {got}"
             )
     except ValueError as error:
         _report({"cache": cache}, ValueError(f"{_CALLER}: {error}"))

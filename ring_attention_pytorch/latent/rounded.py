@@ -1,4 +1,4 @@
-"""`rounded_ring_attn`: keys and values in 8 bits, for networks that are slow beside all else.
+"""`rounded_ring_attn`: keys and values in 8 bits, where the network is the bottleneck.
 
     own k, v   ── rounded to float8 and a power of two for each token and head ──   k', v'
     k', v'     ── sent as these bytes, the same numbers on every rank              out of q, k', v'
@@ -10,7 +10,6 @@ Every rank computes attention to the same rounded keys, its own ones included.
 from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from ring_attention_pytorch.latent.calls import (
     CodedOptions,
@@ -27,7 +26,7 @@ from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import typed
 from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.runtime.scaled import rounded
-from ring_attention_pytorch.runtime.torch_func import Function, run_apart
+from ring_attention_pytorch.runtime.torch_func import Function
 
 
 @overload
@@ -41,7 +40,7 @@ def rounded_ring_attn(
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
-@typed(report)
+@typed(report, apart=True)
 def rounded_ring_attn(
     q: Tensor,
     k: Tensor,
@@ -81,11 +80,8 @@ def rounded_ring_attn(
     >>> bool((out - exact).norm() < 0.1 * exact.norm())
     True
     """
-    given: dict[str, Any] = dict(group=group, plan=plan, return_lse=return_lse, **options)
-    if is_compiling():
-        apart: Any = rounded_ring_attn  # overloaded
-        return run_apart(apart, q, k, v, **given)
-    return attend("rounded_ring_attn", _rounded, (q, k, v), given)
+    options |= dict(group=group, plan=plan, return_lse=return_lse)
+    return attend("rounded_ring_attn", _rounded, (q, k, v), options)
 
 
 @typed(report)

@@ -244,9 +244,10 @@ class RingAttention(HeadProjections):
 
         seen = mask if context is None else context_mask
         if plan is not None:
-            decided = {"a mask": seen, "ring_size": ring_size, "context": context, **packed}
-            decided["force_ring_reduce_off"] = force_ring_reduce_off or None
-            decided["shared_mask"] = shared_mask
+            decided = {
+                "a mask": seen, "ring_size": ring_size, "context": context, **packed,
+                "force_ring_reduce_off": force_ring_reduce_off or None, "shared_mask": shared_mask,
+            }  # fmt: skip
             self._check_plan(plan, decided)
             self.spread.check(check, False, None, "RingAttention")
             return self._attend(x, None, None, rotary_emb, plan.ring, plan=plan, shared=shared)
@@ -268,8 +269,10 @@ class RingAttention(HeadProjections):
         packing: BatchDocuments | None,
     ) -> Tensor:
         """Shard this rank's batch of whole sequences, attend, and return the batch's results."""
-        given = {"mask": seen is not None, "rotary_emb": rotary_emb is not None}
-        given["context"] = context is not None
+        given = {
+            "mask": seen is not None, "rotary_emb": rotary_emb is not None,
+            "context": context is not None,
+        }  # fmt: skip
         shards = self.spread.shard(x, ring_size, given, packing, self.window)
         key_shards = shards
         if context is not None:
@@ -291,8 +294,10 @@ class RingAttention(HeadProjections):
         if given := [name for name, value in decided.items() if value is not None]:
             raise ValueError(f"the plan already decides that; got {', '.join(given)} beside it")
         rule = None if self.summaries is None else self.summaries.rule
-        if (found := getattr(plan, "rule", None)) != rule:
-            raise ValueError(f"the plan is for summaries by {found}, the module's are by {rule}")
+        if (plan_rule := getattr(plan, "rule", None)) != rule:
+            raise ValueError(
+                f"the plan is for summaries by {plan_rule}, the module's are by {rule}"
+            )
         window = self.window if rule is None else rule.window
         wanted = PlanOfLayer(
             Mask(self.causal, window), self.softclamp, self.rate, self.training, self.kernel,
@@ -355,10 +360,8 @@ class RingAttention(HeadProjections):
         k = like.expand(*tokens, key_heads, self.dim_head)
         if (number := options.pop("shared_keys", None)) is not None:
             options["shared_keys"] = (like.expand(len(x), number, key_heads, self.dim_head),) * 2
-        also = {"rotary_emb": False}
-        also |= tangents_note(x, *self.parameters())
-        also |= options.get("also", {})
-        options["also"] = also
+        note = tangents_note(x, *self.parameters())
+        options["also"] = {"rotary_emb": False, **note, **options.get("also", {})}
         return self._plan(q, k, k, mask, ring, **options)
 
     def _plan(
@@ -392,14 +395,13 @@ class RingAttention(HeadProjections):
     ) -> Tensor:
         try:
             q, k, v = self.project(x, context)
-            beside = shared_options(self, *shared, ring.size)
+            key_options = shared_options(self, *shared, ring.size)
         except (RuntimeError, ValueError) as error:  # such as out of memory: other ranks wait
             agree(ring, "ring attention", {}, check=ValueError(str(error)))
             raise  # if `agree` did not
         if plan is None and not self.force_regular_attn:
-            also = {"rotary_emb": angles is not None}
-            also |= tangents_note(q, k, v)
-            options |= dict(beside, cross=context is not None, also=also)
+            also = {"rotary_emb": angles is not None, **tangents_note(q, k, v)}
+            options |= dict(key_options, cross=context is not None, also=also)
             plan = self._plan(q, k, v, seen, ring, **options)
         if plan is not None and not is_compiling() and not self.watched:  # no guard on a flag
             self.watched = watch_averaging(self, q, plan.ring, self.split_ranks)
@@ -414,7 +416,7 @@ class RingAttention(HeadProjections):
         if angles is not None:
             q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
         if plan is not None:
-            out = ring_attn(q, k, v, plan=plan, shared_keys=beside.get("shared_keys"))
+            out = ring_attn(q, k, v, plan=plan, shared_keys=key_options.get("shared_keys"))
         else:
             options = dict(causal=self.causal, window=self.window)
             if self.softclamp is not None:

@@ -215,17 +215,20 @@ def check_ids(
         raise ValueError(
             f"labels must be int64 {list(x.shape)}, got {labels.dtype} {list(labels.shape)}"
         )
-    if (
-        x.device.type == "cpu" and not is_compiling()
-    ):  # on a GPU, reading the values would synchronize
-        wanted = f"0 to {classes - 1}"
-        if (got := _outside(x, classes)) is not None:
-            raise ValueError(f"ids must be {wanted}, got {got}")
-        if labels is not None and (got := _outside(labels[labels != ignored], classes)) is not None:
-            raise ValueError(
-                f"labels must be {wanted}, or ignore_index={ignored} for none, got {got}"
-            )
+    if x.device.type == "cpu" and not is_compiling():  # on a GPU, reading values would synchronize
+        _check_values(x, labels, classes, ignored)
     check_mask("mask", mask, x)
+
+
+def _check_values(ids: Tensor, labels: Tensor | None, classes: int, ignored: int) -> None:
+    """Raise ValueError if an id or a label is no class."""
+    wanted = f"0 to {classes - 1}"
+    if (got := _outside(ids, classes)) is not None:
+        raise ValueError(f"ids must be {wanted}, got {got}")
+    if labels is None:
+        return
+    if (got := _outside(labels[labels != ignored], classes)) is not None:
+        raise ValueError(f"labels must be {wanted}, or ignore_index={ignored} for none, got {got}")
 
 
 def _outside(values: Tensor, classes: int) -> str | None:

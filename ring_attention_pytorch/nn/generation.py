@@ -255,11 +255,11 @@ class Generation:
         draw: torch.Generator | None,
     ) -> Tensor:
         """Append tokens to ids one by one; the decoder has read all of ids but the last."""
-        found = [ids]
+        parts = [ids]
         ended = torch.zeros_like(ids[:, :1], dtype=torch.bool)
         of_ends = torch.tensor(ends, dtype=ids.dtype, device=ids.device)
         for _ in counted(range(new), "generation", new, "tokens"):
-            hidden = decoder.hidden(found[-1][:, -1:].clamp(min=0))
+            hidden = decoder.hidden(parts[-1][:, -1:].clamp(min=0))
             token = ids.new_empty((len(ids), 1))
             if ring.rank == 0:
                 token.copy_(how.choose(self.to_logits(hidden), draw).unsqueeze(1))
@@ -267,15 +267,15 @@ class Generation:
             if ends:
                 token = token.masked_fill(ended & (token != _BROKEN), ends[0])
                 ended = ended | torch.isin(token, of_ends)
-            found.append(token)
+            parts.append(token)
             if ends and bool(ended.all()):  # waits for the GPU
                 break
-        whole = torch.cat(found, dim=1)
-        if bool((whole[:, ids.shape[1] :] == _BROKEN).any()):
+        generated = torch.cat(parts, dim=1)
+        if bool((generated[:, ids.shape[1] :] == _BROKEN).any()):
             raise ValueError(
                 f"{_caller(self)}: logits are NaN or inf; are the model's weights finite?"
             )
-        return whole
+        return generated
 
     def _ring(self: Any, ring_size: int | None) -> Ring:
         return self.spread.ring(self.spread.on(self.force_regular_attn), ring_size)

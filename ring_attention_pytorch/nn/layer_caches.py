@@ -73,8 +73,11 @@ def caches_of(layers: Sequence[Any], reading: Reading) -> list[LayerCache]:
     """Make the cache of each layer; layers of attention without summaries share a `RingCache`."""
     makers = [_maker(layer) for layer in layers]
     sharing = [layer for layer, maker in zip(layers, makers) if maker is None]
-    of_tokens = iter(token_caches(sharing, reading))
-    return [next(of_tokens) if maker is None else maker(reading) for maker in makers]
+    shared = iter(token_caches(sharing, reading))
+    caches = []
+    for maker in makers:
+        caches.append(next(shared) if maker is None else maker(reading))
+    return caches
 
 
 def _maker(layer: Any) -> Callable[[Reading], LayerCache] | None:

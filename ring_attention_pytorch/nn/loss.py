@@ -79,9 +79,12 @@ def mean_over_ranks(total: Tensor, held: Tensor, ring: Ranks) -> Tensor:
     gradients, also of `held` if it requires one.
     """
     if isinstance(ring, TracedRing) or ring.size > 1:
-        both = torch.cat([t.flatten().double() for t in (total, held)])
-        traced = isinstance(ring, TracedRing)
-        summed: Any = ring.total(both) if traced else _SumOverRanks.apply(both, ring)
+        both = torch.cat((total.flatten().double(), held.flatten().double()))
+        summed: Any
+        if isinstance(ring, TracedRing):
+            summed = ring.total(both)
+        else:
+            summed = _SumOverRanks.apply(both, ring)
         sums, counts = summed.split((total.numel(), held.numel()))
         total, held = sums.view_as(total).to(total.dtype), counts.view_as(held)
     return total / torch.where(held == 0, torch.ones_like(held), held).to(total.dtype)

@@ -110,23 +110,23 @@ class HeadProjections(nn.Module):
         norm, *fused = layers
         rows = [heads * self.dim_head for heads in self.heads_here()]
         if fused and context is None:
-            found = list(self.to_qkv(x).split(rows, dim=-1))
+            projected = list(self.to_qkv(x).split(rows, dim=-1))
         else:
             queries = norm(x)
             keys = queries if context is None else norm(context)
             if fused:
                 weights = fused[0].weight.split(rows)
-                found = [F.linear(t, w) for t, w in zip((queries, keys, keys), weights)]
+                projected = [F.linear(t, w) for t, w in zip((queries, keys, keys), weights)]
             else:
-                found = [self.to_q(queries), self.to_k(keys), self.to_v(keys)]
-        widths = [t.shape[-1] for t in found]
+                projected = [self.to_q(queries), self.to_k(keys), self.to_v(keys)]
+        widths = [t.shape[-1] for t in projected]
         if widths != rows:
             raise ValueError(
                 f"q, k and v must be {rows} wide on each rank of the mesh that split_projections "
                 f"was given, got {widths}; parallelize_module must take to_q, to_k and to_v over "
                 "that mesh as ColwiseParallel()"
             )
-        return [rearrange(t, "b n (h d) -> b n h d", d=self.dim_head) for t in found]
+        return [rearrange(t, "b n (h d) -> b n h d", d=self.dim_head) for t in projected]
 
 
 def _take_either_form(

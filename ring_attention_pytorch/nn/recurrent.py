@@ -35,6 +35,20 @@ class RecurrentLayer(nn.Module):
     """A layer that carries a state along the sequence."""
 
     @typed(report_to_group("a recurrent layer", agreed=("plan", ...)))
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, plan: RunPlan) -> Tensor:
+        """Compute the layer.
+
+        Args:
+            x: `[b, n, dim]`, this rank's tokens.
+            mask: bool `[b, n]`, True for real tokens; others add nothing to states.
+            plan: from `RunPlan.make` or `RunPlan.of`.
+
+        Raises:
+            ValueError: x or mask doesn't fit the plan.
+        """
+        return self._read(x, mask, plan, None, False)[0]
+
+    @typed(report_to_group("a recurrent layer", agreed=("plan", ...)))
     def read(
         self, x: Tensor, mask: Tensor | None, plan: RunPlan, before: LayerState | None
     ) -> tuple[Tensor, LayerState]:
@@ -102,20 +116,6 @@ class GatedDeltaNet(RecurrentLayer):
         self.out_norm: RMSNorm = RMSNorm(dim_head)
         self.to_out: nn.Linear = nn.Linear(heads * dim_head, dim, bias=False)
 
-    @typed(report_to_group("GatedDeltaNet", agreed=("plan", ...)))
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, plan: RunPlan) -> Tensor:
-        """Compute the layer.
-
-        Args:
-            x: `[b, n, dim]`, this rank's tokens.
-            mask: bool `[b, n]`, True for real tokens; others add nothing to states.
-            plan: from `RunPlan.make` or `RunPlan.of`.
-
-        Raises:
-            ValueError: x or mask doesn't fit the plan.
-        """
-        return self._read(x, mask, plan, None, False)[0]
-
     def _read(
         self,
         x: Tensor,
@@ -127,18 +127,18 @@ class GatedDeltaNet(RecurrentLayer):
         x = _masked(x, mask, plan, self.to_qkv.in_features)
         normed = self.norm(x)
         qkv, tail = _convolved(self.to_qkv(normed), self.conv, mask, plan, before, keep)
-        q, k, v = (
-            rearrange(t, "b n (h d) -> b n h d", d=self.dim_head)
-            for t in qkv.split(self.widths, -1)
-        )
+        parts = [*qkv.split(self.widths, -1), self.to_out_gates(normed)]
+        q, k, v, gates = (
+            rearrange(t, "b n (h d) -> b n h d", d=self.dim_head) for t in parts
+        )  # fmt: skip
         decay, beta = self.to_gates(normed).chunk(2, -1)
         g = -self.log_rates.exp() * F.softplus(decay + self.steps)
         initial = None if before is None else before.state
         out, state = ring_gated_delta_rule(
             q, k, v, g, beta.sigmoid(), plan=plan, normalize=True, initial=initial, final=keep
         )
-        gates = rearrange(self.to_out_gates(normed), "b n (h d) -> b n h d", d=self.dim_head)
-        return self.to_out((self.out_norm(out) * F.silu(gates)).flatten(2)), _kept(tail, state)
+        out = self.out_norm(out) * F.silu(gates)
+        return self.to_out(out.flatten(2)), _layer_state(tail, state)
 
 
 class Mamba2(RecurrentLayer):
@@ -185,15 +185,6 @@ class Mamba2(RecurrentLayer):
         self.out_norm: RMSNorm = RMSNorm(inner)
         self.to_out: nn.Linear = nn.Linear(inner, dim, bias=False)
 
-    @typed(report_to_group("Mamba2", agreed=("plan", ...)))
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, plan: RunPlan) -> Tensor:
-        """Compute the layer, as `GatedDeltaNet.forward`.
-
-        Raises:
-            ValueError: x or mask doesn't fit the plan.
-        """
-        return self._read(x, mask, plan, None, False)[0]
-
     def _read(
         self,
         x: Tensor,
@@ -222,7 +213,7 @@ class Mamba2(RecurrentLayer):
             final=keep,
         )
         out = self.out_norm(out.flatten(2) * F.silu(self.to_out_gates(normed)))
-        return self.to_out(out), _kept(tail, state)
+        return self.to_out(out), _layer_state(tail, state)
 
 
 def _convolution(channels: int, width: int) -> nn.Parameter:
@@ -249,8 +240,10 @@ def _convolved(
     return x if mask is None else x * mask[..., None], last
 
 
-def _kept(tail: Tensor | None, state: Tensor | None) -> LayerState | None:
-    return None if tail is None or state is None else LayerState(tail, state)
+def _layer_state(tail: Tensor | None, state: Tensor | None) -> LayerState | None:
+    if tail is None or state is None:
+        return None
+    return LayerState(tail, state)
 
 
 def _check(name: str, heads: int, shared: str, **numbers: int) -> None:
@@ -296,23 +289,23 @@ def plans_by_layer(
 
     Recurrent layers take the first one: its tokens are the same.
     """
-    found = []
+    by_layer = []
     for number, (kind, (attn, _)) in enumerate(zip(pattern, layers)):
         if kind == "a":
-            found.append(plans[attn.window, attn.rate].for_layer(number))
+            by_layer.append(plans[attn.window, attn.rate].for_layer(number))
         else:
-            found.append(next(iter(plans.values())))
-    return tuple(found)
+            by_layer.append(next(iter(plans.values())))
+    return tuple(by_layer)
 
 
 def run_recurrent(
     layer: nn.Module, x: Tensor, mask: Tensor | None, plans: Sequence[RingPlan]
 ) -> Tensor:
-    """Run a recurrent layer on the tokens of attention's plan; none: whole sequences, alone."""
+    """Run a recurrent layer on the tokens of attention's plan; without one, on whole sequences."""
     if is_compiling():
         return run_apart(run_recurrent, layer, x, mask, plans)
     if not plans:
-        runs = Runs.of((((Segment(0, 1, x.shape[1])),),), None, len(x))
+        runs = Runs.of(((Segment(0, 1, x.shape[1]),),), None, len(x))
         return layer(x, mask, plan=RunPlan(Ring.alone(), runs, x.device))
     return layer(x, plans[0].own_mask.values, plan=RunPlan.of(plans[0]))
 
@@ -321,15 +314,15 @@ def check_pattern(
     pattern: str, causal: bool, layout: Layout, windows: Sequence[int | None]
 ) -> None:
     """Raise ValueError if recurrent blocks contradict other options of a transformer."""
-    of_recurrent = [window for kind, window in zip(pattern, windows) if kind != "a"]
-    if not of_recurrent:
+    recurrent_windows = {window for kind, window in zip(pattern, windows) if kind != "a"}
+    if not recurrent_windows:
         return
     if not causal or layout == "striped":
         raise ValueError(
             "recurrent layers need causal=True, and shards of consecutive tokens, not the striped "
             f"layout; got causal={causal}, layout={layout!r}"
         )
-    if len({*windows}) > 1 and {*of_recurrent} != {None}:
+    if len({*windows}) > 1 and recurrent_windows != {None}:
         raise ValueError("max_lookback_seq_len must be None for recurrent blocks")
 
 

@@ -340,14 +340,14 @@ def check_packed(
 
 def check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
     """Raise ValueError unless mask is a bool mask of tokens x `[b, n, ...]`, or None."""
-    want = list(x.shape[:2])
+    shape = list(x.shape[:2])
     if mask is None:
         return
     if mask.device != x.device:
         raise ValueError(f"{name} must be on {x.device} with its tokens, got {mask.device}")
-    if mask.dtype != torch.bool or list(mask.shape) != want:
+    if mask.dtype != torch.bool or list(mask.shape) != shape:
         raise ValueError(
-            f"{name} must be bool {want}, True where a token may be seen, "
+            f"{name} must be bool {shape}, True where a token may be seen, "
             f"got {mask.dtype} {list(mask.shape)}"
         )
 

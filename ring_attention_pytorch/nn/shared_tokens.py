@@ -1,8 +1,8 @@
 """Tokens that all ranks hold, for a layer whose other tokens are sharded: registers, text, memory.
 
-Their keys and values are the call's `shared_keys`. A parameter's gradient is the sum of all ranks'
-parts. So only a share of the shared keys' gradients, which are sums already, flows on from each
-rank, to the layer's parameters and to the tokens.
+Their keys and values are the call's `shared_keys`, whose gradients are sums over ranks already. The
+gradients of parameters and tokens will be summed over ranks, too. So each rank divides the former
+by the number of ranks before it passes them on.
 """
 
 from typing import Any

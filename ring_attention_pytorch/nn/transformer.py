@@ -227,10 +227,10 @@ class RingTransformer(Generation, nn.Module):
         batch, tokens, plans = run_apart(prepare, *given) if is_compiling() else prepare(*given)
         logits = self._logits(tokens, batch.mask, plans)
         everyone = TracedRing(plans[0]) if plans and is_compiling() else batch.everyone
-        found = self._loss_or(logits, batch.labels, everyone)
+        result = self._loss_or(logits, batch.labels, everyone)
         if batch.labels is not None or batch.shards is None:
-            return found
-        return batch.shards.unshard(found)
+            return result
+        return batch.shards.unshard(result)
 
     def _prepared(self, *given: Any) -> tuple[_Batch, Tensor, tuple[RingPlan, ...]]:
         """Prepare a batch, embed its tokens, and make the plans for it."""

@@ -134,8 +134,8 @@ def _links(ring: Ring, degree: int, device: torch.device) -> Seconds | None:
     step = degree % ring.size or 1
     after = (ring.rank + step) % ring.size
     before = (ring.rank - step) % ring.size
-    mine, *others = (ring.machines[rank] for rank in (ring.rank, after, before))
-    kind = "near" if {*others} == {mine} else "far"
+    machines = {ring.machines[rank] for rank in (ring.rank, after, before)}
+    kind = "near" if len(machines) == 1 else "far"
     seconds: Seconds = {}
     for n in _BYTES:
 

@@ -31,10 +31,10 @@ class Signature(tuple):
     def of(cls, q: Tensor, k: Tensor, v: Tensor, *, codec: Codec | None = None) -> "Signature":
         b, n, h, d = q.shape
         _, m, h_kv, d_v = v.shape
-        found = b, n, m, h, h_kv, d, d_v, str(q.dtype), q.device.type
+        values = b, n, m, h, h_kv, d, d_v, str(q.dtype), q.device.type
         if codec is None:
-            return cls(found)
-        return cls((*found[:6], codec.d_v, *found[7:], str(codec)))
+            return cls(values)
+        return cls((*values[:6], codec.d_v, *values[7:], str(codec)))
 
     def __repr__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in zip(self.NAMES, self))
@@ -58,6 +58,11 @@ def autocast_dtype(t: Tensor) -> torch.dtype:
     ):
         return t.dtype
     return torch.get_autocast_dtype(device)
+
+
+def autocast(t: Tensor) -> Tensor:
+    """Return an input of attention in the dtype that it gets."""
+    return t.to(autocast_dtype(t))
 
 
 def like_autocast(t: Tensor) -> Tensor:
@@ -150,9 +155,9 @@ def check_tensors(
     if wanted.sinks != (sinks is not None):
         made, got = ("with", "none") if wanted.sinks else ("without", "some")
         raise ValueError(f"the plan was made {made} sinks, got {got}; make one for such calls")
-    if (found := Signature.of(*qkv, codec=codec)) != wanted.signature:
+    if (signature := Signature.of(*qkv, codec=codec)) != wanted.signature:
         raise ValueError(
-            f"the plan was made for {wanted.signature!r}; got {found!r}; make one for these"
+            f"the plan was made for {wanted.signature!r}; got {signature!r}; make one for these"
         )
 
 

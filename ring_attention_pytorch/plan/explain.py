@@ -47,14 +47,14 @@ def explain_plan(plan: RingPlan, *, picture: str | PathLike[str] | None = None) 
     head = _head(plan)
     if plan.ring.size == 1:
         return "\n".join(head)
-    found = predicted(plan)
+    prediction = predicted(plan)
     steps = _of_gather(plan) if plan.chosen.name == "gather" else _of_ring(plan)
     received = (
-        f"received: {_bytes(found.cost.received)} forward and backward; others' keys and "
+        f"received: {_bytes(prediction.cost.received)} forward and backward; others' keys and "
         f"gradients take at most {_bytes(_held(plan))} here"
     )
     across = of_machines(plan, _bytes)
-    last = _prediction(plan, found), *_of_host(plan, found)
+    last = _prediction(plan, prediction), *_of_host(plan, prediction)
     return "\n".join([*head, *steps, received, *across, *last])
 
 
@@ -91,24 +91,24 @@ def predicted(plan: RingPlan) -> Prediction:
     )
 
 
-def _of_host(plan: RingPlan, found: Prediction) -> list[str]:
+def _of_host(plan: RingPlan, prediction: Prediction) -> list[str]:
     """Return a line if the host takes longer than the GPU."""
-    if plan.device.type != "cuda" or has_graphs(plan) or found.host <= found.gpu:
+    if plan.device.type != "cuda" or has_graphs(plan) or prediction.host <= prediction.gpu:
         return []
-    line = f"launched one by one it takes the host longer, about {1e3 * found.host:.2g} ms"
+    line = f"launched one by one it takes the host longer, about {1e3 * prediction.host:.2g} ms"
     return [line] if graphs_refusal(plan) else [f"{line}; in_graphs() spares that"]
 
 
-def _prediction(plan: RingPlan, found: Prediction) -> str:
-    cost = found.cost
-    of = plan.chosen.machine
-    where = "by speeds measured here" if of.measured else f"on {of.device}s"
+def _prediction(plan: RingPlan, prediction: Prediction) -> str:
+    cost = prediction.cost
+    machine = plan.chosen.machine
+    where = "by speeds measured here" if machine.measured else f"on {machine.device}s"
     forward, backward = f"{1e3 * cost.forward:.3g} ms", f"{1e3 * cost.backward:.3g} ms"
     line = f"predicted {where}: forward {forward}, backward {backward}"
-    if found.swaps:
-        line += f", heads swapped {1e3 * found.swaps:.3g} ms"
-    if found.gpu:
-        line += f"; {100 * cost.ideal / found.gpu:.0f} % of the kernel alone"
+    if prediction.swaps:
+        line += f", heads swapped {1e3 * prediction.swaps:.3g} ms"
+    if prediction.gpu:
+        line += f"; {100 * cost.ideal / prediction.gpu:.0f} % of the kernel alone"
     return line
 
 
@@ -252,8 +252,8 @@ def _held(plan: RingPlan) -> int:
     if plan.chosen.name == "ring":
         return longest * (2 * shape.token_bytes + 3 * shape.wide_bytes)
     if program.parts[0].block != 0:  # all keys and their gradients, twice, then sums
-        here = tokens(program.chunks(1, plan.place))
-        return 2 * here * (shape.token_bytes + shape.grad_bytes) + longest * shape.wide_bytes
+        fetched = tokens(program.chunks(1, plan.place))
+        return 2 * fetched * (shape.token_bytes + shape.grad_bytes) + longest * shape.wide_bytes
     return held_by_gather(longest, plan.chosen.at_once, shape)
 
 

@@ -53,8 +53,8 @@ def by_sample(
         return [(slice(None), visible)]
     groups = []
     start = 0
-    for mask, alike in groupby(masks):
-        stop = start + len(list(alike))
+    for mask, samples in groupby(masks):
+        stop = start + len(list(samples))
         groups.append((slice(start, stop), mask))
         start = stop
     if len(groups) > 1:
@@ -76,9 +76,9 @@ def seen_by_any(
 
 
 def reached(blocks: Workload, place: int, device: torch.device) -> Tensor | None:
-    """Mark a place's keys that some query sees, by positions: bool [1, m]; None if all are.
+    """Return which of a place's keys some query sees, by positions: bool `[1, m]`; None if all.
 
-    Only keys of another sequence can be out of every query's reach. Of one, each token sees itself.
+    Keys of the queries' own sequence are always seen: each token sees itself.
     """
     if blocks.queries == blocks.keys or blocks.visible == Mask():
         return None
@@ -86,10 +86,10 @@ def reached(blocks: Workload, place: int, device: torch.device) -> Tensor | None
     gaps = [*unseen(blocks.queries, keys, blocks.visible)]
     if not gaps:
         return None
-    found = torch.ones((1, count(keys)), dtype=torch.bool)
+    seen = torch.ones((1, count(keys)), dtype=torch.bool)
     for gap in gaps:
-        found[:, gap] = False
-    return found.to(device)
+        seen[:, gap] = False
+    return seen.to(device)
 
 
 def positions_seen(segments: Segments, mask: Mask) -> Tensor:
@@ -104,12 +104,12 @@ def gather_positions(ring: Ring, own: Sequence[Tensor | Any]) -> list[tuple[Segm
     notes = exchange_json(ring, "positions", [_runs(t.cpu().long()) for t in own])
     by_sequence = []
     for runs_of_ranks in zip(*notes):
-        by_sequence.append(tuple(_segments(runs) for runs in runs_of_ranks))
+        by_sequence.append(tuple(map(_segments, runs_of_ranks)))
     return by_sequence
 
 
 def _segments(runs: list[tuple[int, int, int]]) -> Segments:
-    return tuple(Segment(start, stride, length) for start, stride, length in runs)
+    return tuple(Segment(*run) for run in runs)
 
 
 def check_repeats(sequences: Sequence[tuple[Segments, ...]]) -> None:
@@ -158,10 +158,10 @@ def check_prefix(prefix: int | Sequence[int] | Tensor, batch: int) -> None:
     if isinstance(prefix, Tensor) and (prefix.is_floating_point() or prefix.ndim > 1):
         got = f"{prefix.dtype} {list(prefix.shape)}"
         raise ValueError(f"prefix must be ints, one or {batch}, got {got}")
-    each = prefixes(prefix, batch)
-    if len(each) != batch or not all(isinstance(n, int) and n >= 0 for n in each):
+    numbers = prefixes(prefix, batch)
+    if len(numbers) != batch or not all(isinstance(n, int) and n >= 0 for n in numbers):
         raise ValueError(
-            f"prefix must be one int of at least 0, or {batch} of them, got {each[:8]}"
+            f"prefix must be one int of at least 0, or {batch} of them, got {numbers[:8]}"
         )
 
 

@@ -88,7 +88,7 @@ def itself(value: Any) -> Any:
 
 
 def presence(value: object) -> str:
-    """Return "given": ranks compare only that, as values are each rank's own."""
+    """Return "given": each rank has its own value, so ranks compare only whether there is one."""
     return "given"
 
 

@@ -1,11 +1,12 @@
 """The choice of the traffic between machines: arithmetic on ints that every rank does alone.
 
-Of all ways to share the heads, Ulysses over none or some ranks of a machine, that one is taken
-whose gather sends the fewest bytes from machine to machine. Between equals it is Ulysses over the
-most ranks, if the swap of heads inside machines is worth it.
+Ulysses can share the heads among any number of neighbours of a machine. A plan takes the number
+whose gather sends the fewest bytes from machine to machine. Of equal ones it takes the largest
+whose swap of heads inside machines is worth its time.
 """
 
 from collections.abc import Callable, Iterator
+from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -73,15 +74,17 @@ def shape_of(
 
 
 def degrees(machines: Machines, heads: int) -> Iterator[int]:
-    """Yield 1, and every number of neighbours that divides ranks and heads, if none are apart.
+    """Yield the numbers of neighbours on one machine that divide ranks and heads, from 1 on.
 
     >>> [*degrees((0,) * 4 + (1,) * 4, heads=12)], [*degrees((0, 0, 0, 1), 4)]
     ([1, 2, 4], [1])
     """
     size = len(machines)
     for degree in range(1, size + 1):
-        near = (len({*machines[at : at + degree]}) == 1 for at in range(0, size, degree))
-        if size % degree == 0 == heads % degree and all(near):
+        if size % degree or heads % degree:
+            continue
+        groups = [{*machines[first : first + degree]} for first in range(0, size, degree)]
+        if all(len(group) == 1 for group in groups):
             yield degree
 
 
@@ -95,21 +98,22 @@ def ways(
     if not any(machines):
         return []
     q, k, v = qkv
-    found = []
+    candidates = []
     for degree in degrees(machines, q.shape[2]):
-        shape, work, there = shape_of(q, k, v, degree, codec), blocks, machines[::degree]
+        shape = shape_of(q, k, v, degree, codec)
+        work, among = blocks, machines[::degree]  # of the ranks that exchange keys
         if degree > 1:
-            work = blocks._replace(queries=_landed(blocks.queries, degree),
-                                   keys=_landed(blocks.keys, degree))  # fmt: skip
-        one = degree * (2 * shape.message_bytes + shape.grad_bytes)
+            queries, keys = _landed(blocks.queries, degree), _landed(blocks.keys, degree)
+            work = blocks._replace(queries=queries, keys=keys)
+        token_bytes = degree * (2 * shape.message_bytes + shape.grad_bytes)
         swapped = _swapped(blocks, shape, degree)
-        direct, relayed = across(work, there)
-        hops = degree * crossing(ring(work), there, shape).total
-        found.append(Way("gather", degree, False, one * direct, swapped))
+        direct, relayed = across(work, among)
+        hops = degree * crossing(ring(work), among, shape).total
+        candidates.append(Way("gather", degree, False, token_bytes * direct, swapped))
         if relayed < direct:
-            found.append(Way("gather", degree, True, one * relayed, swapped))
-        found.append(Way("ring", degree, False, hops, swapped))
-    return sorted(found, key=lambda way: way.crossing)
+            candidates.append(Way("gather", degree, True, token_bytes * relayed, swapped))
+        candidates.append(Way("ring", degree, False, hops, swapped))
+    return sorted(candidates, key=attrgetter("crossing"))
 
 
 def _landed(shards: tuple[tuple, ...], degree: int) -> tuple[tuple, ...]:
@@ -149,13 +153,16 @@ def degree_over_machines(
         return options.ulysses
     if options.transport == "ring":
         return 1
-    found = [way for way in ways(blocks, machines, qkv, codec) if way.transport == "gather"]
-    if not found:
+    gathers = [way for way in ways(blocks, machines, qkv, codec) if way.transport == "gather"]
+    if not gathers:
         return 1
-    plain = next(way for way in found if way.degree == 1 and not way.relayed)
-    best = [way for way in found if way.crossing == found[0].crossing]
-    worth = [way.degree for way in best if way.swapped <= _SLOWER * (plain.crossing - way.crossing)]
-    return max(worth, default=min(way.degree for way in best))
+    plain = next(way for way in gathers if way.degree == 1 and not way.relayed)
+    best = [way for way in gathers if way.crossing == gathers[0].crossing]
+    worth_it = []
+    for way in best:
+        if way.swapped <= _SLOWER * (plain.crossing - way.crossing):
+            worth_it.append(way.degree)
+    return max(worth_it, default=min(way.degree for way in best))
 
 
 def transport_over_machines(blocks: Workload, machines: Machines, shape: KVShape) -> str | None:
@@ -180,9 +187,8 @@ def plan_crossing(plan: Any) -> Crossing:
         forward[place::degree], backward[place::degree] = among
     if degree > 1:
         swapped = swap_crossing(plan.shards, machines, shape, degree)
-        forward, backward = (
-            [a + b for a, b in zip(*both)] for both in zip((forward, backward), swapped)
-        )
+        forward = list(map(add, forward, swapped.forward))
+        backward = list(map(add, backward, swapped.backward))
     return Crossing(tuple(forward), tuple(backward))
 
 
@@ -199,13 +205,14 @@ def of_machines(plan: Any, named: Callable[[float], str]) -> list[str]:
     machines = plan.ring.machines
     if not any(machines):
         return []
-    there = [members(machines, machine) for machine in range(1 + max(machines))]
-    names = "; ".join(f"{machine}: ranks {_ranks(ranks)}" for machine, ranks in enumerate(there))
-    found, me = plan_crossing(plan), plan.ring.rank
+    names = []
+    for machine in range(1 + max(machines)):
+        names.append(f"{machine}: ranks {_ranks(members(machines, machine))}")
+    sent, rank = plan_crossing(plan), plan.ring.rank
     lines = [
-        f"machines: {names}",
-        f"between machines: this rank sends {named(found.forward[me])} forward and "
-        f"{named(found.backward[me])} backward, all ranks together {named(found.total)}",
+        f"machines: {'; '.join(names)}",
+        f"between machines: this rank sends {named(sent.forward[rank])} forward and "
+        f"{named(sent.backward[rank])} backward, all ranks together {named(sent.total)}",
     ]
     b, n, m, heads, grouped, d, d_v, dtype, *_ = plan.signature
     shapes = (b, n, heads, d), (b, m, grouped, d), (b, m, grouped, d_v)

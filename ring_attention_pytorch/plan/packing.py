@@ -32,14 +32,14 @@ def gather_ids(ring: Ring, ids: Tensor, segments: tuple[Segments, ...]) -> Batch
         values, counts = torch.unique_consecutive(row, return_counts=True)
         runs.append([values.tolist(), counts.tolist()])
     notes = exchange_json(ring, "ids of documents", runs)
-    whole = torch.empty((len(ids), sum(map(count, segments))), dtype=torch.long)
+    all_ids = torch.empty((len(ids), sum(map(count, segments))), dtype=torch.long)
     for held, note in zip(segments, notes):
         positions = segment_positions(held)
-        for row, (values, counts) in zip(whole, note):
+        for row, (values, counts) in zip(all_ids, note):
             values = torch.tensor(values, dtype=torch.long)
             counts = torch.tensor(counts, dtype=torch.long)
             row[positions] = values.repeat_interleave(counts)
-    return tuple(of_ids(row) for row in whole)
+    return tuple(of_ids(row) for row in all_ids)
 
 
 def gather_packings(ring: Ring, packing: BatchDocuments) -> BatchDocuments:
@@ -80,5 +80,5 @@ def local_packing(
     documents: Tensor | None, cu_seqlens: Borders | None, x: Tensor
 ) -> BatchDocuments | None:
     """Return the documents of each whole sequence x `[b, n, ...]` that this rank has."""
-    whole = ((Segment(0, 1, x.shape[1]),),)
-    return whole_packing(Ring.alone(), documents, cu_seqlens, whole, x.shape[0])
+    segments = ((Segment(0, 1, x.shape[1]),),)
+    return whole_packing(Ring.alone(), documents, cu_seqlens, segments, x.shape[0])

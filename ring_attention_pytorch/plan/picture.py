@@ -37,17 +37,20 @@ class Panel(NamedTuple):
 
 def picture(plan: RingPlan) -> str:
     """Return the drawing of this rank's step, forward and backward."""
-    both, machine = plan.schedule, plan.chosen.machine.every(plan.degree).under_load()
-    found = {
-        name: predicted(program, plan.place, plan.chosen.shape, machine, name == "backward")
-        for name, program in (("forward", both.forward), ("backward", both.backward))
+    _, forward, backward = plan.schedule
+    place, shape = plan.place, plan.chosen.shape
+    near = plan.chosen.machine.every(plan.degree).under_load()
+    directions = {
+        "forward": predicted(forward, place, shape, near, back=False),
+        "backward": predicted(backward, place, shape, near, back=True),
     }
-    of = plan.chosen.machine
-    where = "speeds measured here" if of.measured else f"speeds of {of.device}s"
-    panels = [Panel(f"{plan.chosen.name}, predicted by {where}", found)]
+    speeds = plan.chosen.machine
+    where = "speeds measured here" if speeds.measured else f"speeds of {speeds.device}s"
+    panels = [Panel(f"{plan.chosen.name}, predicted by {where}", directions)]
     if plan.records:
-        seen = {name: measured(record) for name, record in sorted(plan.records.items())[::-1]}
-        panels.append(Panel(f"measured in the last observed call, on {plan.device.type}", seen))
+        title = f"measured in the last observed call, on {plan.device.type}"
+        records = sorted(plan.records.items(), reverse=True)  # forward first
+        panels.append(Panel(title, {name: measured(record) for name, record in records}))
     case = f"rank {plan.ring.rank} of {plan.ring.size}, {plan.layout}, kernel {plan.kernel.name}"
     notes = [
         f"{case}; each panel to a scale of its own",
@@ -70,8 +73,8 @@ def measured(record: Record) -> Timeline:
         if what == COMPUTE:
             computed.append(Bar(first, last, *of_part(program, parts[number])))
         elif what == WAIT:
-            of = of_transfer(program, program.transfers[number])
-            under_way.append(Bar(begun[number], last, *of))
+            label = of_transfer(program, program.transfers[number])
+            under_way.append(Bar(begun[number], last, *label))
         else:
             begun[number] = first
     return Timeline(computed, under_way)
@@ -86,7 +89,8 @@ def drawing(panels: Iterable[Panel], notes: Iterable[str], scale: float | None =
         total = sum(timeline.end for timeline in panel.directions.values())
         pixels = scale or WIDTH / max(total, 1e-9)
         for name, timeline in panel.directions.items():
-            title = f"{name}, {1e3 * timeline.end:.{1 if scale else 3}{'f' if scale else 'g'}} ms"
+            form = ".1f" if scale else ".3g"
+            title = f"{name}, {1e3 * timeline.end:{form}} ms"
             parts.append(text(x, y + 18, title))
             for row, (bars, label) in enumerate(zip(timeline, ("computes", "under way"))):
                 top = y + 24 + row * (HIGH + GAP)

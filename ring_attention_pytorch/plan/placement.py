@@ -6,8 +6,8 @@ where its tokens are, and attention inside its block takes layout, documents and
     with placement:                             # zigzag, documents [0, 5, 9]
         model(ids)  ->  ring_attn(q, k, v)      # is of zigzag shards, with these documents
 
-A contradiction to the placement raises. So does backward in the block of another placement: it
-would recompute checkpointed layers with that one.
+An option that contradicts the placement is an error. So is backward in the block of another
+placement, by which it would recompute checkpointed layers.
 """
 
 import threading
@@ -166,12 +166,14 @@ def current() -> Placement | None:
         return None
     if is_compiling():  # tracing can't ask for the thread
         return _open[-1][1]
-    here = threading.get_ident()
+    this_thread = threading.get_ident()
     for thread, placement in reversed(_open):
-        if thread == here:
+        if thread == this_thread:
             return placement
-    others = {id(placement): placement for _, placement in _open} if in_backward() else {}
-    return next(iter(others.values())) if len(others) == 1 else None
+    if not in_backward():
+        return None
+    others = {id(placement): placement for _, placement in _open}
+    return others.popitem()[1] if len(others) == 1 else None
 
 
 def note_whole(name: str) -> None:
@@ -203,7 +205,7 @@ def _within_function() -> bool:
 def placed(ring: Ring, q: Tensor, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a call's options, updated by the current placement's.
 
-    Attention of this process alone to other tokens than the batch's gets no options from it.
+    Attention of this process alone, over other tokens than the batch's, takes none of them.
 
     Raises:
         ValueError: the call contradicts the placement, or is outside of its own block.
@@ -211,7 +213,9 @@ def placed(ring: Ring, q: Tensor, given: Mapping[str, Any]) -> Mapping[str, Any]
     placement = current()
     if placement is None:
         check_recomputed()
-    if placement is None or (ring.size == 1 < placement.ring.size and not placement.fits(q)):
+    if placement is None:
+        return given
+    if ring.size == 1 and placement.ring.size > 1 and not placement.fits(q):
         return given
     if _within_function():
         _unseen[:] = [True]
@@ -252,10 +256,11 @@ def check_began_here(began: Placement | None) -> None:
     """Raise ValueError in backward if the call began in the block of another placement."""
     if began is None:
         return
-    here = threading.get_ident()
-    mine = [placement for thread, placement in _open if thread == here]
-    found = mine or [placement for _, placement in _open]  # in a thread of autograd
-    if found and began not in found:
+    this_thread = threading.get_ident()
+    open_here = [placement for thread, placement in _open if thread == this_thread]
+    if not open_here:  # a thread of autograd
+        open_here = [placement for _, placement in _open]
+    if open_here and began not in open_here:
         raise ValueError(
             "backward of one batch was called in the block of another one; call it in its own"
         )

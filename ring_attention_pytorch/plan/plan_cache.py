@@ -88,7 +88,8 @@ class GraphCache(PlanCache[Any]):
             return plan
         ring, swap = plan.ring, plan.ulysses
         swapped = None if swap is None else (repr(swap.queries), repr(swap.keys))  # token orders
-        if ring.group is not None and self._where != (where := (ring.group, plan.device)):
+        where = ring.group, plan.device
+        if ring.group is not None and self._where != where:
             self.clear()  # this may free the old memory
             self._where = where
         key = (
@@ -124,13 +125,12 @@ def cache_key(
     >>> cache_key(Ring(), (q, q, q), dict(dropout=0.5), {}) is None
     True
     """
-    values, sinks = tuple(options.values()), options.get("sinks")
-    shared = options.get("shared_keys")
+    sinks, shared = options.get("sinks"), options.get("shared_keys")
     if isinstance(sinks, Tensor):
-        values = tuple([_seen(value) if value is sinks else value for value in values])
+        options = {**options, "sinks": _traits(sinks)}
     if isinstance(shared, tuple) and all(isinstance(t, Tensor) for t in shared):
-        of_shared = tuple(map(_seen, shared))
-        values = tuple([of_shared if value is shared else value for value in values])
+        options = {**options, "shared_keys": tuple(map(_traits, shared))}
+    values = tuple(options.values())
     types = tuple(map(type, values))
     if any(map(is_functorch_wrapped_tensor, given)) or _has_tensors(types):
         return None
@@ -149,8 +149,8 @@ def cache_key(
     return key
 
 
-# a call's key in a batch's block, and whether it is one without the batch's mask
-Again: TypeAlias = tuple[Hashable, bool] | None
+# a call's key in a batch's block, and whether it is one without the batch's mask; or none
+KeyInBlock: TypeAlias = tuple[Hashable, bool] | None
 
 
 def of_block(
@@ -158,7 +158,7 @@ def of_block(
     qkv: tuple[Tensor, Tensor, Tensor],
     options: Mapping[str, Any],
     also: Mapping[str, Any],
-) -> tuple[dict[Hashable, Any], Again]:
+) -> tuple[dict[Hashable, Any], KeyInBlock]:
     """Return the plans of the batch's block, and such a call's key there; None if it has none.
 
     The batch's own mask is no part of the key: all calls in the block have that one. Nor is the
@@ -168,11 +168,12 @@ def of_block(
         return {}, None
     with suppress(Exception):  # `find` reports it
         options = placed(ring, qkv[0], options)
-        own = options.get("key_mask")
-        if own is not None and own is block.key_mask:
+        mask = options.get("key_mask")
+        if mask is not None and mask is block.key_mask:
             options = {**options, "key_mask": None}
         key = cache_key(ring, qkv, options, also)
-        return block.plans, (key, own is None) if key else None
+        if key is not None:
+            return block.plans, (key, mask is None)
     return block.plans, None
 
 
@@ -187,23 +188,23 @@ def find(
     options: Mapping[str, Any],
     also: Mapping[str, Any],
     codec: Codec | None = None,
-    again: Again = None,
+    key_in_block: KeyInBlock = None,
 ) -> Found:
     """Find the proposal for such a call, and its cached plan; or make the proposal.
 
-    `again` is the call's key in a batch's block. Without the batch's mask it is that of this cache.
+    A `key_in_block` of a batch without a mask is also the key of this cache.
     """
     try:
         options = placed(ring, qkv[0], options)
-        shared, plain = again or (None, False)
-        key = shared if plain else cache_key(ring, qkv, options, also)
+        block_key, without_mask = key_in_block or (None, False)
+        key = block_key if without_mask else cache_key(ring, qkv, options, also)
         if key and options.get("transport") is None and options.get("memory") is None:
             key = key, memory_left(qkv[0], ring.size)
-        found = None if key is None else _plans.get(key)
-        if found is None:
+        cached = None if key is None else _plans.get(key)
+        if cached is None:
             return key, Proposal.of(Call(*qkv, ring.size, codec), options, also), None, None
         _plans.move_to_end(key)
-        return key, *found, None
+        return key, *cached, None
     except Exception as error:  # any exception: all ranks must raise
         return None, Proposal(), None, with_type_name(error)
 
@@ -221,7 +222,7 @@ def forget() -> None:
     _plans.clear()
 
 
-def _seen(sinks: Tensor) -> Hashable:
+def _traits(sinks: Tensor) -> Hashable:
     """Return the traits of sinks, or shared keys, that a plan depends on: all but values."""
     return sinks.shape, sinks.dtype, sinks.device, sinks.requires_grad
 

@@ -51,20 +51,20 @@ _WORTH_CALLS = 0.95  # share of the time of few calls below which a call for eac
 
 
 def place_tokens(
-    ring: Ring, options: Options, visible: Mask, lengths: list[dict[str, int]]
+    ring: Ring, options: Options, visible: Mask, notes: list[dict[str, int]]
 ) -> tuple[tuple[Segments, ...], tuple[Segments, ...]]:
     """Return the positions that each rank holds, of queries and of keys.
 
     Raises:
         ValueError: lengths are not the layout's, or positions can't be used; on all ranks alike.
     """
-    queries = [rank["n"] for rank in lengths]
-    keys = [rank["m"] for rank in lengths]
+    queries = [note["n"] for note in notes]
+    keys = [note["m"] for note in notes]
     cross = options.cross
     if cross is None:
         cross = queries != keys or options.placed
-    dropped = options.dropout > 0
-    counted = dropped or options.alibi_slopes is not None or options.mask_mod is not None
+    drops = options.dropout > 0
+    counted = drops or options.alibi_slopes is not None or options.mask_mod is not None
 
     def check() -> None:
         check_lengths(
@@ -76,11 +76,10 @@ def place_tokens(
 
     raise_together(ring, "ring attention", check=check)
     if options.placed:
-        both = gather_positions(ring, (options.query_positions, options.key_positions))
-        raise_together(
-            ring, "ring attention", check=partial(check_repeats, both) if dropped else None
-        )
-        return both[0], both[1]
+        placed = gather_positions(ring, (options.query_positions, options.key_positions))
+        no_repeats = partial(check_repeats, placed) if drops else None
+        raise_together(ring, "ring attention", no_repeats)
+        return placed[0], placed[1]
     if cross:
         return segments_of_two(options.layout, queries, keys, counted)
     segments = all_segments(options.layout, ring.size, sum(queries))
@@ -139,58 +138,55 @@ class TransportChoice(NamedTuple):
 
 
 def settle_transport(
-    ring: Ring, mine: Proposal, heads: Heads, lengths: list[dict[str, int]], same_mask: bool
+    ring: Ring, mine: Proposal, heads: Heads, notes: list[dict[str, int]], same_mask: bool
 ) -> tuple[SelectedKernel, Transport, TransportChoice]:
     """Choose the kernel, choose and make the transport; `same_mask`: all samples have one.
 
     Unless a kernel is named, short documents, short steps of positions and long documents may get
     another, and few tokens the one with the fewest launches.
     """
-    options, blocks, ulysses = mine.options, heads.blocks, heads.ulysses
+    options, blocks = mine.options, heads.blocks
     q, k, v = mine.shaped
     degree = ring.size // len(blocks.keys)  # of Ulysses
     shape = shape_of(q, k, v, degree, mine.codec)
-    memory, named = options.memory, options.transport
-    if named is None and memory is None:
-        memory = min(rank["room"] for rank in lengths)
+    name, memory = options.transport, options.memory
+    if name is None and memory is None:
+        memory = min(note["room"] for note in notes)
     at_once = owners_at_once(memory, blocks, shape)
-    machine = _machine_of(mine.kernel, lengths, q, ring.machines)
+    machine = _machine_of(mine.kernel, notes, q, ring.machines)
     if options.calibrate:
         machine = calibrated(machine, ring, degree, mine.kernel, shape, q)
-    near = machine.every(degree)
-    name = named or transport_over_machines(blocks, ring.machines[::degree], shape)
-    name = name or choose_transport(blocks, shape, at_once, near if q.is_cuda else None)
+    if name is None:
+        name = transport_over_machines(blocks, ring.machines[::degree], shape)
+    if name is None:
+        near = machine.every(degree) if q.is_cuda else None
+        name = choose_transport(blocks, shape, at_once, near)
     kernel, machine, by_kernel = _of_documents(
-        mine,
-        blocks,
-        shape,
-        machine,
+        mine, blocks, shape, machine,
         lambda each: seconds_by(name, blocks, shape, at_once, each.every(degree)),
-    )
+    )  # fmt: skip
     near, light = machine.every(degree), mine.fewest_launches
-    if ulysses is not None:
-        ring = ulysses.ring
-    small = is_small(blocks, shape, near)
-    low_priority = same_mask and kernel.traits.preemptible
-    own_low_priority = low_priority and is_small(blocks, shape, near, undivided=True)
-    overlapping = make_transport(
-        name, ring, blocks, at_once, shape, q.device, near, own_low_priority
-    )
     if light is not None and not launches_decide(blocks, shape, near):
         light = None
-    few = (light or kernel).traits
-    traits = few.square, few.keys_first
-    together = make_one_stream(overlapping, blocks, shape, q.device, near, *traits)
-    if light is not None and together is not None:
+    low_priority = same_mask and kernel.traits.preemptible
+    low_priority = low_priority and is_small(blocks, shape, near, undivided=True)
+    if heads.ulysses is not None:
+        ring = heads.ulysses.ring
+    overlapping = make_transport(name, ring, blocks, at_once, shape, q.device, near, low_priority)
+    traits = kernel.traits if light is None else light.traits
+    one_stream = make_one_stream(
+        overlapping, blocks, shape, q.device, near, traits.square, traits.keys_first
+    )
+    if light is not None and one_stream is not None:
         machine = with_another(_with_calls_of(light, machine), kernel.name, light.name, q.shape[-1])
         kernel = light
-    overlaps = overlapping.schedule.own_low_priority or small
-    concurrent = same_mask and overlaps and mine.codec is None  # decoded keys are freed after it
-    other = together and overlapping
+    concurrent = overlapping.schedule.own_low_priority or is_small(blocks, shape, near)
+    concurrent = concurrent and same_mask and mine.codec is None  # decoded keys are freed after it
     if overlapping.fabric.name:  # in shared memory they stay as they are
         shape = shape._replace(in_8_bits=False)
+    other = None if one_stream is None else overlapping
     chosen = TransportChoice(name, machine, memory, at_once, shape, other, concurrent, by_kernel)
-    return kernel, together or overlapping, chosen
+    return kernel, one_stream or overlapping, chosen
 
 
 def _of_documents(
@@ -215,20 +211,21 @@ def _of_documents(
     fast = _with_calls_of(long, with_another(machine, kernel.name, long.name, head_size))
     if not calls_of_documents_pay(blocks, shape, fast, machine):
         return kernel, machine, {}
-    found = {kernel.name: seconds(machine), long.name: seconds(fast)}
-    if found[long.name] < _WORTH_CALLS * found[kernel.name]:
-        return long, fast, found
-    return kernel, machine, found
+    taken, taken_by_long = seconds(machine), seconds(fast)
+    by_kernel = {kernel.name: taken, long.name: taken_by_long}
+    if taken_by_long < _WORTH_CALLS * taken:
+        return long, fast, by_kernel
+    return kernel, machine, by_kernel
 
 
 def _machine_of(
-    kernel: SelectedKernel, ranks: list[dict[str, int]], like: Tensor, machines: tuple[int, ...]
+    kernel: SelectedKernel, notes: list[dict[str, int]], like: Tensor, machines: tuple[int, ...]
 ) -> Hardware:
     """Return the hardware of all ranks, from their notes: the slowest of their devices."""
     if not like.is_cuda:
         return H200
     domain = share_one_host(machines)
-    device = min(rank["device"] for rank in ranks)
+    device = min(note["device"] for note in notes)
     machine = hardware(kernel.name, device, domain, like.shape[-1])
     return _with_calls_of(kernel, machine)
 

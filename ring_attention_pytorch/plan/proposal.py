@@ -39,7 +39,7 @@ MOST_MEMORY = 8 << 30  # bytes at most for peers' keys if neither transport nor 
 
 
 class Proposal(NamedTuple):
-    """A rank's proposal for a plan; an empty one of a rank that has none.
+    """A rank's proposal for a plan; an empty one if its arguments are wrong.
 
     Ranks compare `must_match`; `own` may differ. `shaped` are q, k and v as kernels will get them,
     perhaps without memory.
@@ -73,33 +73,37 @@ class Proposal(NamedTuple):
             check_encoded(q, k, v, call.codec)
             check_coded(call.codec, options)
         options.check_for(like)
-        return cls._right(like, options, also)
+        return cls._of_checked(like, options, also)
 
     @classmethod
-    def _right(cls, call: Call, options: Options, also: Mapping[str, Any]) -> "Proposal":
+    def _of_checked(cls, call: Call, options: Options, also: Mapping[str, Any]) -> "Proposal":
         """Make the proposal after all checks; raise ValueError if the kernel can't do it."""
         q, k, v, size, codec = call
-        scale = options.scale
-        if scale is None:
-            scale = q.shape[-1] ** -0.5
-        same = options.agreed()
-        more = 0 if options.key_bias is None else columns(q, k, options.key_bias)
-        q, k = (widened(t, more) if more else t for t in (q, k))
-        shared, options = cls._shared(q, options, scale, more)
+        scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+        agreed = options.agreed()
+        bias_columns = 0
+        if options.key_bias is not None:
+            bias_columns = columns(q, k, options.key_bias)
+            q, k = widened(q, bias_columns), widened(k, bias_columns)
+        shared, options = cls._shared(q, options, scale, bias_columns)
         values = v if codec is None else values_like(codec, v)
         request = KernelRequest.of(q, values, **options.features(), packed=options.packed)
-        kernel, free = choose(options.kernel, request), options.kernel is None
+        kernel = choose(options.kernel, request)
+        light = short = long = None
         if codec is not None:  # it decodes before each call: no call overlaps another
-            kernel, free = kernel._replace(traits=Traits(square=kernel.traits.square)), False
-        light = fewest_launches(request) if free and size > 1 else None
-        pieces = request._replace(packed=options.packed or options.placed)
-        short = for_short_documents(pieces) if free else None
-        long = for_long_documents(request) if free else None
-        chooses = options.transport is None
+            kernel = kernel._replace(traits=Traits(square=kernel.traits.square))
+        elif options.kernel is None:
+            light = fewest_launches(request) if size > 1 else None
+            pieces = request._replace(packed=options.packed or options.placed)
+            short, long = for_short_documents(pieces), for_long_documents(request)
+        room = 0
+        if options.transport is None and options.memory is None:
+            room = memory_left(q, size)
+        seed = own_seed(options.dropout_seed) if options.dropout else 0
         same = {
             **agreed_shapes(q, k, v),
             **also,
-            **same,
+            **agreed,
             "kernel chosen": kernel.name,
             "kernel for few tokens (none if kernel= is named)": light and light.name,
             "kernel for short documents (likewise)": short and short.name,
@@ -111,17 +115,11 @@ class Proposal(NamedTuple):
             "query_positions and key_positions": "given" if options.placed else None,
         }
         return cls(
-            must_match=MustMatch(same, everywhere),
-            own={
-                "n": q.shape[1],
-                "m": k.shape[1],
-                "seed": own_seed(options.dropout_seed) if options.dropout else 0,
-                "room": memory_left(q, size) if chooses and options.memory is None else 0,
-                **_facts(q),
-            },
-            options=options,
-            scale=scale,
-            kernel=kernel,
+            MustMatch(same, everywhere),
+            {"n": q.shape[1], "m": k.shape[1], "seed": seed, "room": room, **_facts(q)},
+            options,
+            scale,
+            kernel,
             fewest_launches=light,
             for_short=short,
             for_long=long,
@@ -132,17 +130,17 @@ class Proposal(NamedTuple):
 
     @classmethod
     def _shared(
-        cls, q: Tensor, options: Options, scale: float, more: int
+        cls, q: Tensor, options: Options, scale: float, bias_columns: int
     ) -> tuple["Proposal | None", Options]:
         """Return the proposal for keys that all ranks hold, if any, and options without memory.
 
         Plans of such calls are cached; they must not hold a layer's queries and keys. These keys
-        have `more` columns, as q has, where the ring's have a bias.
+        have `bias_columns` columns, as q has, where the ring's have a bias.
         """
         if options.shared_keys is None:
             return None, options
         k, v = map(like_autocast, options.shared_keys)
-        q, k, v = widened(q, 0), widened(k, more), widened(v, 0)
+        q, k, v = widened(q, 0), widened(k, bias_columns), widened(v, 0)
         alone = Options(
             key_mask=options.shared_key_mask,
             cross=True,
@@ -151,7 +149,7 @@ class Proposal(NamedTuple):
             kernel=options.kernel,
             bucket_size=options.bucket_size,
         )
-        return cls._right(Call(q, k, v, 1), alone, {}), replace(options, shared_keys=(k, v))
+        return cls._of_checked(Call(q, k, v, 1), alone, {}), replace(options, shared_keys=(k, v))
 
 
 def check_coded(codec: Codec, options: Options) -> None:
@@ -165,7 +163,7 @@ def check_coded(codec: Codec, options: Options) -> None:
 
 
 def _facts(like: Tensor) -> dict[str, int]:
-    """Return the number of this rank's device, by which plans on GPUs are chosen."""
+    """Return the number of this rank's device, on which plans on GPUs depend."""
     if not like.is_cuda:
         return {}
     return {"device": number_of(torch.cuda.get_device_name(like.device))}
@@ -184,8 +182,7 @@ def memory_left(like: Tensor, ring_size: int) -> int:
     if free >= 2 * MOST_MEMORY:
         return MOST_MEMORY
     stats = torch.cuda.memory_stats_as_nested_dict(like.device)  # flat they take ten times longer
-    reserved, allocated = (
-        stats[f"{of}_bytes"]["all"]["current"] for of in ("reserved", "allocated")
-    )
+    reserved = stats["reserved_bytes"]["all"]["current"]
+    allocated = stats["allocated_bytes"]["all"]["current"]
     half = (free + reserved - allocated) // 2
     return min(MOST_MEMORY, 1 << half.bit_length() >> 1)

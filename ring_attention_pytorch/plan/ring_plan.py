@@ -138,42 +138,44 @@ class RingPlan:
         """
         # within a transform of torch.func new tensors are wrapped, and have no memory to send
         with torch._C._DisableFuncTorch(), spanned("ring attention, plan", q.device):
-            ring, qkv = attention_ring(group), (q, k, v)
-            also = {**(also or {}), **({} if codec is None else {"codec": str(codec)})}
-            known, again = of_block(ring, qkv, options, also)
-            if (agreed := known.get(again)) is not None:
+            ring, qkv, also = attention_ring(group), (q, k, v), dict(also or {})
+            if codec is not None:
+                also["codec"] = str(codec)
+            plans, key_in_block = of_block(ring, qkv, options, also)
+            if (agreed := plans.get(key_in_block)) is not None:
                 return agreed
-            key, mine, kept, wrong = find(ring, qkv, options, also, codec, again)
-            own = {**mine.own, "plan": 0 if kept is None else kept.agreed.number}
-            lengths = agree(ring, "ring attention", mine.must_match, own, wrong)
-            plan: Any = kept
-            if kept is None or any(rank["plan"] != own["plan"] for rank in lengths):
-                if kept is not None:  # by another rank it was not found
+            key, mine, cached, error = find(ring, qkv, options, also, codec, key_in_block)
+            own = {**mine.own, "plan": 0 if cached is None else cached.agreed.number}
+            notes = agree(ring, "ring attention", mine.must_match, own, error)
+            plan: Any = cached
+            if cached is None or any(note["plan"] != own["plan"] for note in notes):
+                if cached is not None:  # another rank has not found it
                     mine = mine._replace(shaped=tuple(map(like_autocast, qkv)))
                 with ring.call("making a plan"):
-                    plan = cls._agreed(ring, mine, lengths)
+                    plan = cls._agreed(ring, mine, notes)
                 if key is not None:
                     keep(key, mine, plan)
-            if again is not None:  # later layers in the block don't agree any more
-                known[again] = plan
+            if key_in_block is not None:  # later layers in the block don't agree any more
+                plans[key_in_block] = plan
                 ring.steps.passed_by.add("ring attention")
             return plan
 
     @classmethod
-    def _agreed(cls, ring: Ring, mine: Proposal, lengths: list[dict[str, int]]) -> "RingPlan":
-        """Make the plan that all ranks agreed on; `lengths` are every rank's numbers."""
+    def _agreed(cls, ring: Ring, mine: Proposal, notes: list[dict[str, int]]) -> "RingPlan":
+        """Make the plan that all ranks agreed on; `notes` are the `own` numbers of each."""
         (q, k, v), options = mine.shaped, mine.options
         visible = Mask(options.causal, options.window)
-        segments = place_tokens(ring, options, visible, lengths)
+        segments = place_tokens(ring, options, visible, notes)
         packing = None
         if options.packed:
-            given = options.documents, options.cu_seqlens
-            packing = whole_packing(ring, *given, segments[0], len(q))
+            packing = whole_packing(
+                ring, options.documents, options.cu_seqlens, segments[0], len(q)
+            )
         samples = by_sample(visible, packing, options.prefix, len(q))
         masks = seen_by_any(samples, visible, options.prefix is not None)
-        heads = swap_heads(ring, mine, Workload(*segments, *masks), lengths[0]["seed"])
-        kernel, transport, chosen = settle_transport(ring, mine, heads, lengths, len(samples) == 1)
-        unreached = reached(heads.blocks, transport.fabric.ring.rank, q.device)
+        heads = swap_heads(ring, mine, Workload(*segments, *masks), notes[0]["seed"])
+        kernel, transport, chosen = settle_transport(ring, mine, heads, notes, len(samples) == 1)
+        within_reach = reached(heads.blocks, transport.fabric.ring.rank, q.device)
         signature = Signature.of(q, k, v, codec=mine.codec)
         return cls(
             ring=ring,
@@ -181,7 +183,7 @@ class RingPlan:
             layout=options.layout,
             codec=mine.codec,
             expected=Expected(signature, options.sinks is not None, q.device),
-            seen=Seen(visible, samples, packing, options.placed, unreached),
+            seen=Seen(visible, samples, packing, options.placed, within_reach),
             kernel=kernel,
             transport=transport,
             chosen=chosen,
@@ -227,16 +229,16 @@ class RingPlan:
             return self
         if is_compiling():
             return _TracedLayer(self, number)
-        of_layer = partial(self._of_layer, number, dropout.for_layer(number))
-        return self._own.layers.of(number, of_layer, _LAYERS)
+        make = partial(self._of_layer, number, dropout.for_layer(number))
+        return self._own.layers.of(number, make, _LAYERS)
 
     def _of_layer(self, number: int, dropout: Dropout) -> "RingPlan":
         terms = self.terms._replace(dropout=dropout)
         swap, of_layer = self.ulysses, f" of layer {number}"
         swap = None if swap is None else replace(swap, of_layer=of_layer)
         agreed = self.agreed._replace(of_layer=of_layer)
-        found = replace(self, terms=terms, ulysses=swap, agreed=agreed)
-        return found.in_graphs() if has_graphs(self) else found
+        plan = replace(self, terms=terms, ulysses=swap, agreed=agreed)
+        return plan.in_graphs() if has_graphs(self) else plan
 
     @checked
     def in_graphs(self) -> "RingPlan":
@@ -327,12 +329,12 @@ class RingPlan:
         """List samples with the same mask, and the tiles of own queries and these keys."""
         known = self._shared.tiles
         if keys not in known:
-            known[keys] = [(at, self._of_block(keys, at, mask)) for at, mask in self.seen.samples]
+            known[keys] = [(at, self._tiles(keys, at, mask)) for at, mask in self.seen.samples]
         if self.key_mask is None:
             return known[keys]
         own = self._own.tiles
         if self.seen.repeats or keys not in own:  # peers' keys, or another plan's mask
-            own[keys] = [(samples, block.of_another_mask()) for samples, block in known[keys]]
+            own[keys] = [(samples, made.of_another_mask()) for samples, made in known[keys]]
         return own[keys]
 
     def calls(self, back: bool) -> int | None:
@@ -410,19 +412,17 @@ class RingPlan:
         """This rank's place in the rows of `blocks`, the ranks that the transport connects."""
         return self.transport.fabric.ring.rank
 
-    def _of_block(self, keys: Segments, samples: slice, mask: Mask) -> Tiles:
+    def _tiles(self, keys: Segments, samples: slice, mask: Mask) -> Tiles:
         queries = self.blocks.queries[self.place]
         block = Tiles(tiles(queries, keys, mask))
         block.first = samples.start or 0
         block.concurrent = self.chosen.concurrent and self.transport.keeps
         if self.terms.alibi is not None or self.terms.mask_mod is not None:
-            block.rows_at, block.cols_at = (
-                positions_seen(side, mask).to(self.device, torch.int32) for side in (queries, keys)
-            )
+            block.rows_at = positions_seen(queries, mask).to(self.device, torch.int32)
+            block.cols_at = positions_seen(keys, mask).to(self.device, torch.int32)
         if self.terms.dropout is not None:
-            block.row_numbers, block.col_numbers = (
-                segment_positions(side).to(self.device, torch.int32) for side in (queries, keys)
-            )
+            block.row_numbers = segment_positions(queries).to(self.device, torch.int32)
+            block.col_numbers = segment_positions(keys).to(self.device, torch.int32)
         return block
 
     def check(

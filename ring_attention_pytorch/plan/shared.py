@@ -1,5 +1,6 @@
 """Keys that all ranks hold: their checks, the note by which ranks compare them, their calls."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -62,10 +63,10 @@ def shared_note(shared: Shared) -> list[Any]:
 
 
 class WithShared(NamedTuple):
-    """How a plan's calls have shared keys: joined to own keys, in one call, or in one of their own.
+    """How a plan's calls compute shared keys: in one kernel call with own keys, or in another one.
 
-    `joined` has, for own keys, their tiles followed by shared keys; nothing if these are in another
-    call. `calls` counts kernel calls forward and backward.
+    In one call `joined` has the tiles of own keys followed by shared ones, by own keys' segments;
+    otherwise it is empty. `calls` counts kernel calls forward and backward.
     """
 
     joined: dict[Segments, list[tuple[slice, Tiles]]]
@@ -73,9 +74,9 @@ class WithShared(NamedTuple):
 
     @classmethod
     def of(cls, plan: Any) -> "WithShared":
-        found = _joined(plan)
-        calls = _calls(plan, found, False), _calls(plan, found, True)
-        return cls({} if found is None else {plan.blocks.keys[plan.place]: found}, calls)
+        tiles = _joined(plan)
+        joined = {} if tiles is None else {plan.blocks.keys[plan.place]: tiles}
+        return cls(joined, (_calls(plan, joined, back=False), _calls(plan, joined, back=True)))
 
 
 def _joined(plan: Any) -> list[tuple[slice, Tiles]] | None:
@@ -84,29 +85,34 @@ def _joined(plan: Any) -> list[tuple[slice, Tiles]] | None:
     One call has both if they have the same kernel and no masks of keys, and the kernel takes many
     tiles at once or there is but one. Then queries are read once, and nothing is merged.
     """
-    of, own = plan.shared, plan.blocks.keys[plan.place]
-    if of is None or of.kernel.name != plan.kernel.name or len(plan.seen.samples) > 1:
+    shared, own_keys = plan.shared, plan.blocks.keys[plan.place]
+    if shared is None or shared.kernel.name != plan.kernel.name or len(plan.seen.samples) > 1:
         return None
-    if plan.key_mask is not None or of.key_mask is not None or plan.terms.mask_mod is not None:
+    masks = plan.key_mask, shared.key_mask, plan.terms.mask_mod
+    if any(mask is not None for mask in masks):
         return None
-    rows, more = count(plan.blocks.queries[plan.place]), count(of.blocks.keys[0])
-    found = with_shared(plan.tiles(own)[0][1], rows, count(own), more)
-    if not (rows and more) or (len(found) > 1 and not plan.kernel.traits.fuses_merge):
+    queries, shared_keys = count(plan.blocks.queries[plan.place]), count(shared.blocks.keys[0])
+    if queries == 0 or shared_keys == 0:
         return None
-    return [(slice(None), Tiles(found))]
+    tiles = with_shared(plan.tiles(own_keys)[0][1], queries, count(own_keys), shared_keys)
+    if len(tiles) > 1 and not plan.kernel.traits.fuses_merge:
+        return None
+    return [(slice(None), Tiles(tiles))]
 
 
-def _calls(plan: Any, joined: Any, back: bool) -> int | None:
+def _calls(plan: Any, joined: Mapping[Segments, Any], back: bool) -> int | None:
     """Count kernel calls, with calls for shared keys; None where samples differ.
 
     Of two kernels only calls of the one that merges by itself count: the other returns parts.
     """
-    calls, of, own = plan.calls(back), plan.shared, plan.blocks.keys[plan.place]
-    if calls is None or of is None:
+    calls, shared = plan.calls(back), plan.shared
+    if calls is None or shared is None:
         return calls
-    if joined is not None and own in plan.schedule.positions(back, plan.place):
-        return calls + (not plan.tiles(own)[0][1])  # own keys may all be hidden
-    more, mine = of.calls(back) or 0, plan.kernel.traits.fuses_merge
-    if mine == of.kernel.traits.fuses_merge:
+    for keys in plan.schedule.positions(back, plan.place):
+        if keys in joined:
+            own_are_hidden = not plan.tiles(keys)[0][1]
+            return calls + own_are_hidden
+    more, merges = shared.calls(back) or 0, plan.kernel.traits.fuses_merge
+    if merges == shared.kernel.traits.fuses_merge:
         return calls + more
-    return calls if mine else more
+    return calls if merges else more

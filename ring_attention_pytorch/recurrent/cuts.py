@@ -1,8 +1,8 @@
 """Runs cut into shorter ones, so that kernels follow several at once.
 
-A kernel follows the states of a run chunk by chunk, for each head and some columns, and that fills
-no GPU if runs are few. The map of a piece is as good as that of a run, so pieces are runs of their
-own: maps travel and are followed for each.
+A kernel follows the states of a run chunk by chunk, in a program for each head and some columns. A
+few runs don't fill a GPU. So long runs are cut into pieces, which are runs of their own: each has a
+map, which ranks exchange.
 """
 
 from dataclasses import replace
@@ -33,15 +33,13 @@ def cut(runs: Runs, longest: int, unit: int) -> Runs:
     [[0, 4, 8], [9]]
     """
     alone = {chain[0] for chain in runs.chains if len(chain) == 1}
-    held = tuple(
-        tuple(
-            piece
-            for run in of_rank
-            for piece in ([run] if run in alone else _pieces(run, longest, unit))
-        )
-        for of_rank in runs.held
-    )
-    return replace(runs, held=held)
+    held = []
+    for of_rank in runs.held:
+        pieces: list[HeldRun] = []
+        for run in of_rank:
+            pieces += [run] if run in alone else _pieces(run, longest, unit)
+        held.append(tuple(pieces))
+    return replace(runs, held=tuple(held))
 
 
 def _pieces(run: HeldRun, longest: int, unit: int) -> list[HeldRun]:

@@ -6,7 +6,6 @@ A run's map then covers twice as many runs (Hillis and Steele 1986, "Data parall
 a rank gets a map for each of its runs and doubling, and not the maps of all ranks.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -38,10 +37,10 @@ class Doubling(NamedTuple):
     Attributes:
         steps: one for each doubling.
         before: the maps of all that is before each run.
-        starts: this rank's runs whose document begins with a sample's initial state, and samples;
-        follow: for each of `before.at`, whether it does, and the sample.
+        starts: this rank's runs that begin with a sample's initial state, and the samples.
+        follow: for each of `before.at`, whether its document begins so, and the sample.
         last: the maps through the last run of each sample; None if they are not asked for.
-        ends: for each of `last.at`, whether its document begins with the initial state.
+        ends: for each of `last.at`, whether its document begins so.
     """
 
     steps: tuple[Fetch, ...]
@@ -69,9 +68,9 @@ def doubled(
     route = plan.once(("doubling", final), lambda: _route(plan, final))
     for step in route.steps:
         earlier_m, earlier_u = _fetched(m, u, step, plan)
-        here, values = m[step.at], u[step.at]
-        u = u.index_copy(0, step.at, mapped(here, values, earlier_u))
-        m = m.index_copy(0, step.at, composed(here, earlier_m))
+        own_m, own_u = m[step.at], u[step.at]
+        u = u.index_copy(0, step.at, mapped(own_m, own_u, earlier_u))
+        m = m.index_copy(0, step.at, composed(own_m, earlier_m))
     of_m, of_u = _fetched(m, u, route.before, plan)
     states = u.new_zeros(len(plan.mine), *u.shape[1:])
     if initial is not None:
@@ -106,38 +105,40 @@ def _where(whether: Tensor, states: Tensor) -> Tensor:
 def _fetched(m: Tensor, u: Tensor, fetch: Fetch, plan: RunPlan) -> tuple[Tensor, Tensor]:
     """Return the maps that this rank needs."""
     rows = packed(m, u)[None]
-    found = fetch_rows(rows, fetch.sends, fetch.lands, len(fetch.at), plan.ring)
-    return unpacked(found, m, u)
+    fetched = fetch_rows(rows, fetch.sends, fetch.lands, len(fetch.at), plan.ring)
+    return unpacked(fetched, m, u)
 
 
 def _route(plan: RunPlan, final: bool) -> Doubling:
-    runs, rank = plan.runs, plan.ring.rank
-    numbers = {run: number for number, run in enumerate(plan.mine)}
-    whole = partial(torch.tensor, dtype=torch.long, device=plan.device)
-    begins = {run: runs.begins(chain[0]) for chain in runs.chains for run in chain}
+    runs, rank, device = plan.runs, plan.ring.rank, plan.device
+    sample_of: dict[HeldRun, int | None] = {}  # whose initial state a run's document begins with
+    for chain in runs.chains:
+        sample_of |= dict.fromkeys(chain, runs.begins(chain[0]))
 
     def fetch(pairs: list[tuple[HeldRun, HeldRun]]) -> Fetch:
-        wanted = [(source, run.rank, numbers.get(run, -1)) for source, run in pairs]
+        wanted = [(source, run.rank, plan.number_of.get(run, -1)) for source, run in pairs]
         return _fetch(plan, wanted)
 
     before = pairs_of(runs, 1)
-    samples = [begins[run] for _, run in before if run.rank == rank]
-    starts = [(numbers[run], begins[run]) for run in plan.mine
-              if run.position == 0 and begins[run] is not None]  # fmt: skip
+    samples = [sample_of[run] for _, run in before if run.rank == rank]
+    follows = torch.tensor([sample is not None for sample in samples], device=device).bool()
+    starts, first_samples = [], []
+    for number, run in enumerate(plan.mine):
+        sample = sample_of[run]
+        if run.position == 0 and sample is not None:
+            starts.append(number)
+            first_samples.append(sample)
     last, ends = None, None
     if final:
-        found = [run for run in runs.ends() if run is not None]
+        last_runs = [run for run in runs.ends() if run is not None]
         every = range(plan.ring.size)
-        last = _fetch(plan, [(run, to, run.sample) for run in found for to in every])
-        ends = torch.tensor([begins[run] is not None for run in found], device=plan.device)
+        last = _fetch(plan, [(run, to, run.sample) for run in last_runs for to in every])
+        ends = torch.tensor([sample_of[run] is not None for run in last_runs], device=device)
     return Doubling(
         steps=tuple(fetch(pairs_of(runs, distance)) for distance in distances(runs)),
         before=fetch(before),
-        starts=(whole([run for run, _ in starts]), whole([sample for _, sample in starts])),
-        follow=(
-            torch.tensor([sample is not None for sample in samples], device=plan.device).bool(),
-            whole([sample or 0 for sample in samples]),
-        ),
+        starts=(plan.indices(starts), plan.indices(first_samples)),
+        follow=(follows, plan.indices([sample or 0 for sample in samples])),
         last=last,
         ends=ends,
     )
@@ -146,15 +147,13 @@ def _route(plan: RunPlan, final: bool) -> Doubling:
 def _fetch(plan: RunPlan, wanted: list[tuple[HeldRun, int, int]]) -> Fetch:
     """Return how maps of runs travel to ranks, for the run or sample `at` there."""
     rank, size = plan.ring.rank, plan.ring.size
-    numbers = {run: number for number, run in enumerate(plan.mine)}
     sends: list[list[int]] = [[] for _ in range(size)]
     lands: list[list[int]] = [[] for _ in range(size)]
     at: list[int] = []
     for source, to, needs in wanted:
         if source.rank == rank:
-            sends[to].append(numbers[source])
+            sends[to].append(plan.number_of[source])
         if to == rank:
             lands[source.rank].append(len(at))
             at.append(needs)
-    whole = partial(torch.tensor, dtype=torch.long, device=plan.device)
-    return Fetch(tuple(map(whole, sends)), tuple(map(whole, lands)), whole(at))
+    return Fetch(tuple(map(plan.indices, sends)), tuple(map(plan.indices, lands)), plan.indices(at))

@@ -44,17 +44,17 @@ class Grid(NamedTuple):
         order = sorted(range(len(spans)), key=lambda run: -spans[run][1])
         chunks, levels = [], []
         for begin in range(0, spans[order[0]][1] if order else 0, size):
-            here = [spans[run] for run in order if spans[run][1] > begin]
-            levels.append(len(here))
-            for first, length in here:
+            begun = [spans[run] for run in order if spans[run][1] > begin]
+            levels.append(len(begun))
+            for first, length in begun:
                 row = [*range(first + begin, first + min(begin + size, length))]
                 chunks.append(row + [total] * (size - len(row)))
         tokens = torch.tensor(chunks, dtype=torch.long).view(-1, size)
         slots = torch.empty(total + 1, dtype=torch.long)
         slots[tokens.flatten()] = torch.arange(tokens.numel())
-        whole = torch.tensor(order, dtype=torch.long)
-        places = whole.argsort()
-        on = [t.to(device) for t in (tokens, whole, places, slots[:total])]
+        order_at = torch.tensor(order, dtype=torch.long)
+        places = order_at.argsort()
+        on = [t.to(device) for t in (tokens, order_at, places, slots[:total])]
         return cls(on[0], tuple(levels), *on[1:])
 
 
@@ -92,7 +92,7 @@ def recurrence(
         )
         values, reads = solved.split((v.shape[-1], k.shape[-1]), -1)
     scores = _products(q, k, decay)
-    of_q, of_k, whole = begin * q, (end * k).mT, begin[..., -1, :, None]
+    of_q, of_k, through = begin * q, (end * k).mT, begin[..., -1, :, None]
     outs: list[Tensor] = []
     ended: list[Tensor] = []
     state, first = initial[grid.order], 0
@@ -100,7 +100,7 @@ def recurrence(
         at = slice(first, first + runs)
         new = values[at] if reads is None else values[at] - reads[at] @ state
         outs.append(of_q[at] @ state + scores[at] @ new)
-        state = whole[at] * state + of_k[at] @ new
+        state = through[at] * state + of_k[at] @ new
         after = grid.levels[level + 1] if level + 1 < len(grid.levels) else 0
         ended.append(state[after:])
         state, first = state[:after], first + runs

@@ -77,10 +77,9 @@ def fla_recurrence(
 
 
 def for_kernels(g: Tensor, d_k: int, *leading: Tensor | None) -> Tensor:
-    """Return gates that fla's kernels compute with, of each channel if they refuse heads' ones.
+    """Return gates that fla's kernels accept: one for each channel if they refuse a head's.
 
-    Differences of infinite logarithms would be NaN. A gate that is smaller than these is 0 beside
-    a float32.
+    Differences of infinite logarithms would be NaN. The smallest gate is 0 in a float32 sum.
 
     >>> for_kernels(torch.tensor([[-torch.inf, -1.0]]), 4).tolist()
     [[-50.0, -1.0]]
@@ -94,8 +93,8 @@ def for_kernels(g: Tensor, d_k: int, *leading: Tensor | None) -> Tensor:
 def backward_refused(*leading: Tensor | None) -> bool:
     """Return whether fla refuses the backward of its gated delta rule with this Triton and GPU.
 
-    It asks the same of the same names as fla 0.6 does; another version may have none of them. If
-    tensors are given, none is refused where none of them needs a gradient.
+    The condition is fla 0.6's own, by its own names, which another version may lack. If tensors are
+    given, False unless one of them needs a gradient.
     """
     needed = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leading)
     if leading and not needed:

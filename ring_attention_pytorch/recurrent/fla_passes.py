@@ -1,10 +1,10 @@
 """The delta rule by fla's kernels in two passes: the maps of runs first, then all from its state.
 
-The first pass follows each run from no state, and gives its map; ranks exchange the maps. The
-second one is fla's own, from the states before the runs. Backward alike: the gradients of states
-before runs, of their own outputs, are exchanged the way back, and fla's own backward begins with
-the gradients of the states after the runs. Values are as wide as they are, so this costs two more
-walks through the states, and no other kernel more than fla alone.
+    forward    the maps of own runs ─► ranks exchange them ─► fla's forward, from the states before
+    backward   gradients of the states before own runs, of these runs' outputs alone ─► ranks
+               exchange them ─► fla's backward, from the gradients of the states after
+
+Each direction costs one more walk through the states than fla alone, and nothing else.
 """
 
 from typing import Any, NamedTuple
@@ -45,17 +45,19 @@ class Scan(NamedTuple):
     def back(self, own: Tensor, dlast: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the states after runs, and of initial states.
 
-        Those before runs have the gradients `own`, of the outputs of these runs alone.
+        `own` are the gradients of the states before runs, of these runs' outputs alone.
         """
-        pairs, wanted = [(self.before, own), (self.last, dlast)], [self.u]
-        outs, grads = zip(*((out, grad) for out, grad in pairs if grad is not None))
+        outputs, grads, inputs = [self.before], [own], [self.u]
+        if self.last is not None and dlast is not None:
+            outputs.append(self.last)
+            grads.append(dlast)
         if self.initial is not None:
-            wanted.append(self.initial)
-        found = torch.autograd.grad(
-            outs, wanted, grads, retain_graph=True, allow_unused=True, materialize_grads=True
+            inputs.append(self.initial)
+        du, *dinitial = torch.autograd.grad(
+            outputs, inputs, grads, retain_graph=True, allow_unused=True, materialize_grads=True
         )
-        after = _of_all(found[0], self.sent, len(self.before))
-        return after, found[1] if self.initial is not None else None
+        after = _of_all(du, self.sent, len(self.before))
+        return after, dinitial[0] if dinitial else None
 
 
 def two_passes(
@@ -125,8 +127,8 @@ class _TwoPasses(Function):
         dh, dv = _state_gradients(work, x, after, do, dv, how)
         returned = Returned(h, values, dh, dv, do, local)
         grads = _unprepared(rule, x, work, returned, tuple(norms), how)
-        each = zip(grads, (q.dtype, k.dtype, v.dtype, *ctx.dtypes))
-        return None, *(t[0].to(dtype) for t, dtype in each), dinitial
+        pairs = zip(grads, (q.dtype, k.dtype, v.dtype, *ctx.dtypes))
+        return None, *(t[0].to(dtype) for t, dtype in pairs), dinitial
 
 
 def _how(plan: RunPlan) -> How:
@@ -192,8 +194,7 @@ def _of_all(x: Tensor, sent: Tensor, runs: int) -> Tensor:
 
 def _sent(plan: RunPlan, final: bool, how: How) -> tuple[Tensor, Tensor]:
     """Return this rank's runs whose maps are sent, and their spans."""
-    runs = plan.runs.sent(plan.ring.rank, final)
-    sent = torch.tensor(runs, dtype=torch.long, device=plan.device)
+    sent = plan.indices(plan.runs.sent(plan.ring.rank, final))
     return sent, how.spans[sent]
 
 

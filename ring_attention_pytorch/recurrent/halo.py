@@ -1,7 +1,5 @@
 """Halos, the tokens before each run, fetched from the ranks that hold them; short convolutions."""
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,14 +45,14 @@ def ring_halo(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None = 
     if plan.runs.continues:
         _agree(_CALLER, x, width, plan)
     if not plan.runs.continues or width == 0:
-        found = x.new_zeros(runs * width, *x.shape[2:])
+        halos = x.new_zeros(runs * width, *x.shape[2:])
     else:
         route = plan.halo_route(width)
-        found = fetch_rows(x, route.sends, route.lands, runs * width, plan.ring)
+        halos = fetch_rows(x, route.sends, route.lands, runs * width, plan.ring)
     if initial is not None and width:
         rows, places = plan.once(("before samples", width), lambda: _first_rows(plan, width))
-        found = found.index_copy(0, rows, initial.flatten(0, 1)[places].to(found.dtype))
-    return found.unflatten(0, (runs, width))
+        halos = halos.index_copy(0, rows, initial.flatten(0, 1)[places].to(halos.dtype))
+    return halos.unflatten(0, (runs, width))
 
 
 def last_tokens(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None = None) -> Tensor:
@@ -77,10 +75,10 @@ def last_tokens(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None 
     _check_initial("last_tokens", x, width, plan, initial)
     sends, lands, rows, places = plan.once(("last", width), lambda: _last_route(plan, width))
     _agree("last_tokens", x, width, plan)
-    found = fetch_rows(x, sends, lands, plan.runs.batch * width, plan.ring)
+    tokens = fetch_rows(x, sends, lands, plan.runs.batch * width, plan.ring)
     if initial is not None:
-        found = found.index_copy(0, rows, initial.flatten(0, 1)[places].to(found.dtype))
-    return found.unflatten(0, (plan.runs.batch, width))
+        tokens = tokens.index_copy(0, rows, initial.flatten(0, 1)[places].to(tokens.dtype))
+    return tokens.unflatten(0, (plan.runs.batch, width))
 
 
 def _agree(name: str, x: Tensor, width: int, plan: RunPlan) -> None:
@@ -105,14 +103,12 @@ def _check_initial(name: str, x: Tensor, width: int, plan: RunPlan, initial: Ten
 
 def _first_rows(plan: RunPlan, width: int) -> tuple[Tensor, Tensor]:
     """Return rows of this rank's halos that are before a sample, and their places in `initial`."""
-    numbers = {run: number for number, run in enumerate(plan.mine)}
     rows, places = [], []
     for run, place, of_sample in before_samples(plan.runs, width):
         if run.rank == plan.ring.rank:
-            rows.append(numbers[run] * width + place)
+            rows.append(plan.number_of[run] * width + place)
             places.append(run.sample * width + of_sample)
-    whole = partial(torch.tensor, dtype=torch.long, device=plan.device)
-    return whole(rows), whole(places)
+    return plan.indices(rows), plan.indices(places)
 
 
 def _last_route(plan: RunPlan, width: int) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
@@ -121,7 +117,7 @@ def _last_route(plan: RunPlan, width: int) -> tuple[list[Tensor], list[Tensor], 
     Also the rows that are before a sample, and their places in `initial`.
     """
     size, rank = plan.ring.size, plan.ring.rank
-    mine, rows, places = [], [], []
+    own_last, rows, places = [], [], []
     lands: list[list[int]] = [[] for _ in range(size)]
     for sample, place, owner, index in last_of_samples(plan.runs, width):
         row = sample * width + place
@@ -131,9 +127,9 @@ def _last_route(plan: RunPlan, width: int) -> tuple[list[Tensor], list[Tensor], 
             continue
         lands[owner.rank].append(row)
         if owner.rank == rank:
-            mine.append(sample * plan.runs.tokens[rank] + owner.start + index)
-    whole = partial(torch.tensor, dtype=torch.long, device=plan.device)
-    return [whole(mine)] * size, [*map(whole, lands)], whole(rows), whole(places)
+            own_last.append(sample * plan.runs.tokens[rank] + owner.start + index)
+    sends = [plan.indices(own_last)] * size
+    return sends, [*map(plan.indices, lands)], plan.indices(rows), plan.indices(places)
 
 
 @typed(report_to_group("ring_short_conv", agreed=("plan", ...)))

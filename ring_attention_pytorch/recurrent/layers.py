@@ -237,8 +237,8 @@ def computed(name: str, call: Call) -> tuple[Tensor, Tensor | None]:
     Ranks agree on the call first, which errors name so. Autocast doesn't reach it: states stay in
     float32.
     """
-    travels = call.plan.runs.continues or call.final or call.initial is not None
-    apart = not travels or (call.plan.ring.size == 1 and not call.plan.runs.continues)
+    has_states = call.final or call.initial is not None
+    apart = not call.plan.runs.continues and (call.plan.ring.size == 1 or not has_states)
     passes = call.kernel == "fla" and _by_passes(call, apart)
     _agree(name, call, passes)
     with in_full_precision(call.v.device):
@@ -316,7 +316,7 @@ def _widened(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
 def _by_passes(call: Call, apart: bool) -> bool:
     """Return whether fla's kernels compute a call in two passes.
 
-    They do where states cross ranks or runs, and else where its own backward is refused.
+    They do if states cross ranks or runs, or if fla refuses its own backward.
     """
     if call.beta is None or not in_two_passes(call.k.shape[-1], call.v.shape[-1]):
         return False
@@ -361,18 +361,18 @@ def _with_states(
     call: Call, out: Tensor, before: Tensor, reads: Callable[[slice], Tensor]
 ) -> Tensor:
     """Add to outputs `[n, h, d_v]` the products of the states before runs and tokens' reads."""
-    tokens, found = [], []
+    tokens, products = [], []
     state = before.to(out.dtype)
     for number, (run, (first, length)) in enumerate(zip(call.plan.mine, call.plan.spans)):
         if run.position or (call.initial is not None and call.plan.runs.begins(run) is not None):
             read = reads(slice(first, first + length)).to(out.dtype)
-            found.append(torch.einsum("nhk,hkv->nhv", read, state[number]))
+            products.append(torch.einsum("nhk,hkv->nhv", read, state[number]))
             tokens.append((first, length))
-    if not found:  # backward exchanges on all ranks, also on one that reads no state
+    if not products:  # backward exchanges on all ranks, also on one that reads no state
         return out + state.flatten()[:0].sum()
     key = "read", tuple(tokens)
     places = call.plan.once(key, lambda: _places(tokens, out.device))
-    return out.index_add(0, places, torch.cat(found))
+    return out.index_add(0, places, torch.cat(products))
 
 
 def _places(spans: list[tuple[int, int]], device: torch.device) -> Tensor:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ring_attention_pytorch.runtime.torch_func import differentiable_grads
+
 _MOST = 128  # the largest d_k whose map fits beside a state
 _COLUMNS = 32  # of a state, for one program
 
@@ -18,8 +20,8 @@ class Levels(NamedTuple):
     """Which maps are followed.
 
     Attributes:
-        places: for the 2nd, 3rd, ... run of the first so many chains, the place of the map of the
-            run before.
+        places: for each level, the 2nd, 3rd, ... runs of chains, the places of the maps that lead
+            to it. Longer chains come first, so a level has the first ones.
         table: int32 `[levels, chains]`, the same, -1 beyond a chain's end.
         offsets: int32 `[levels]`, how many states are stored before each level's.
         depths: int32 `[chains]`, how many maps each chain follows.
@@ -44,18 +46,18 @@ class Levels(NamedTuple):
         offsets: list[int] = []
         before: list[int] = []
         so_far, last = chains, 0
-        for here in places:
-            table.append([*here] + [-1] * (chains - len(here)))
+        for maps in places:
+            table.append([*maps] + [-1] * (chains - len(maps)))
             offsets.append(so_far)
-            before += range(last, last + len(here))
-            last, so_far = so_far, so_far + len(here)
-        depths = [sum(len(here) > chain for here in places) for chain in range(chains)]
+            before += range(last, last + len(maps))
+            last, so_far = so_far, so_far + len(maps)
+        depths = [sum(len(maps) > chain for maps in places) for chain in range(chains)]
 
         def whole(numbers: Any, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.tensor(numbers, dtype=dtype, device=device)
 
-        each = tuple(whole(here, torch.long) for here in places)
-        return cls(each, whole(table), whole(offsets), whole(depths), whole(before, torch.long))
+        by_level = tuple(whole(maps, torch.long) for maps in places)
+        return cls(by_level, whole(table), whole(offsets), whole(depths), whole(before, torch.long))
 
 
 def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:
@@ -109,8 +111,8 @@ def followed(m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:
 
 def kernel_fits(m: Tensor, u: Tensor) -> bool:
     """Return whether the kernel can follow these maps."""
-    known = u.is_cuda and find_spec("triton") is not None
-    return known and m.ndim == 4 and u.dtype == torch.float32 and m.shape[-1] <= _MOST
+    is_available = u.is_cuda and find_spec("triton") is not None
+    return is_available and m.ndim == 4 and u.dtype == torch.float32 and m.shape[-1] <= _MOST
 
 
 def _plain(m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:
@@ -142,14 +144,8 @@ class _Follow(Function):
         m, u, first, states = ctx.saved_tensors
         levels: Levels = ctx.levels
         if torch.is_grad_enabled():  # a graph of the gradients is wanted
-            wanted = [t for t, needs in zip((m, u, first), ctx.needs_input_grad) if needs]
-            found = iter(
-                torch.autograd.grad(
-                    _plain(m, u, first, levels), wanted, grads, create_graph=True,
-                    materialize_grads=True,
-                )
-            )  # fmt: skip
-            return *(next(found) if needs else None for needs in ctx.needs_input_grad[:3]), None
+            states_again, needed = _plain(m, u, first, levels), ctx.needs_input_grad[:3]
+            return *differentiable_grads(states_again, (m, u, first), needed, grads), None
         from ring_attention_pytorch.recurrent._triton_levels import return_kernel
 
         du = states.new_zeros(len(u), *first.shape[1:])
@@ -161,8 +157,8 @@ class _Follow(Function):
         )  # fmt: skip
         if ctx.needs_input_grad[0]:
             at = torch.cat(levels.places)
-            each = torch.matmul(du[at], states[levels.before].mT)
-            dm = m.new_zeros(m.shape).index_copy(0, at, each)
+            d_each = torch.matmul(du[at], states[levels.before].mT)
+            dm = m.new_zeros(m.shape).index_copy(0, at, d_each)
         return dm, du, dfirst, None
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -250,6 +250,15 @@ class RunPlan:
         return ValueError(text)
 
     @cached_property
+    def number_of(self) -> dict[HeldRun, int]:
+        """The number of each of this rank's runs, in the order held."""
+        return {run: number for number, run in enumerate(self.mine)}
+
+    def indices(self, numbers: Sequence[int]) -> Tensor:
+        """Return numbers as int64 on the plan's device, to index tensors."""
+        return torch.tensor(numbers, dtype=torch.long, device=self.device)
+
+    @cached_property
     def spans(self) -> list[tuple[int, int]]:
         """The first token of each of this rank's runs in `[b * n]`, and the number of tokens."""
         n = self.runs.tokens[self.ring.rank]
@@ -331,51 +340,52 @@ def _segments(
 
 
 def _route(plan: RunPlan, final: bool) -> Route:
-    runs, rank, device = plan.runs, plan.ring.rank, plan.device
+    runs, rank = plan.runs, plan.ring.rank
     sent = [runs.sent(each, final) for each in range(len(runs.held))]
-    place: dict[HeldRun, int] = {}
+    map_at: dict[HeldRun, int] = {}  # places among all maps that travel
     for each, numbers in enumerate(sent):
         for number in numbers:
-            place[runs.held[each][number]] = len(place)
-    ends = runs.ends() if final else []
-    needed = [*runs.held[rank], *(run for run in ends if run is not None)]
+            map_at[runs.held[each][number]] = len(map_at)
+    ends = [run for run in runs.ends() if run is not None] if final else []
     depth: dict[int, int] = {}  # levels of each chain that this rank needs
-    for run in needed:
+    for run in (*plan.mine, *ends):
         chain, level = runs.links[run]
         depth[chain] = max(depth.get(chain, 0), level + 1)
     order = sorted(depth, key=lambda chain: (-depth[chain], chain))
-    at: dict[HeldRun, int] = {}
+    state_at: dict[HeldRun, int] = {}  # places among the states of all levels
     levels: list[list[int]] = []
-    so_far = 0
     for level in range(max(depth.values(), default=0)):
-        here = [chain for chain in order if depth[chain] > level]
-        for number, chain in enumerate(here):
-            at[runs.chains[chain][level]] = so_far + number
-        so_far += len(here)
+        followed = [runs.chains[chain] for chain in order if depth[chain] > level]
+        for chain_runs in followed:
+            state_at[chain_runs[level]] = len(state_at)
         if level:
-            levels.append([place[runs.chains[chain][level - 1]] for chain in here])
-    firsts = [(number, runs.begins(runs.chains[chain][0])) for number, chain in enumerate(order)]
-    whole = partial(torch.tensor, dtype=torch.long, device=device)
+            levels.append([map_at[chain_runs[level - 1]] for chain_runs in followed])
+    starts, samples = [], []  # chains that begin with a sample's initial state
+    for number, chain in enumerate(order):
+        sample = runs.begins(runs.chains[chain][0])
+        if sample is not None:
+            starts.append(number)
+            samples.append(sample)
+    last = None
+    if final:
+        last = (
+            plan.indices([run.sample for run in ends]),
+            plan.indices([state_at[run] for run in ends]),
+            plan.indices([map_at[run] for run in ends]),
+        )
     return Route(
-        sent=whole(sent[rank]),
+        sent=plan.indices(sent[rank]),
         counts=tuple(map(len, sent)),
         chains=len(order),
-        starts=_columns([pair for pair in firsts if pair[1] is not None], 2, whole),
-        levels=Levels.of(levels, len(order), device),
-        mine=whole([at[run] for run in runs.held[rank]]),
-        ends=_columns([(run.sample, at[run], place[run]) for run in ends if run], 3, whole)
-        if final
-        else None,
+        starts=(plan.indices(starts), plan.indices(samples)),
+        levels=Levels.of(levels, len(order), plan.device),
+        mine=plan.indices([state_at[run] for run in plan.mine]),
+        ends=last,
     )
-
-
-def _columns(rows: list[Any], width: int, whole: Any) -> Any:
-    return tuple(whole([row[column] for row in rows]) for column in range(width))
 
 
 def _halo_route(plan: RunPlan, width: int) -> HaloRoute:
     rank, size, runs = plan.ring.rank, plan.ring.size, plan.runs
-    numbers = {run: number for number, run in enumerate(plan.mine)}
     sends: list[list[int]] = [[] for _ in range(size)]
     lands: list[list[int]] = [[] for _ in range(size)]
     for run, place, owner, index in runs.before(width):
@@ -383,7 +393,7 @@ def _halo_route(plan: RunPlan, width: int) -> HaloRoute:
             token = owner.sample * runs.tokens[rank] + owner.start + index
             sends[run.rank].append(token)
         if run.rank == rank:
-            lands[owner.rank].append(numbers[run] * width + place)
+            lands[owner.rank].append(plan.number_of[run] * width + place)
     total = runs.batch * runs.tokens[rank]
     tokens: list[int] = []
     outputs = [0] * total
@@ -391,7 +401,9 @@ def _halo_route(plan: RunPlan, width: int) -> HaloRoute:
         halo = total + number * width
         outputs[first : first + length] = range(len(tokens), len(tokens) + length)
         tokens += [*range(halo, halo + width), *range(first, first + length)]
-    whole = partial(torch.tensor, dtype=torch.long, device=plan.device)
     return HaloRoute(
-        tuple(map(whole, sends)), tuple(map(whole, lands)), whole(tokens), whole(outputs)
+        sends=tuple(map(plan.indices, sends)),
+        lands=tuple(map(plan.indices, lands)),
+        tokens=plan.indices(tokens),
+        outputs=plan.indices(outputs),
     )

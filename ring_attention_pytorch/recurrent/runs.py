@@ -79,15 +79,15 @@ class Runs:
         check_consecutive(segments)
         held = []
         for rank, of_rank in enumerate(segments):
-            known: dict[int, list[tuple[int, int, int, int]]] = {}  # by the documents' id
+            joined: dict[int, list[tuple[int, int, int, int]]] = {}  # by the documents' id
             runs = []
             for sample in range(batch):
                 documents = None if packing is None else packing[sample]
-                if id(documents) not in known:
+                if id(documents) not in joined:
                     whole: Pieces = {0: whole_pieces(of_rank)}
                     pieces = whole if documents is None else documents.pieces(of_rank)
-                    known[id(documents)] = _joined(pieces)
-                for document, start, length, position in known[id(documents)]:
+                    joined[id(documents)] = _joined(pieces)
+                for document, start, length, position in joined[id(documents)]:
                     runs.append(HeldRun(rank, sample, document, start, length, position))
             held.append(tuple(runs))
         first, last = [0] * batch, [0] * batch
@@ -95,18 +95,20 @@ class Runs:
             first = [each.runs[0].document if each.runs else 0 for each in packing]
             last = [each.runs[-1].document if each.runs else 0 for each in packing]
         tokens = tuple(map(count, segments))
-        found = cls(batch, tokens, tuple(held), tuple(first), tuple(last))
-        _check_whole(found.chains)
-        return found
+        all_runs = cls(batch, tokens, tuple(held), tuple(first), tuple(last))
+        _check_whole(all_runs.chains)
+        return all_runs
 
     @cached_property
     def chains(self) -> list[list[HeldRun]]:
         """The runs of each document, in order of positions."""
-        found: dict[tuple[int, int], list[HeldRun]] = {}
+        by_document: dict[tuple[int, int], list[HeldRun]] = {}
         for runs in self.held:
             for run in runs:
-                found.setdefault((run.sample, run.document), []).append(run)
-        return [sorted(chain, key=lambda run: run.position) for _, chain in sorted(found.items())]
+                by_document.setdefault((run.sample, run.document), []).append(run)
+        return [
+            sorted(chain, key=lambda run: run.position) for _, chain in sorted(by_document.items())
+        ]
 
     @cached_property
     def links(self) -> dict[HeldRun, Link]:
@@ -135,12 +137,12 @@ class Runs:
     def sent(self, rank: int, final: bool) -> list[int]:
         """Return which of a rank's runs others need: all with a later run, and the final ones."""
         ends = {*self.ends()} if final else set()
-        found = []
+        numbers = []
         for number, run in enumerate(self.held[rank]):
             chain, level = self.links[run]
             if level + 1 < len(self.chains[chain]) or run in ends:
-                found.append(number)
-        return found
+                numbers.append(number)
+        return numbers
 
     def before(self, width: int) -> list[tuple[HeldRun, int, HeldRun, int]]:
         """List the `width` tokens before each run in its document.
@@ -150,15 +152,15 @@ class Runs:
             A run that begins near its document's start has fewer. The order is the same on all
             ranks.
         """
-        found = []
+        tokens = []
         for chain in self.chains:
             starts = [run.position for run in chain]
             for run in chain:
                 for place in range(width):
                     if (position := run.position - width + place) >= 0:
                         owner = chain[bisect_right(starts, position) - 1]
-                        found.append((run, place, owner, position - owner.position))
-        return found
+                        tokens.append((run, place, owner, position - owner.position))
+        return tokens
 
 
 def gathers(ranks: int) -> bool:
@@ -213,7 +215,7 @@ def last_of_samples(runs: Runs, width: int) -> list[tuple[int, int, HeldRun | No
     [(0, None, 4), (1, 0, 0), (2, 0, 1), (3, 1, 0), (4, 1, 1)]
     """
     chains = {(chain[0].sample, chain[0].document): chain for chain in runs.chains}
-    found: list[tuple[int, int, HeldRun | None, int]] = []
+    tokens: list[tuple[int, int, HeldRun | None, int]] = []
     for sample, document in enumerate(runs.last):
         chain = chains.get((sample, document), [])
         starts = [run.position for run in chain]
@@ -221,10 +223,10 @@ def last_of_samples(runs: Runs, width: int) -> list[tuple[int, int, HeldRun | No
         for place in range(width):
             if (position := end - width + place) >= 0:
                 owner = chain[bisect_right(starts, position) - 1]
-                found.append((sample, place, owner, position - owner.position))
+                tokens.append((sample, place, owner, position - owner.position))
             elif document == runs.first[sample]:
-                found.append((sample, place, None, width + position))
-    return found
+                tokens.append((sample, place, None, width + position))
+    return tokens
 
 
 def check_consecutive(segments: Sequence[Segments]) -> None:

@@ -129,20 +129,21 @@ def _followed(
     if initial is not None:
         numbers, samples = route.starts
         first = first.index_copy(0, numbers, initial[samples])
-    found = first
+    states = first
     if travelling is not None:
-        found = followed(*travelling, first, route.levels)
+        states = followed(*travelling, first, route.levels)
         if not route.levels.places:
             # backward exchanges on all ranks, also on one that needs no other rank's map
-            found = found + travelling[1].flatten()[:0].sum()
+            states = states + travelling[1].flatten()[:0].sum()
     last = None
     if route.ends is not None:
-        samples, at, places = route.ends
+        samples, state_places, map_places = route.ends
         last = u.new_zeros(plan.runs.batch, *u.shape[1:]) if initial is None else initial
         if travelling is not None:
-            ended = mapped(travelling[0][places], travelling[1][places], found[at])
+            last_m, last_u = travelling[0][map_places], travelling[1][map_places]
+            ended = mapped(last_m, last_u, states[state_places])
             last = last.index_copy(0, samples, ended)
-    return found.index_select(0, route.mine), last
+    return states.index_select(0, route.mine), last
 
 
 class _Gathered(Function):

@@ -21,11 +21,11 @@ def maps_of(work: Chunks, spans: Tensor) -> Tensor:
     from ring_attention_pytorch.recurrent._triton_state_maps import maps_kernel
 
     d_k, heads, d_v = work.w.shape[3], *work.u.shape[2:]
-    found = work.w.new_empty(len(spans), heads, d_k, d_v + d_k, dtype=torch.float32)
+    maps = work.w.new_empty(len(spans), heads, d_k, d_v + d_k, dtype=torch.float32)
     if len(spans):
         _launch(maps_kernel, work, MAPS, d_k + d_v, len(spans),
-                work.k, work.w, work.u, work.g, spans, found)  # fmt: skip
-    return found
+                work.k, work.w, work.u, work.g, spans, maps)  # fmt: skip
+    return maps
 
 
 def gradients_of(work: Chunks, do: Tensor, dv: Tensor, spans: Tensor, scale: float) -> Tensor:
@@ -40,11 +40,11 @@ def gradients_of(work: Chunks, do: Tensor, dv: Tensor, spans: Tensor, scale: flo
     from ring_attention_pytorch.recurrent._triton_state_maps import adjoint_kernel
 
     d_k, heads, d_v = work.w.shape[3], *work.u.shape[2:]
-    found = work.w.new_empty(len(spans), heads, d_k, d_v, dtype=torch.float32)
+    grads = work.w.new_empty(len(spans), heads, d_k, d_v, dtype=torch.float32)
     if len(spans):
         _launch(adjoint_kernel, work, ADJOINTS, d_v, len(spans),
-                work.q, work.k, work.w, do, dv, work.g, spans, found, scale)  # fmt: skip
-    return found
+                work.q, work.k, work.w, do, dv, work.g, spans, grads, scale)  # fmt: skip
+    return grads
 
 
 def _launch(

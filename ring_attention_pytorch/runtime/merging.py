@@ -28,7 +28,12 @@ from ring_attention_pytorch.runtime.rowwise import (
     merge_,
 )
 from ring_attention_pytorch.runtime.scores import check_per_head
-from ring_attention_pytorch.runtime.torch_func import Function, forward_mode, is_first_order
+from ring_attention_pytorch.runtime.torch_func import (
+    Function,
+    differentiable_grads,
+    forward_mode,
+    is_first_order,
+)
 
 _AT_ONCE = 3  # parts that one launch merges, rounding once
 
@@ -181,6 +186,5 @@ def _differentiable(
     """Return the gradients of sinks and parts as functions that can be differentiated again."""
     # views: a tensor can be given twice, and autograd will add its gradients
     sinks, parts = None if sinks is None else sinks.view_as(sinks), [t.view_as(t) for t in parts]
-    given = [t for t, asked in zip((sinks, *parts), needed) if asked and t is not None]
-    found = iter(torch.autograd.grad(_plain(parts, sinks), given, (dout, dlse), create_graph=True))
-    return tuple([next(found) if asked else None for asked in needed])
+    merged = _plain(parts, sinks)
+    return differentiable_grads(merged, (sinks, *parts), needed, (dout, dlse))

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ring_attention_pytorch.runtime.observe import COMPUTE, WAIT, Record
-from ring_attention_pytorch.schedule.cost import bytes_of
 from ring_attention_pytorch.schedule.steps import KEYS, Transfer
 
 
@@ -124,7 +123,7 @@ def _direction(record: Record) -> Direction:
 def _bytes(record: Record, transfer: Transfer) -> int:
     copies = record.program.copies(transfer, record.place)
     tokens = sum(copy.length for copy in copies if copy.peer != record.place)
-    return tokens * bytes_of(transfer, record.shape)
+    return tokens * transfer.token_bytes(record.shape)
 
 
 def _ms(seconds: float) -> str:

@@ -1,7 +1,7 @@
 """Helpers for torch.func and torch.compile: code that runs outside of a trace or transform, and
 autograd Functions that support them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -88,6 +88,22 @@ def needs_derivatives(given: Iterable[Tensor | None]) -> bool:
 def is_first_order() -> bool:
     """True if this backward is not itself differentiated."""
     return not (torch.is_grad_enabled() or forward_mode())
+
+
+def differentiable_grads(
+    outputs: Any, inputs: Sequence[Any], needed: Sequence[bool], cotangents: Any
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the inputs that are `needed`, which can be differentiated again.
+
+    The others get None.
+    """
+    wanted = [t for t, is_needed in zip(inputs, needed) if is_needed]
+    grads = iter(
+        torch.autograd.grad(
+            outputs, wanted, cotangents, create_graph=True, materialize_grads=True
+        )
+    )  # fmt: skip
+    return tuple([next(grads) if is_needed else None for is_needed in needed])
 
 
 def refuse_second_order(what: str) -> None:

@@ -67,25 +67,25 @@ class Move(NamedTuple):
 
 def arrangements(program: Program) -> tuple[Arrangement, ...]:
     """Return each rank's arrangement of the last block of a program."""
-    block, found = len(program.blocks) - 1, []
+    block, arranged = len(program.blocks) - 1, []
     for rank, keys in enumerate(program.workload.keys):
-        found.append(Arrangement.of(program.chunks(block, rank), rank, count(keys)))
-    return tuple(found)
+        arranged.append(Arrangement.of(program.chunks(block, rank), rank, count(keys)))
+    return tuple(arranged)
 
 
 def moves(
     program: Program, transfer: Transfer, rank: int, arranged: Sequence[Arrangement]
 ) -> tuple[Move, ...]:
     """Return the copies that a rank makes from peers' memory: joined, sorted by owner and place."""
-    found = []
+    copied = []
     for owner, start, to, length in program.copies(transfer, rank):
         if owner != rank:
             for part, there in arranged[owner].find(slice(start, start + length)):
                 here = slice(to + part.start - start, to + part.stop - start)
-                found.append(Move(owner, there, here))
-    found.sort(key=lambda move: move.here.start)
+                copied.append(Move(owner, there, here))
+    copied.sort(key=lambda move: move.here.start)
     return tuple(
         Move(owner, there, here)
-        for owner, of_owner in groupby(found, attrgetter("owner"))
+        for owner, of_owner in groupby(copied, attrgetter("owner"))
         for there, here in joined_places(move[1:] for move in of_owner)
     )

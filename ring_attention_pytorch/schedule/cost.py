@@ -18,7 +18,7 @@ from ring_attention_pytorch.schedule.pieces import (
     tokens,
 )
 from ring_attention_pytorch.schedule.policy import keys_arrive_late
-from ring_attention_pytorch.schedule.relays import Machines, legs
+from ring_attention_pytorch.schedule.relays import Machines, messages
 from ring_attention_pytorch.schedule.steps import (
     KEYS,
     Block,
@@ -37,9 +37,8 @@ _TAPED, _DECIDED, _AROUND, _REPLAY = 16, 80, 40, 15
 # the same of all swaps of heads, forward and backward: by Python (two and four H100; not measured
 # with messages), by tapes, by graphs (four H100; 2k tokens each)
 _SWAPS, _SWAPS_TAPED, _SWAPS_REPLAYED = 280, 110, 80
-_OVERLAPPED_CALL_SHARE = (
-    0.4  # share of `call` that stays where other calls use the units that one leaves idle
-)
+# share of `call` that stays where other calls use the units that one leaves idle
+_OVERLAPPED_CALL_SHARE = 0.4
 _ALL_TILES = 0.2  # the same of one call for all tiles: Triton, four H100, 2k and 4k tokens each
 
 
@@ -82,14 +81,16 @@ class Clock(NamedTuple):
         for part in program.parts:
             parts[part] = part_seconds(program, part, rank, shape, machine, a_flop)
         for transfer in program.transfers:
-            one = bytes_of(transfer, shape)
+            token_bytes = transfer.token_bytes(shape)
             if relays:
                 near, far = moved_by_relays(program, transfer, rank, relays)
-                transfers.append(relayed_seconds(near * one, far * one, machine))
+                transfers.append(relayed_seconds(near * token_bytes, far * token_bytes, machine))
             else:
                 near, far = moved(program, transfer, rank, machine.domain)
-                transfers.append(transfer_seconds(transfer, near * one, far * one, machine))
-            received += (near + far) * one
+                transfers.append(
+                    transfer_seconds(transfer, near * token_bytes, far * token_bytes, machine)
+                )
+            received += (near + far) * token_bytes
         return cls(parts, transfers, received, machine.deferred_share)
 
 
@@ -168,22 +169,15 @@ def part_seconds(
     seconds_a_flop: float,
 ) -> float:
     visible = _visible(program, part, rank)
-    rows = sum(tile.rows.stop - tile.rows.start for tile in visible)
     kernel = visible_pairs(visible) * shape.pair_flops * seconds_a_flop
     share = 1.0
     if len(program.blocks) == 2 and len(program.parts) > 1 and not program.blocks[1].whole:
         share = _OVERLAPPED_CALL_SHARE  # calls of one round overlap
     if machine.one_call:  # it merges by itself, so there is no further pass over the results
         return kernel + _ALL_TILES * min(len(visible), 1) * machine.call * share
-    passed = rows * shape.row_bytes / machine.memory
-    return kernel + len(visible) * machine.call * share + passed
-
-
-def bytes_of(transfer: Transfer, shape: KVShape) -> int:
-    """Return the bytes of one key or its gradients: a ring passes on sums, in a wide dtype."""
-    if transfer.kind == KEYS:
-        return shape.message_bytes
-    return shape.wide_bytes if transfer.hop else shape.grad_bytes
+    rows = sum(tile.rows.stop - tile.rows.start for tile in visible)
+    merging = rows * shape.row_bytes / machine.memory
+    return kernel + len(visible) * machine.call * share + merging
 
 
 def moved(program: Program, transfer: Transfer, rank: int, domain: int) -> tuple[int, int]:
@@ -194,19 +188,18 @@ def moved(program: Program, transfer: Transfer, rank: int, domain: int) -> tuple
     """
     size = len(program.workload.keys)
     if transfer.hop:
-        block = transfer.block if transfer.kind == KEYS else transfer.source
-        moved = tokens(program.chunks(block, rank))
+        block_tokens = tokens(program.chunks(transfer.fetched, rank))
         crosses = size > domain or transfer.distances[0] >= domain
-        return (0, moved) if crosses else (moved, 0)
-    near = far = 0
-    block = transfer.block if transfer.kind == KEYS else transfer.source
-    stages, _, made = program.blocks[block]
+        return (0, block_tokens) if crosses else (block_tokens, 0)
+    stages, _, made = program.blocks[transfer.fetched]
     groups = stages[transfer.stage] if transfer.kind == KEYS else chain.from_iterable(stages)
     distances = tuple(chain.from_iterable(groups))
-    chunks = needed(rank, program.workload, distances)
-    if made is not None:  # perhaps of some of these owners only
-        behind = {(rank - distance) % size for distance in distances}
-        chunks = tuple(chunk for chunk in made.pieces[rank] if chunk.owner in behind)
+    if made is None:
+        chunks = needed(rank, program.workload, distances)
+    else:  # perhaps of some of these owners only
+        owners = {(rank - distance) % size for distance in distances}
+        chunks = tuple(chunk for chunk in made.pieces[rank] if chunk.owner in owners)
+    near = far = 0
     for chunk in chunks:
         if chunk.owner == rank:
             continue
@@ -221,15 +214,12 @@ def moved_by_relays(
     program: Program, transfer: Transfer, rank: int, machines: Machines
 ) -> tuple[int, int]:
     """Return how many tokens come to a rank from its machine, some to pass on, and from others."""
-    back, near, far = transfer.kind != KEYS, 0, 0
-    block = transfer.source if back else transfer.block
-    pieces = [program.chunks(block, other) for other in range(len(machines))]
-    for leg in chain(*legs(pieces, machines)):
-        sender, receiver = (leg.receiver, leg.sender) if back else (leg.sender, leg.receiver)
+    near = far = 0
+    for sender, receiver, length in messages(program, transfer, machines, relayed=True):
         if receiver == rank and machines[sender] == machines[rank]:
-            near += leg.tokens
+            near += length
         elif receiver == rank:
-            far += leg.tokens
+            far += length
     return near, far
 
 
@@ -286,7 +276,9 @@ def replay_seconds(machine: Hardware = H200) -> float:
 
 def swap_launch_seconds(taped: bool, replayed: bool, machine: Hardware = H200) -> float:
     """Return the seconds the host takes to swap heads for sequence, forward and backward."""
-    launches = _SWAPS_REPLAYED if replayed else _SWAPS_TAPED if taped else _SWAPS
+    launches = _SWAPS_TAPED if taped else _SWAPS
+    if replayed:
+        launches = _SWAPS_REPLAYED
     return launches * machine.launch
 
 
@@ -308,8 +300,8 @@ def costs(
 ) -> dict[str, Cost]:
     """Predict the cost of each transport for a rank in the middle of the ring."""
     rank = len(workload.keys) // 2
-    both = (ring(workload), likely_gather(workload, shape, at_once, machine))
-    return {each.transport: predict(each, rank, shape, machine) for each in both}
+    schedules = (ring(workload), likely_gather(workload, shape, at_once, machine))
+    return {each.transport: predict(each, rank, shape, machine) for each in schedules}
 
 
 def seconds_by(
@@ -318,8 +310,8 @@ def seconds_by(
     """Predict the seconds of a transport, forward and backward, for a rank in the middle."""
     rank = len(workload.keys) // 2
     is_ring = transport == "ring"
-    made = ring(workload) if is_ring else likely_gather(workload, shape, at_once, machine)
-    return sum(predict(made, rank, shape, machine)[:2])
+    schedule = ring(workload) if is_ring else likely_gather(workload, shape, at_once, machine)
+    return sum(predict(schedule, rank, shape, machine)[:2])
 
 
 def likely_gather(

@@ -42,34 +42,34 @@ class Held(NamedTuple):
         >>> held.lengths, [chunk.cols for chunk, in held.made.pieces]
         ((6, 0), [slice(2, 6, None), slice(0, 4, None)])
         """
-        there = {rank: number for number, rank in enumerate(members(machines, machine))}
+        number_of = {rank: number for number, rank in enumerate(members(machines, machine))}
         relayed = any(
             machines[chunk.owner] != machines[rank]
             for rank, chunks in enumerate(pieces)
             for chunk in chunks
         )
-        lengths = [0 if relayed else counts[rank] for rank in there]
+        lengths = [0 if relayed else counts[rank] for rank in number_of]
         arrived = {}
         for leg in legs(pieces, machines).first:
-            if leg.receiver in there and leg.sender not in there:
-                holder = there[leg.receiver]
+            if leg.receiver in number_of and leg.sender not in number_of:
+                holder = number_of[leg.receiver]
                 start = lengths[holder]
                 lengths[holder] = start + leg.tokens
                 arrived[leg.sender] = leg, holder, slice(start, lengths[holder])
-        seen = []
-        for rank in there:
+        pieces_here = []
+        for rank in number_of:
             chunks = []
             for chunk in pieces[rank]:
-                if chunk.owner in there:
-                    chunks.append(chunk._replace(owner=there[chunk.owner]))
+                if chunk.owner in number_of:
+                    chunks.append(chunk._replace(owner=number_of[chunk.owner]))
                     continue
                 leg, holder, at = arrived[chunk.owner]
                 span = Span(chunk.owner, chunk.cols.start, chunk.cols.stop)
                 first = at.start + leg.find(span).start
                 chunks.append(Chunk(holder, first, chunk.segment))
-            seen.append(tuple(chunks))
-        parts = tuple((slice(0, tokens(chunks)),) for chunks in seen)
-        made = Round(((distances_inside(len(there)),),), tuple(seen), parts)
+            pieces_here.append(tuple(chunks))
+        parts = tuple((slice(0, tokens(chunks)),) for chunks in pieces_here)
+        made = Round(((distances_inside(len(number_of)),),), tuple(pieces_here), parts)
         return cls(made, tuple(lengths), tuple(arrived.values()), relayed)
 
 

@@ -50,12 +50,18 @@ def passes(machines: Machines, rank: int) -> Passes:
     mine = machines[rank]
     near = [other for other in members(machines, mine) if other != rank]
     far = [other for other, machine in enumerate(machines) if machine != mine]
-    relays = {owner: relay(machines, mine, owner) for owner in far}
-    there = [relay(machines, machine, rank) for machine in {*machines} - {mine}]
-    own = [owner for owner in far if relays[owner] == rank]
+    other_relays = [relay(machines, machine, rank) for machine in {*machines} - {mine}]
+    straight, passed, relayed = [*near], [], []
+    for owner in far:
+        by = relay(machines, mine, owner)
+        if by == rank:
+            straight.append(owner)
+            passed += [(receiver, owner) for receiver in near]
+        else:
+            relayed.append((by, owner))
     return Passes(
-        tuple(sorted([*near, *there])),
-        tuple(sorted([*near, *own])),
-        tuple((receiver, owner) for owner in own for receiver in near),
-        tuple((sender, owner) for owner, sender in relays.items() if sender != rank),
+        tuple(sorted([*near, *other_relays])),
+        tuple(sorted(straight)),
+        tuple(passed),
+        tuple(relayed),
     )

@@ -39,7 +39,10 @@ class Workload(NamedTuple):
 
 
 def cached(make: Callable[..., _T]) -> Callable[..., _T]:
-    """Cache a function's results for workloads of one mask; with documents, while these live."""
+    """Cache a function's results by workload; with documents, in these, to be freed with them.
+
+    Nothing is cached for masks that differ between samples, or with a prefix.
+    """
     cached_make = lru_cache(maxsize=1024)(make)
 
     @wraps(make)

@@ -99,10 +99,10 @@ def calls_of_documents_pay(
 ) -> bool:
     """True if a kernel with a call for each document can beat a slower one with few calls for all.
 
-    It says nothing of the tiles that ranks cut of documents: each document takes a call forward and
-    one backward on one rank, at least. False if samples have different documents, and except on
-    H200s: on one H100 our Triton kernel was as fast as cuDNN's in one document of 8k tokens (494
-    and 485 TF/s forward and backward), and faster in two (471 and 392).
+    It counts the fewest calls there can be, one forward and one backward for each document, however
+    ranks cut documents. False if samples have different documents, and except on H200s: on one H100
+    our Triton kernel was as fast as cuDNN's in one document of 8k tokens (494 and 485 TF/s forward
+    and backward), and faster in two (471 and 392).
 
     >>> from ring_attention_pytorch.geometry.documents import of_borders
     >>> from ring_attention_pytorch.schedule.hardware import hardware
@@ -143,15 +143,15 @@ def _seconds(workload: Workload, shape: KVShape, machine: Hardware) -> float:
     """Return the seconds that the kernel computes for a rank, forward and backward."""
     queries, keys, mask, _ = workload
     if mask.documents is not None:
-        whole = (Segment(0, 1, sum(mask.documents.lengths)),)  # an average needs no layout
-        pairs = visible_pairs(tiles(whole, whole, mask)) / len(queries)
+        sequence = (Segment(0, 1, sum(mask.documents.lengths)),)  # an average needs no layout
+        pairs = visible_pairs(tiles(sequence, sequence, mask)) / len(queries)
     else:
         keys_seen = sum(map(count, keys)) / (1 + mask.causal)
         if mask.window is not None:
             keys_seen = min(keys_seen, (2 - mask.causal) * mask.window + 1)
         pairs = max(map(count, queries)) * keys_seen
-    both = 1 / machine.forward + 2.5 / machine.backward
-    return pairs * shape.pair_flops * both
+    seconds_a_flop = 1 / machine.forward + 2.5 / machine.backward
+    return pairs * shape.pair_flops * seconds_a_flop
 
 
 @cached
@@ -171,13 +171,15 @@ def own_keys_apart(workload: Workload, square: bool) -> bool:
         return False
     together = all_together(workload)
     others = rounds_of(workload, max(1, len(workload.keys) - 1))
+    mask = workload.visible
     most_apart = most_together = 0
     for rank, queries in enumerate(workload.queries):
-        blocks = [workload.keys[rank], *(joined(each.pieces[rank]) for each in others)]
-        mask = workload.visible
-        most_apart = max(most_apart, sum(_square_calls(queries, keys, mask) for keys in blocks))
-        every = joined(together.pieces[rank])
-        most_together = max(most_together, _square_calls(queries, every, mask))
+        apart = _square_calls(queries, workload.keys[rank], mask)
+        for each in others:
+            apart += _square_calls(queries, joined(each.pieces[rank]), mask)
+        all_keys = joined(together.pieces[rank])
+        most_apart = max(most_apart, apart)
+        most_together = max(most_together, _square_calls(queries, all_keys, mask))
     return most_apart <= most_together
 
 
@@ -226,15 +228,16 @@ def reduce_by_copy_engine(
     """
     if len(rounds) != 1:
         return True
-    coming = max(returning_keys(rounds[0]).values(), default=0)
-    brought = max(map(tokens, rounds[0].pieces)) if own_low_priority else 0
+    returning = max(returning_keys(rounds[0]).values(), default=0)
+    fetched = max(map(tokens, rounds[0].pieces)) if own_low_priority else 0
     pairs_left = []
     for queries, keys, chunks in zip(*workload[:2], rounds[0].pieces):
-        left = keys if own_low_priority else ()
-        pairs = float(visible_pairs(tiles(queries, left, workload.visible)))
+        pairs = 0.0
+        if own_low_priority:
+            pairs += visible_pairs(tiles(queries, keys, workload.visible))
         if machine.keys_first:
             others = tiles(queries, joined(chunks), workload.visible)
             pairs += machine.deferred_share * visible_pairs(others)
         pairs_left.append(pairs)
-    moved = machine.backward_flops_per_byte * shape.grad_bytes * (2 * brought + coming / 2)
+    moved = machine.backward_flops_per_byte * shape.grad_bytes * (2 * fetched + returning / 2)
     return 2.5 * shape.pair_flops * min(pairs_left) >= moved

@@ -29,7 +29,6 @@ from ring_attention_pytorch.schedule.pieces import (
 )
 from ring_attention_pytorch.schedule.steps import (
     GRADS,
-    KEYS,
     Block,
     Program,
     Schedule,
@@ -102,8 +101,8 @@ def relay(machines: Machines, machine: int, owner: int) -> int:
     >>> [relay((0, 1, 0, 1, 1), 0, owner) for owner in (1, 3, 4)]
     [0, 2, 0]
     """
-    there = members(machines, machine)
-    return there[members(machines, machines[owner]).index(owner) % len(there)]
+    ranks = members(machines, machine)
+    return ranks[members(machines, machines[owner]).index(owner) % len(ranks)]
 
 
 class MergeRoute(NamedTuple):
@@ -146,16 +145,15 @@ def _merge_routes(machines: Machines) -> tuple[MergeRoute, ...]:
     number = len({*machines})
     if number in (1, len(machines)):
         return ()
-    found = []
+    routes = []
     for rank, mine in enumerate(machines):
-        receivers = (
-            other
-            for other, machine in enumerate(machines)
-            if machine != mine and relay(machines, mine, other) == rank
-        )
-        senders = (relay(machines, machine, rank) for machine in range(number))
-        found.append(MergeRoute(members(machines, mine), tuple(senders), tuple(receivers)))
-    return tuple(found)
+        receivers = []
+        for other, machine in enumerate(machines):
+            if machine != mine and relay(machines, mine, other) == rank:
+                receivers.append(other)
+        senders = [relay(machines, machine, rank) for machine in range(number)]
+        routes.append(MergeRoute(members(machines, mine), tuple(senders), tuple(receivers)))
+    return tuple(routes)
 
 
 def legs(pieces: Sequence[Chunks], machines: Machines) -> Legs:
@@ -173,16 +171,21 @@ def legs(pieces: Sequence[Chunks], machines: Machines) -> Legs:
     for rank, chunks in enumerate(pieces):
         for owner in sorted({chunk.owner for chunk in chunks} - {rank}):
             spans = [_span(chunk) for chunk in chunks if chunk.owner == owner]
-            by = rank
+            receiver = rank
             if machines[owner] != machines[rank]:
-                by = relay(machines, machines[rank], owner)
-            first.setdefault((owner, by), []).extend(spans)
-            if by != rank:
-                second.setdefault((by, rank), []).extend(spans)
-    return Legs(
-        tuple(Leg(*ends, _union(spans)) for ends, spans in sorted(first.items())),
-        tuple(Leg(*ends, _union(spans)) for ends, spans in sorted(second.items())),
-    )
+                receiver = relay(machines, machines[rank], owner)
+            first.setdefault((owner, receiver), []).extend(spans)
+            if receiver != rank:
+                second.setdefault((receiver, rank), []).extend(spans)
+    return Legs(_legs_of(first), _legs_of(second))
+
+
+def _legs_of(spans_by_ends: dict[tuple[int, int], list[Span]]) -> tuple[Leg, ...]:
+    """Return a message for each pair of sender and receiver, with the union of its spans."""
+    found = []
+    for (sender, receiver), spans in sorted(spans_by_ends.items()):
+        found.append(Leg(sender, receiver, _union(spans)))
+    return tuple(found)
 
 
 def _span(chunk: Chunk) -> Span:
@@ -202,6 +205,14 @@ def _union(spans: Sequence[Span]) -> tuple[Span, ...]:
             span = Span(span.owner, last.start, max(last.stop, span.stop))
         found.append(span)
     return tuple(found)
+
+
+def _sent_by(rank: int, all_legs: Sequence[Leg]) -> tuple[Leg, ...]:
+    return tuple(leg for leg in all_legs if leg.sender == rank)
+
+
+def _received_by(rank: int, all_legs: Sequence[Leg]) -> tuple[Leg, ...]:
+    return tuple(leg for leg in all_legs if leg.receiver == rank)
 
 
 class Arrived(NamedTuple):
@@ -225,24 +236,22 @@ class Route(NamedTuple):
     @classmethod
     def of(cls, pieces: Sequence[Chunks], machines: Machines, rank: int) -> "Route":
         """Return a rank's route, for the chunks of all ranks."""
-        both = legs(pieces, machines)
-        sends = tuple(tuple(leg for leg in each if leg.sender == rank) for each in both)
-        receives = tuple(tuple(leg for leg in each if leg.receiver == rank) for each in both)
+        first, second = legs(pieces, machines)
+        sends = _sent_by(rank, first), _sent_by(rank, second)
+        receives = _received_by(rank, first), _received_by(rank, second)
         by_sender = [{leg.sender: leg for leg in each} for each in receives]
         chunks, start = [], 0
         for chunk in pieces[rank]:
             here = slice(start, start + chunk.segment.length)
             start = here.stop
-            wanted, sender = _span(chunk), chunk.owner
-            passed_on = machines[sender] != machines[rank]
-            if passed_on:
-                sender = relay(machines, machines[rank], sender)
-            if passed_on and sender != rank:
-                chunks.append((Arrived(1, sender, by_sender[1][sender].find(wanted)), here))
-            else:
-                at = by_sender[0][chunk.owner].find(wanted)
-                chunks.append((Arrived(0, chunk.owner, at), here))
-        return cls((sends[0], sends[1]), (receives[0], receives[1]), tuple(chunks))
+            number, sender = 0, chunk.owner
+            if machines[chunk.owner] != machines[rank]:
+                by = relay(machines, machines[rank], chunk.owner)
+                if by != rank:  # it arrives by the second leg
+                    number, sender = 1, by
+            at = by_sender[number][sender].find(_span(chunk))
+            chunks.append((Arrived(number, sender, at), here))
+        return cls(sends, receives, tuple(chunks))
 
 
 # --- rounds: own machine, then one machine after another ---
@@ -261,21 +270,21 @@ def rounds_by_machine(workload: Workload, machines: Machines, at_once: int) -> t
     >>> [chunk.owner for chunk in first.pieces[0]], [chunk.owner for chunk in last.pieces[0]]
     ([2], [1, 3])
     """
-    size, found = len(machines), []
+    size, rounds = len(machines), []
     owners = [members(machines, machine) for machine in range(1 + max(machines))]
     for distance in range(len(owners)):
         for first in range(0, max(map(len, owners)), at_once):
             pieces, distances = [], set[int]()
             for rank, machine in enumerate(machines):
-                there = owners[(machine - distance) % len(owners)][first : first + at_once]
-                behind = [(rank - owner) % size for owner in there if owner != rank]
+                chosen = owners[(machine - distance) % len(owners)][first : first + at_once]
+                behind = [(rank - owner) % size for owner in chosen if owner != rank]
                 pieces.append(needed(rank, workload, behind))
                 distances.update((rank - chunk.owner) % size for chunk in pieces[-1])
             if distances:
                 stage = (tuple(sorted(distances)),)
                 parts = tuple((slice(0, tokens(chunks)),) for chunks in pieces)
-                found.append(Round((stage,), tuple(pieces), parts))
-    return tuple(found)
+                rounds.append(Round((stage,), tuple(pieces), parts))
+    return tuple(rounds)
 
 
 @cached
@@ -343,34 +352,30 @@ def crossing(
     schedule: Schedule, machines: Machines, shape: KVShape, relayed: bool = False
 ) -> Crossing:
     """Return the bytes that cross in a schedule's calls, `relayed` or directly from the owners."""
-    both = []
+    directions = []
     for program in (schedule.forward, schedule.backward):
         sent = [0] * len(machines)
         for transfer in program.transfers:
-            one = _token_bytes(transfer, shape)
-            for sender, receiver, length in _moves(program, transfer, machines, relayed):
+            token_bytes = transfer.token_bytes(shape)
+            for sender, receiver, length in messages(program, transfer, machines, relayed):
                 if machines[sender] != machines[receiver]:
-                    sent[sender] += one * length
-        both.append(tuple(sent))
-    return Crossing(*both)
+                    sent[sender] += token_bytes * length
+        directions.append(tuple(sent))
+    return Crossing(*directions)
 
 
-def _token_bytes(transfer: Transfer, shape: KVShape) -> int:
-    if transfer.kind == KEYS:
-        return shape.message_bytes
-    return shape.wide_bytes if transfer.hop else shape.grad_bytes
-
-
-def _moves(
+def messages(
     program: Program, transfer: Transfer, machines: Machines, relayed: bool
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the sender, the receiver and the number of tokens of each message of a transfer."""
-    ranks, back = range(len(machines)), transfer.kind == GRADS
+    ranks = range(len(machines))
     if relayed:
-        block = transfer.source if back else transfer.block
-        for leg in chain(*legs([program.chunks(block, rank) for rank in ranks], machines)):
-            ends = (leg.receiver, leg.sender) if back else (leg.sender, leg.receiver)
-            yield *ends, leg.tokens
+        pieces = [program.chunks(transfer.fetched, rank) for rank in ranks]
+        for leg in chain(*legs(pieces, machines)):
+            if transfer.kind == GRADS:  # the same way back
+                yield leg.receiver, leg.sender, leg.tokens
+            else:
+                yield leg.sender, leg.receiver, leg.tokens
         return
     for rank in ranks:
         for copy in program.copies(transfer, rank):
@@ -383,19 +388,20 @@ def swap_crossing(workload: Workload, machines: Machines, shape: KVShape, degree
 
     `shape` has the heads of one rank after the swap, `workload` the tokens before it.
     """
-    row = shape.batch * shape.heads * shape.d * shape.itemsize
-    result = shape.batch * shape.heads * shape.d_v * shape.itemsize
-    forward, backward = [], []
+    query_bytes = shape.batch * shape.heads * shape.d * shape.itemsize
+    out_bytes = shape.batch * shape.heads * shape.d_v * shape.itemsize
+
+    def swapped(tokens_of: int, results_of: int) -> int:
+        """Return the bytes of one rank's queries and keys, and of another one's results."""
+        keys = count(workload.keys[tokens_of]) * shape.token_bytes
+        queries = count(workload.queries[tokens_of]) * query_bytes
+        return keys + queries + count(workload.queries[results_of]) * out_bytes
+
+    forward, backward = [0] * len(machines), [0] * len(machines)
     for rank, machine in enumerate(machines):
         first = rank - rank % degree
-        both = [0, 0]
         for other in range(first, first + degree):
-            if machines[other] == machine:
-                continue
-            for number, (sent, returned) in enumerate(((rank, other), (other, rank))):
-                keys = count(workload.keys[sent]) * shape.token_bytes
-                queries = count(workload.queries[sent]) * row
-                both[number] += keys + queries + count(workload.queries[returned]) * result
-        forward.append(both[0])
-        backward.append(both[1])
+            if machines[other] != machine:
+                forward[rank] += swapped(rank, other)
+                backward[rank] += swapped(other, rank)  # gradients go the way back
     return Crossing(tuple(forward), tuple(backward))

@@ -21,6 +21,7 @@ from ring_attention_pytorch.geometry.segments import Segments, count, slice_segm
 from ring_attention_pytorch.schedule.pieces import (
     Chunk,
     Chunks,
+    KVShape,
     Round,
     Stage,
     Workload,
@@ -76,6 +77,17 @@ class Transfer(NamedTuple):
     distances: tuple[int, ...]
     stage: int = 0  # of the keys' block
     hop: bool = False  # of a ring: to one rank; whole blocks of keys, or sums of gradients
+
+    @property
+    def fetched(self) -> int:
+        """Number of the block on the rank that fetches keys, or returns their gradients."""
+        return self.block if self.kind == KEYS else self.source
+
+    def token_bytes(self, shape: KVShape) -> int:
+        """Return the bytes of one key, or of its gradients: a hop has sums, in a wide dtype."""
+        if self.kind == KEYS:
+            return shape.message_bytes
+        return shape.wide_bytes if self.hop else shape.grad_bytes
 
 
 class Copy(NamedTuple):
@@ -136,10 +148,10 @@ class Program(NamedTuple):
             owner = self.owner(block, rank)
             pieces = whole_pieces(self.workload.keys[owner])
             return tuple(Chunk(owner, start, segment) for start, segment in pieces)
-        found: list[Chunk] = []
+        chunks: list[Chunk] = []
         for distances in chain.from_iterable(stages):
-            found += needed(rank, self.workload, distances)
-        return tuple(found)
+            chunks += needed(rank, self.workload, distances)
+        return tuple(chunks)
 
     def spans(self, block: int, rank: int) -> list[slice]:
         """Return the slice of a block's tokens that each stage has."""
@@ -220,24 +232,25 @@ def ring(workload: Workload) -> Schedule:
     distances = workload.distances
     blocks = tuple(Block((((distance,),),), whole=True) for distance in distances)
     keys = []
-    for number, (here, there) in enumerate(pairwise(distances)):
-        keys.append(Transfer(KEYS, number, number + 1, (there - here,), hop=True))
+    for number, (near, far) in enumerate(pairwise(distances)):
+        keys.append(Transfer(KEYS, number, number + 1, (far - near,), hop=True))
     # gradients go on in the same direction; at distance P is the owner itself, into its block 0
     jumps, grads = [*distances[1:], len(workload.keys)], []
-    for number, (here, there) in enumerate(pairwise(jumps), 1):
-        into = number + 1 if there < len(workload.keys) else 0
-        grads.append(Transfer(GRADS, number, into, (there - here,), hop=True))
-    forward, backward, last = [], [], len(keys)
+    for number, (near, far) in enumerate(pairwise(jumps), 1):
+        into = number + 1 if far < len(workload.keys) else 0
+        grads.append(Transfer(GRADS, number, into, (far - near,), hop=True))
+    forward, backward, hops = [], [], len(keys)
     for number in range(len(blocks)):
         wait = (number - 1,) if number else ()
-        step = Step(wait, (number,) if number < last else (), Part(number))
+        start = (number,) if number < hops else ()
+        step = Step(wait, start, Part(number))
         forward.append(step)
         backward.append(step)
         if number:  # gradients follow the keys, one hop behind
-            before = (last + number - 2,) if number > 1 else ()
-            backward.append(Step(before, (last + number - 1,)))
-    if last:
-        backward.append(Step((2 * last - 1,)))
+            wait = (hops + number - 2,) if number > 1 else ()
+            backward.append(Step(wait, start=(hops + number - 1,)))
+    if hops:
+        backward.append(Step(wait=(2 * hops - 1,)))
     return Schedule(
         "ring",
         Program(workload, blocks, tuple(keys), tuple(forward)),
@@ -269,15 +282,17 @@ def gather(workload: Workload, rounds: Sequence[Block], low_priority: bool = Fal
     fetched = _gathered(workload, at_once)
     transfers, steps = [*fetched.transfers], [*fetched.steps]
     steps[0] = steps[0]._replace(compute=Part(0, low_priority=low_priority))
-    back, going = [steps[0]], tuple[int, ...]()
+    backward, in_flight = [steps[0]], tuple[int, ...]()  # of gradients
     for number, step in enumerate(steps[1:], 1):
-        home = Transfer(GRADS, number, 0, _from_users(workload, at_once[number].distances))
-        transfers.append(home)
-        back += [step, Step(going, (len(transfers) - 1,))]
-        going = (len(transfers) - 1,)
-    if going:
-        back.append(Step(going))
-    return Schedule("gather", forward, Program(workload, at_once, tuple(transfers), tuple(back)))
+        users = _from_users(workload, at_once[number].distances)
+        start = (len(transfers),)
+        transfers.append(Transfer(GRADS, number, 0, users))
+        backward += [step, Step(in_flight, start)]
+        in_flight = start
+    if in_flight:
+        backward.append(Step(in_flight))
+    back = Program(workload, at_once, tuple(transfers), tuple(backward))
+    return Schedule("gather", forward, back)
 
 
 def gather_first(workload: Workload) -> Schedule:

@@ -5,7 +5,7 @@ from tests.faults.mutant import Mutant
 ATTENTION = [
     Mutant(
         "few tokens' kernel has nothing to leave", "plan/prepare.py:settle_transport",
-        "few.square, few.keys_first", "few.square, False",
+        "traits.square, traits.keys_first", "traits.square, False",
     ),
     Mutant(
         "all samples have the first one's documents", "plan/masks.py:by_sample",
@@ -13,7 +13,7 @@ ATTENTION = [
     ),
     Mutant(
         "samples that see alike are only the first", "plan/masks.py:by_sample",
-        "stop = start + len(list(alike))", "stop = start + 1",
+        "stop = start + len(list(samples))", "stop = start + 1",
     ),
     Mutant(
         "ids taken for another rank's", "plan/packing.py:gather_ids", "in zip(segments, notes):",
@@ -34,13 +34,13 @@ ATTENTION = [
     Mutant(
         "few tokens' graphs have calls that wait for one another",
         "plan/prepare.py:settle_transport",
-        "overlapping.schedule.own_low_priority or small",
-        "(together or overlapping).schedule.own_low_priority or small",
+        "overlapping.schedule.own_low_priority or is_small",
+        "(one_stream or overlapping).schedule.own_low_priority or is_small",
     ),
     Mutant(
-        "dropout by the places held", "plan/ring_plan.py:RingPlan._of_block",
-        "segment_positions(side).to(",
-        "torch.arange(sum(s.length for s in side)).to(",
+        "dropout by the places held", "plan/ring_plan.py:RingPlan._tiles",
+        "segment_positions(queries).to(",
+        "torch.arange(sum(s.length for s in queries)).to(",
     ),
     Mutant(
         "keys of another sequence start anew on each rank", "plan/checks.py:one_after_another",

@@ -36,8 +36,8 @@ RECURRENT = [
     Mutant(
         "a convolution sees a token too early",
         "recurrent/plan.py:_halo_route",
-        "numbers[run] * width + place",
-        "numbers[run] * width + (place + 1) % width",
+        "plan.number_of[run] * width + place",
+        "plan.number_of[run] * width + (place + 1) % width",
     ),
     Mutant(
         "the last state is that of the last document here",

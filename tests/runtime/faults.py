@@ -21,8 +21,8 @@ ATTENTION = [
     ),
     Mutant(
         "shared keys are in two calls", "attention.py:_blocks",
-        "yield how, keys.followed_by(*shared), found shared = ()",
-        "yield how, keys.followed_by(*shared), found",
+        "yield kernel, plan.terms, keys.followed_by(*shared), joined shared = ()",
+        "yield kernel, plan.terms, keys.followed_by(*shared), joined",
     ),
     Mutant(
         "shared keys' dq is added before the ring's is there", "attention.py:_blocks_back",

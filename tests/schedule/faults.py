@@ -27,7 +27,8 @@ ATTENTION = [
     ),
     Mutant(
         "gradients wait for copy engines though nothing goes on",
-        "schedule/policy.py:reduce_by_copy_engine", "(2 * brought + coming / 2)", "(coming / 2)",
+        "schedule/policy.py:reduce_by_copy_engine", "(2 * fetched + returning / 2)",
+        "(returning / 2)",
     ),
     Mutant(
         "the second stage brings what the first did", "schedule/pieces.py:in_two_stages",
@@ -75,8 +76,8 @@ SCHEDULES = [
     ),
     Mutant(
         "gradients go home before they are computed", STEPS + "gather",
-        "back += [step, Step(going, (len(transfers) - 1,))]",
-        "back += [Step(going, (len(transfers) - 1,)), step]",
+        "backward += [step, Step(in_flight, start)]",
+        "backward += [Step(in_flight, start), step]",
     ),
     Mutant(
         "own keys' gradients stay", STEPS + "gather_first",
