@@ -1,4 +1,6 @@
+import gc
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -41,6 +43,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_report_header(config: pytest.Config) -> str | None:
     seed = config.getoption("--sample")
     return None if seed is None else f"thorough tests are drawn by --sample {seed}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile, nor look again at what was imported and collected."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def name_of(file: Path) -> str:
     return ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
 
 
+@cache
 def imported(file: Path) -> set[str]:
     """Full names of all that is imported, inside functions too."""
     found = set()
