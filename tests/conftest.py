@@ -95,7 +95,9 @@ def interpreted():
 
 @pytest.fixture(autouse=True)
 def seed():
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` keeps stacks for each GPU to come
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
     plan_cache.forget()  # a test may change what plans depend on
     placement._unseen.clear()  # and look at a batch without gradients
 
