@@ -208,8 +208,9 @@ import torch
 import torch.distributed as dist
 assert not dist.is_initialized()
 q = torch.randn(1, 5, 2, 8)
-from {PACKAGE.name} import ring_attn
-assert ring_attn(q, q, q, causal=True).shape == q.shape
+from {PACKAGE.name} import ring_attn, ring_flash_attn
+for attend in (ring_attn, ring_flash_attn):
+    assert attend(q, q, q, causal=True).shape == q.shape
 assert not dist.is_initialized()
 print("fine")
 """
