@@ -1,4 +1,6 @@
+import gc
 import os
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -18,18 +20,22 @@ torch.set_num_threads(1)
 
 # Files that take longest, which begin first, so that no worker is left with one at the end.
 LONGEST = (
-    "test_mutants", "test_machines", "test_compile", "test_trainer", "test_examples",
-    "test_bench_ring", "test_original", "test_hf_examples", "test_failing_ranks", "test_triton",
-    "test_types", "test_restart", "test_launch", "test_second_order", "test_packed_documents",
-    "test_outputs", "test_gathered_keys", "test_operators", "test_features",
-    "test_transformers", "test_cache", "test_routed_modules", "test_ring_attention",
-    "test_packed_modules", "test_generation", "test_docs", "test_transformer", "test_assert",
-    "test_fused_copies", "test_unseen", "test_original_modules", "test_random", "test_strides",
-    "test_decoding_kernels", "test_stalls", "test_notebook", "test_dataset", "test_batches",
-    "test_commands", "test_meshes", "test_routing_examples", "test_warm_up",
-    "test_cache_layers", "test_other_models", "test_probe", "test_shared_keys",
-    "test_out_of_step", "test_failing_well", "test_decoding", "test_caches", "test_ulysses",
-    "test_attention", "test_rowwise", "test_guard",
+    "test_mutants", "test_machines", "test_assert", "test_types", "test_hf_examples",
+    "test_transformer", "test_compile", "test_ring_attention", "test_decoding_kernels",
+    "test_failing_well", "test_triton", "test_trainer", "test_routed_modules", "test_attention",
+    "test_gathered_keys", "test_features", "test_generation", "test_fused_copies",
+    "test_original", "test_failing_ranks", "test_examples", "test_recurrent",
+    "test_caches_in_step", "test_second_order", "test_launch", "test_cache_layers",
+    "test_ulysses", "test_caches", "test_cache", "test_docs", "test_packed_modules", "test_jobs",
+    "test_packed_documents", "test_random", "test_dataset", "test_imports", "test_meshes",
+    "test_other_models", "test_transformers", "test_guard", "test_original_modules",
+    "test_warm_up", "test_probe", "test_rowwise", "test_golden", "test_adapters",
+    "test_shared_keys", "test_out_of_step", "test_batches", "test_shared_memory_order",
+    "test_unseen", "test_soft_topk", "test_strides", "test_every_kernel", "test_surface",
+    "test_flex", "test_bench_ring", "test_families", "test_tiles", "test_models",
+    "test_decoding", "test_training_runs", "test_heads", "test_docstrings", "test_words",
+    "test_operators", "test_tape", "test_restart", "test_outputs", "test_stalls",
+    "test_notebook",
 )  # fmt: skip
 
 
@@ -41,6 +47,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_report_header(config: pytest.Config) -> str | None:
     seed = config.getoption("--sample")
     return None if seed is None else f"thorough tests are drawn by --sample {seed}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile, nor look again at what was imported and collected."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -82,7 +99,9 @@ def interpreted():
 
 @pytest.fixture(autouse=True)
 def seed():
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` keeps stacks for each GPU to come
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
     plan_cache.forget()  # a test may change what plans depend on
     placement._unseen.clear()  # and look at a batch without gradients
 

@@ -1,8 +1,6 @@
 """The benchmark beside other libraries, with a TransformerEngine of a few lines on CPUs."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,11 +9,9 @@ import pytest
 import torch
 
 from benchmarks.lib import spans, transformer_engine
-from benchmarks.lib.jobs import by_torchrun
 from ring_attention_pytorch.geometry.layouts import positions
+from tests.support.launched import launched
 
-ROOT = Path(__file__).parents[2]
-RUN = [sys.executable, *by_torchrun(2, "benchmarks", "peers")]
 SMALL = ["--device", "cpu", "--heads", "4", "2", "--dim-head", "16", "--repeats", "1"]
 # as its documentation says: each document in 2 P chunks, of which rank r has r and 2 P - 1 - r
 STUB = """
@@ -63,6 +59,11 @@ class DotProductAttention(torch.nn.Module):
         out = torch.einsum("hij,jhd->ihd", weights, v).flatten(1)
         return out if self.form == "thd" else out[None]
 """
+SCRIPT = """
+from benchmarks import peers
+
+peers.main()
+"""
 CHOICE = "_attention_backends = {}\n"
 
 
@@ -81,12 +82,9 @@ def stub(tmp_path: Path) -> Path:
 def saved(stub: Path, *options: str) -> list[dict[str, Any]]:
     """Run the benchmark on two ranks; return its rows of both passes."""
     file = stub / "rows.json"
-    ran = subprocess.run(
-        [*RUN, *SMALL, "--tokens", "48", "--rounds", "1",
-         "--load", "0", "--kernels", "sdpa", "--save", str(file), *options],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": f"{stub}:{ROOT}"},
-        capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+    (script := stub / "peers.py").write_text(SCRIPT)  # beside it, the package is found
+    how = ["--tokens", "48", "--rounds", "1", "--load", "0", "--kernels", "sdpa"]
+    ran = launched(str(script), *SMALL, *how, "--save", str(file), *options, ranks=2)
     # not the exit status: gloo can abort a process that has done all and ends
     assert file.exists(), ran.stderr
     rows = [row for row in json.loads(file.read_text()) if row["pass"] == "both"]

@@ -4,6 +4,7 @@ import doctest
 import inspect
 import io
 import json
+import multiprocessing
 import os
 import re
 import runpy
@@ -20,6 +21,7 @@ from torch.multiprocessing import ProcessRaisedException
 from examples import demo, pictures, train_documents, train_text
 from examples.train_text import Config, Step
 from ring_attention_pytorch.geometry.tiles import Mask, Tile
+from tests.support.forks import context
 from tests.support.launched import Done, launched
 from tests.support.sampling import in_ci
 from tests.support.scripts import fails_late
@@ -37,6 +39,13 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo's ranks are forked from where its imports are, too."""
+    for module in (multiprocessing, demo.mp):
+        monkeypatch.setattr(module, "get_context", lambda _: context)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +137,7 @@ def test_batches_are_the_same_whoever_draws_them():
     assert train_text.sequences(TINY, 0).shape == (4, 97)
 
 
-def test_demo_equality(capsys):
+def test_demo_equality(capsys, forked):
     assert demo.show_equality(demo.Screen(), length=37)
     text = capsys.readouterr().out
     assert text.count("PASS") == 25
@@ -155,14 +164,14 @@ def test_demo_pictures(capsys):
 
 
 @pytest.mark.thorough
-def test_demo_costs(capsys):
+def test_demo_costs(capsys, forked):
     assert demo.show_costs(demo.Screen(), demo.Sizes(batch=2, length=512, bucket=32))
     text = capsys.readouterr().out
     assert text.count("PASS") == 9
     assert "one process, regular" in text
 
 
-def test_demo_training_equals_one_process(capsys):
+def test_demo_training_equals_one_process(capsys, forked):
     assert demo.show_training(demo.Screen(), TINY)
     text = capsys.readouterr().out
     assert "4 processes  step    1   loss" in text
@@ -185,7 +194,7 @@ def test_demo_ends_with_an_error_where_something_fails(monkeypatch):
     assert "FAIL: not so: costs" in done.output
 
 
-def test_an_error_in_a_rank_is_raised():
+def test_an_error_in_a_rank_is_raised(forked):
     with pytest.raises(ProcessRaisedException, match="in a rank"):
         list(demo.on_ranks(fails_late))
 

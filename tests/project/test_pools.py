@@ -1,5 +1,7 @@
 """The processes that tests share answer the case that asks."""
 
+import gc
+
 import pytest
 
 from tests.support import ranks
@@ -24,3 +26,13 @@ def test_ranks_wait_longer_on_a_busy_machine_but_not_for_ever(monkeypatch):
     assert ranks.unhurried(2.0) >= 2.0
     monkeypatch.setattr("os.getloadavg", lambda: (1e6, 0.0, 0.0))
     assert ranks.unhurried(2.0) == 20.0
+
+
+def test_ranks_collect_garbage_but_what_they_were_forked_with():
+    assert gc.isenabled()
+    pool = ranks.Pool(1)
+    try:
+        assert pool.run(gc.isenabled) == [True]
+        assert pool.run(gc.get_freeze_count)[0] > 100_000
+    finally:
+        pool.stop()

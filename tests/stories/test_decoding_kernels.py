@@ -218,7 +218,7 @@ def decode(rank: int, memories: list[Tensor], given: tuple[str, float]) -> tuple
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(
     ranks: ProcessPoolExecutor,
 ) -> None:
-    seconds = unhurried(3.0)
+    seconds = unhurried(1.5)  # in which the others spin
     found = together(ranks, decode, ("11", seconds), ("1", seconds), ("11", seconds))
     for nan, trouble in (found[0], found[2]):
         assert nan == [False, True]

@@ -392,8 +392,12 @@ def test_d19_a_ring_starts_when_its_group_does(tmp_path: Any) -> None:
 # 2.2: crashes
 
 
+@pytest.mark.thorough
 def test_d20_importing_needs_no_kernel_and_ends_no_process() -> None:
-    """D20: without its own build of triton the import printed a line and exited with 0."""
+    """D20: without its own build of triton the import printed a line and exited with 0.
+
+    `tests/project/test_imports.py` has a process without Triton and flash-attn, too.
+    """
     code = (
         "import sys; sys.modules['triton'] = None; sys.modules['flash_attn'] = None\n"
         "import torch, ring_attention_pytorch as r\n"

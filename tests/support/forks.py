@@ -14,6 +14,7 @@ from threading import Lock
 from unittest import mock
 
 LIGHT = [
+    "tests.support.still",  # first
     "torch",
     "torch.distributed",
     "torch.fx.experimental.symbolic_shapes",

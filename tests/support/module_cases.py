@@ -167,6 +167,18 @@ def attend(module: nn.Module, sample: Sample, call: Options) -> Tensor:
     return module(sample.x, **given, **call)
 
 
+def attend_to_all(module: nn.Module, samples: list[Sample]) -> list[Tensor]:
+    """Attend to whole batches: to those of one length in one call, which is faster."""
+    first, lengths = samples[0], {s.x.shape[1] for s in samples}
+    if first.context is not None or len(lengths) > 1:
+        return [attend(module, s, {}) for s in samples]
+    masks = [s.mask for s in samples if s.mask is not None]
+    together = replace(
+        first, x=torch.cat([s.x for s in samples]), mask=torch.cat(masks) if masks else None
+    )
+    return list(attend(module, together, {}).split([len(s.x) for s in samples]))
+
+
 def by_hand(case: Case, whole: Sample, ring: Ring) -> tuple[Sample, Callable[[Tensor], Tensor]]:
     """This rank's part of a batch, and what takes its part of any other such tensor."""
 
@@ -194,7 +206,7 @@ def attention_errors(case: Case) -> Errors:
     module, reference = pair(RingAttention, case)
     dim = case.options.get("dim", ATTENTION["dim"])
     samples = [attention_batch(case, i, dim) for i in range(len(case.batches))]
-    outs = [attend(reference, s, {}) for s in samples]
+    outs = attend_to_all(reference, samples)
     torch.autograd.backward(outs, [s.cotangent for s in samples])
 
     at, ring = place(case)
@@ -254,14 +266,23 @@ def whole_loss(reference: nn.Module, batches: list[Ids], ignored: int) -> Tensor
     """The mean over every real token of every batch, by the definition."""
     # when the next token is the target, the last is no input, and causal or not nobody sees it
     last = None if batches[0].labels is not None else -1
-    logits, labels = [], []
-    for b in batches:
-        out = reference(b.x[:, :last], None if b.mask is None else b.mask[:, :last])
-        logits.append(out.flatten(0, 1))
-        labels.append(targets(b, ignored)[:, :last].flatten())
-    logits, labels = torch.cat(logits), torch.cat(labels)
+    logits = torch.cat([out.flatten(0, 1) for out in logits_of_all(reference, batches, last)])
+    labels = torch.cat([targets(b, ignored)[:, :last].flatten() for b in batches])
     real = labels != ignored
     return F.cross_entropy(logits[real], labels[real]) if real.any() else (logits * 0).sum()
+
+
+def logits_of_all(
+    reference: nn.Module, batches: list[Ids], last: int | None = None
+) -> list[Tensor]:
+    """Return the logits of whole batches: of those of one length by one call, which is faster."""
+    if len({b.x.shape[1] for b in batches}) > 1:
+        return [logits for b in batches for logits in logits_of_all(reference, [b], last)]
+    masks = [b.mask[:, :last] for b in batches if b.mask is not None]
+    x = torch.cat([b.x for b in batches])[:, :last]
+    return list(
+        reference(x, torch.cat(masks) if masks else None).split([len(b.x) for b in batches])
+    )
 
 
 def hand_sharded(case: Case, ids: Ids, ring: Ring) -> Ids:
@@ -277,7 +298,7 @@ def transformer_errors(case: Case) -> Errors:
     at, ring = place(case)
     mine = hand_sharded(case, batches[at], ring) if case.by_hand else batches[at]
     if case.loss is None:
-        logits = [reference(b.x, b.mask) for b in batches]
+        logits = logits_of_all(reference, batches)
         torch.autograd.backward(logits, [b.cotangent for b in batches])
         want = logits[at]
         if case.by_hand:
