@@ -62,7 +62,7 @@ class LatentKeys:
     def pull_back(self, encoded: Pair, params: Tensors, grads: Pair) -> tuple[Pair, Tensors]:
         (latent, _), (up,), (dk, dv) = encoded, params, grads
         b, m, *_ = dk.shape
-        both = torch.cat((dk[..., : self.d_nope], dv), dim=-1).view(b * m, -1)
+        both = torch.cat((dk[..., : self.d_nope], dv), dim=-1).view(b * m, up.shape[:2].numel())
         latent = latent.reshape(b * m, self.rank).to(both.dtype)
         d_latent = (both @ up.reshape(-1, self.rank).to(both.dtype)).view(b, m, 1, self.rank)
         d_up = (both.T @ latent).view(up.shape)
