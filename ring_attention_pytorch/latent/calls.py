@@ -9,7 +9,7 @@ from torch import Tensor
 from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.plan.option_types import PlanOptions
-from ring_attention_pytorch.plan.options import DEFAULTS
+from ring_attention_pytorch.plan.options import DEFAULTS, Options, not_default
 from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import report_to_group
@@ -51,23 +51,13 @@ def attend(
     sinks = options.get("sinks")
     if plan is None:
         plan = make_plan(found, {name: value for name, value in options.items() if name != "plan"})
-    elif given := sorted(_given(options)):
-        raise ValueError(
-            f"{caller}: the plan already decides {', '.join(given)}; pass one or the other"
-        )
-    _check_plan(caller, plan, found)
+    else:
+        _check_plan(caller, plan, found, options)
     (k, v), params = found.keys, found.params.values()
     out, lse = attention(
         plan, found.q, k, v, sinks, *params, codec=found.codec, return_lse=return_lse
     )
     return (out, lse) if return_lse else out
-
-
-def _given(options: dict[str, Any]) -> set[str]:
-    """Return the names of options that are given beside a plan, which decides them."""
-    every = {**DEFAULTS, "group": None}
-    beside = {name: value for name, value in options.items() if name not in ("plan", "sinks")}
-    return {name for name, value in beside.items() if value is not every.get(name, ...)}
 
 
 def make_plan(found: Encoded, options: dict[str, Any]) -> RingPlan:
@@ -79,12 +69,24 @@ def make_plan(found: Encoded, options: dict[str, Any]) -> RingPlan:
     return RingPlan.make(found.q, *found.keys, codec=found.codec, also=also, **options)
 
 
-def _check_plan(caller: str, plan: RingPlan, found: Encoded) -> None:
-    """Raise ValueError if a plan is of another codec than the call."""
-    if plan.codec != found.codec:
-        error = f"the plan was made for {plan.codec or 'keys as they are'}, got {found.codec}"
-        plan.ring.report_failure(f"raised ValueError: {error}")
-        raise ValueError(f"{caller}: {error}; make one for these")
+def _check_plan(caller: str, plan: RingPlan, found: Encoded, options: dict[str, Any]) -> None:
+    """Raise ValueError if a plan is of another codec, or if options are given beside it."""
+    of_each_call = ("plan", "sinks")
+    beside = {name: value for name, value in options.items() if name not in of_each_call}
+    group = ["group"] * (beside.pop("group") is not None)
+    try:
+        if beside:
+            Options.read(beside)  # their names and types
+        if decided := not_default({**DEFAULTS, **beside}) + group:
+            raise ValueError(
+                f"the plan already decides {', '.join(decided)}; pass one or the other"
+            )
+        if plan.codec != found.codec:
+            made = plan.codec or "keys as they are"
+            raise ValueError(f"the plan was made for {made}, got {found.codec}; make one for these")
+    except ValueError as error:
+        plan.ring.report_failure(f"raised ValueError: {error}")  # others wait for this rank
+        raise ValueError(f"{caller}: {error}") from None
 
 
 def encoded(
@@ -92,10 +94,17 @@ def encoded(
 ) -> Encoded:
     """Encode a call's tensors, cast as autocast says; an error is raised on all ranks."""
     try:
-        if not has_values(*tensors) or any(hasattr(t, "to_local") for t in tensors):
-            raise ValueError("tensors must have values, and not be DTensors; pass local tensors")
+        if not all(map(_is_plain, tensors)):
+            raise ValueError("tensors must be dense, have values, and not be DTensors")
         return encode(*(t.to(autocast_dtype(t)) for t in tensors))
     except ValueError as error:
         wrong = ValueError(f"{caller}: {error}")
     report(options, wrong)
     raise wrong
+
+
+def _is_plain(t: Tensor) -> bool:
+    """True if a tensor is dense, has values, and is no DTensor or nested tensor."""
+    return (
+        has_values(t) and t.layout == torch.strided and not (t.is_nested or hasattr(t, "to_local"))
+    )
