@@ -58,7 +58,7 @@ def test_a_plan_is_of_one_codec_and_excludes_options():
     assert torch.equal(mla_ring_attn(*args, plan=plan, **defaults), mla_ring_attn(*args, plan=plan))
     with pytest.raises(ValueError, match="key_bias need keys and values"):
         mla_ring_attn(*args, key_bias=torch.zeros(2, 24, dtype=torch.float64))
-    with pytest.raises(ValueError, match="must be dense, have values"):
+    with pytest.raises(ValueError, match="must be dense and have values"):
         mla_ring_attn(*(t.to("meta") for t in args))
     with pytest.raises(ValueError, match="warm_up has no parameters"):
         plan.warm_up()
