@@ -95,7 +95,7 @@ def encoded(
     """Encode a call's tensors, cast as autocast says; an error is raised on all ranks."""
     try:
         if not all(map(_is_plain, tensors)):
-            raise ValueError("tensors must be dense and have values, no DTensors; pass local tensors")
+            raise ValueError("tensors must be dense and have values; of DTensors pass local ones")
         return encode(*(t.to(autocast_dtype(t)) for t in tensors))
     except ValueError as error:
         wrong = ValueError(f"{caller}: {error}")
