@@ -29,7 +29,7 @@ def _report_to_cache(given: dict[str, Any], error: ValueError) -> None:
 
 
 @contextmanager
-def _told(report: Callable[[dict[str, Any], ValueError], object], given: Any) -> Iterator[None]:
+def _reported(report: Callable[[dict[str, Any], ValueError], object], given: Any) -> Iterator[None]:
     """Report errors of this block to the ranks that wait for this one; `given` says which."""
     try:
         yield
@@ -103,7 +103,7 @@ class RingLatentAttention(nn.Module):
         Raises:
             ValueError: x has another width; else as `mla_plan`; on all ranks.
         """
-        with _told(report, {**options}):
+        with _reported(report, {**options}):
             self._check(x)
         b, n, h, one = *x.shape[:2], self.heads, x.new_empty(())
         return mla_plan(
@@ -129,7 +129,7 @@ class RingLatentAttention(nn.Module):
         Raises:
             ValueError: x doesn't fit the plan.
         """
-        with _told(report, {"plan": plan}):
+        with _reported(report, {"plan": plan}):
             self._check(x, *plan.signature[:2])
             given = self._projected(x, plan.positions(x.device, in_documents=True))
         return self.to_out(mla_ring_attn(*given, plan=plan).flatten(2))
@@ -150,7 +150,7 @@ class RingLatentAttention(nn.Module):
         Raises:
             ValueError: the cache is another, or has no room; on every rank.
         """
-        with _told(_report_to_cache, {"cache": cache}):
+        with _reported(_report_to_cache, {"cache": cache}):
             self._check(x, cache.sequences)
             with checks_of("RingLatentAttention"):
                 cache.check_layer(layer)
