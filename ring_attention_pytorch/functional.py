@@ -305,12 +305,13 @@ def _attention(
         also = tangents_note(q, k, v, sinks, key_bias, *(shared or ()))
         plan = RingPlan.make(q, k, v, group=group, also=also, **options)
     else:
-        _check_only_plan(options, group)
-        if key_bias is not None:
-            try:  # a with block takes more host time
+        try:  # a with block takes more host time
+            _check_only_plan(options, group)
+            if key_bias is not None:
                 check_bias(key_bias, q, k, plan.terms.scale, plan.terms.softclamp)
-            except ValueError as error:
-                raise ValueError(f"ring attention: {error}") from None
+        except ValueError as error:
+            plan.ring.report_failure(f"raised ValueError: {error}")  # others wait for this rank
+            raise ValueError(f"ring attention: {error}") from None
     if key_bias is not None:
         if shared is not None:  # these have none
             shared = pad(shared[0], (0, columns(q, k, key_bias))), shared[1]
@@ -431,6 +432,4 @@ def _check_only_plan(options: dict[str, Any], group: Group) -> None:
     if group is not None:
         decided.append("group")
     if decided:
-        raise ValueError(
-            f"ring_attn: the plan already decides {', '.join(decided)}; pass one or the other"
-        )
+        raise ValueError(f"the plan already decides {', '.join(decided)}; pass one or the other")

@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.attention import Given, attention, backward, forward
+from ring_attention_pytorch.attention import (
+    Given,
+    RingAttentionFunction,
+    attention,
+    backward,
+    forward,
+)
 from ring_attention_pytorch.comm.exchange import all_gather_stacked
 from ring_attention_pytorch.plan.checks import check_tensors
 from ring_attention_pytorch.plan.placement import check_began_here, current
@@ -88,7 +94,8 @@ def _apart(plan: Any, *given: Any) -> tuple[Tensor, Tensor]:
     of_ring = attention(plan, q, k, v, sinks, return_lse=True)
     if plan.ring.size > 1 and needs_derivatives((shared_k, shared_v)):
         shared_k, shared_v = _Shared.apply(plan.ring, shared_k, shared_v)
-    of_shared = attention(plan.shared, q, shared_k, shared_v, None, return_lse=True)
+    # no `attention`: a batch's block would check where the batch's tokens are, and these are none
+    of_shared = RingAttentionFunction.apply(plan.shared, resolved(q), shared_k, shared_v, None)
     return merge_attention(*of_ring, *of_shared)
 
 

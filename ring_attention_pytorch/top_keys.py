@@ -117,6 +117,12 @@ def _by_threshold(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _check(scores: Tensor, positions: Tensor, k: int) -> None:
+    for name, t in (("scores", scores), ("positions", positions)):
+        if t.layout != torch.strided or t.is_meta or hasattr(t, "to_local"):
+            raise ValueError(
+                f"{name} must be dense and have values, no DTensor, got {type(t).__name__}, "
+                f"{t.layout} on {t.device}; pass this rank's part"
+            )
     if scores.ndim < 1 or not scores.is_floating_point():
         raise ValueError(
             f"scores must be floating [..., m], got {scores.dtype} {list(scores.shape)}"

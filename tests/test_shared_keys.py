@@ -11,6 +11,7 @@ from torch import Tensor
 from ring_attention_pytorch import RingPlan, explain_plan, ring_attn, ulysses_attn
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.kernels import eager
+from ring_attention_pytorch.plan.placement import Placement
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads
@@ -133,6 +134,29 @@ def test_heads_are_swapped_for_sequence_and_shared_keys_stay():
     for size in (2, 4):
         worst = errors(size, dict(causal=True, sinks=True, ulysses=2), "zigzag")
         assert max(worst) < 1e-12, worst
+
+
+def in_a_block(ring: Ring) -> bool:
+    """Whether swapped heads in a batch's block, with nothing said, give what they do outside."""
+    at = positions("zigzag", rank=ring.rank, ring_size=ring.size, length=N)
+    q, k, v = (t[:, at] for t in drawn()[QKV])
+    sk, sv = drawn()[SHARED]
+    how = dict(causal=True, shared_keys=(sk, sv), ulysses=2)
+    outside = ring_attn(q, k, v, layout="zigzag", group=ring, **how)
+    with Placement(ring, layout="zigzag", length=N):
+        return torch.equal(ring_attn(q, k, v, **how), outside)
+
+
+def test_a_batchs_block_says_nothing_of_shared_keys():
+    assert threads.run(2, in_a_block)[0] == [True] * 2
+    q, k, v, sk, sv = drawn()[:5]
+
+    def attend(q: Tensor) -> Tensor:
+        return ring_attn(q, k, v, causal=True, shared_keys=(sk, sv), kernel="eager")
+
+    outside = torch.func.jvp(attend, (q,), (q,))
+    with Placement(Ring.alone(), layout="zigzag", length=N):
+        assert all(map(torch.equal, torch.func.jvp(attend, (q,), (q,)), outside))
 
 
 def with_a_plan(ring: Ring) -> list[Tensor]:

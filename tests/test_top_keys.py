@@ -93,6 +93,8 @@ def test_a_rank_without_keys_takes_part():
         ((torch.zeros(2, 3), torch.arange(2), 1), r"positions must be int64 \[3\]"),
         ((torch.zeros(2, 3), torch.arange(3.0), 1), r"positions must be int64 \[3\]"),
         ((torch.zeros(2, 3), torch.arange(3), 0), "k must be at least 1, got 0"),
+        ((torch.zeros(2, 3).to_sparse(), torch.arange(3), 1), "scores must be dense"),
+        ((torch.zeros(2, 3), torch.arange(3).to("meta"), 1), "positions must be dense"),
     ],
 )
 def test_what_does_not_fit_is_refused(given, said):

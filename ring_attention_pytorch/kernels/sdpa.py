@@ -100,8 +100,11 @@ def backward(
 
 
 def _dense(t: Tensor) -> Tensor:
-    """Return the tensor, copied to contiguous memory unless its last stride is 1."""
-    return t if t.stride(-1) == 1 else t.contiguous()
+    """Return the tensor, copied to contiguous memory unless its last stride is 1.
+
+    `contiguous()` leaves any stride to a size of 1, which padding would take over.
+    """
+    return t if t.stride(-1) == 1 else t.clone(memory_format=torch.contiguous_format)
 
 
 @opaque

@@ -9,7 +9,7 @@ from torch import Tensor
 from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.plan.checks import autocast
 from ring_attention_pytorch.plan.option_types import PlanOptions
-from ring_attention_pytorch.plan.options import DEFAULTS
+from ring_attention_pytorch.plan.options import DEFAULTS, Options, not_default
 from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import report_to_group
@@ -52,26 +52,12 @@ def attend(
     if plan is None:
         plan = make_plan(call, {name: value for name, value in options.items() if name != "plan"})
     else:
-        _check_only_plan(caller, options)
-    _check_plan(caller, plan, call)
+        _check_plan(caller, plan, call, options)
     (k, v), params = call.keys, call.params.values()
     out, lse = attention(
         plan, call.q, k, v, sinks, *params, codec=call.codec, return_lse=return_lse
     )
     return (out, lse) if return_lse else out
-
-
-def _check_only_plan(caller: str, options: dict[str, Any]) -> None:
-    """Raise ValueError if options are given together with a plan, which already decides them."""
-    defaults, decided = {**DEFAULTS, "group": None}, []
-    for name, value in options.items():
-        if name not in ("plan", "sinks") and value is not defaults.get(name, ...):
-            decided.append(name)
-    if decided:
-        raise ValueError(
-            f"{caller}: the plan already decides {', '.join(sorted(decided))}; pass one or the "
-            "other"
-        )
 
 
 def make_plan(call: Encoded, options: dict[str, Any]) -> RingPlan:
@@ -83,12 +69,24 @@ def make_plan(call: Encoded, options: dict[str, Any]) -> RingPlan:
     return RingPlan.make(call.q, *call.keys, codec=call.codec, also=also, **options)
 
 
-def _check_plan(caller: str, plan: RingPlan, call: Encoded) -> None:
-    """Raise ValueError if a plan is of another codec than the call."""
-    if plan.codec != call.codec:
-        error = f"the plan was made for {plan.codec or 'keys as they are'}, got {call.codec}"
-        plan.ring.report_failure(f"raised ValueError: {error}")
-        raise ValueError(f"{caller}: {error}; make one for these")
+def _check_plan(caller: str, plan: RingPlan, call: Encoded, options: dict[str, Any]) -> None:
+    """Raise ValueError if a plan is of another codec, or if options are given beside it."""
+    of_each_call = ("plan", "sinks")
+    beside = {name: value for name, value in options.items() if name not in of_each_call}
+    group = ["group"] * (beside.pop("group") is not None)
+    try:
+        if beside:
+            Options.read(beside)  # their names and types
+        if decided := not_default({**DEFAULTS, **beside}) + group:
+            raise ValueError(
+                f"the plan already decides {', '.join(decided)}; pass one or the other"
+            )
+        if plan.codec != call.codec:
+            made = plan.codec or "keys as they are"
+            raise ValueError(f"the plan was made for {made}, got {call.codec}; make one for these")
+    except ValueError as error:
+        plan.ring.report_failure(f"raised ValueError: {error}")  # others wait for this rank
+        raise ValueError(f"{caller}: {error}") from None
 
 
 def encoded(
@@ -96,10 +94,17 @@ def encoded(
 ) -> Encoded:
     """Encode a call's tensors, cast as autocast says; an error is raised on all ranks."""
     try:
-        if not has_values(*tensors) or any(hasattr(t, "to_local") for t in tensors):
-            raise ValueError("tensors must have values, and not be DTensors; pass local tensors")
+        if not all(map(_is_plain, tensors)):
+            raise ValueError("tensors must be dense and have values; of DTensors pass local ones")
         return encode(*map(autocast, tensors))
     except ValueError as error:
         wrong = ValueError(f"{caller}: {error}")
     report(options, wrong)
     raise wrong
+
+
+def _is_plain(t: Tensor) -> bool:
+    """True if a tensor is dense, has values, and is no DTensor or nested tensor."""
+    return (
+        has_values(t) and t.layout == torch.strided and not (t.is_nested or hasattr(t, "to_local"))
+    )

@@ -56,7 +56,7 @@ class LatentKeys:
     def pull_back(self, encoded: Pair, params: Tensors, grads: Pair) -> tuple[Pair, Tensors]:
         (latent, _), (up,), (dk, dv) = encoded, params, grads
         b, m, *_ = dk.shape
-        d_kv = torch.cat((dk[..., : self.d_nope], dv), dim=-1).view(b * m, -1)
+        d_kv = torch.cat((dk[..., : self.d_nope], dv), dim=-1).view(b * m, up.shape[:2].numel())
         latent = latent.reshape(b * m, self.rank).to(d_kv.dtype)
         d_latent = (d_kv @ up.reshape(-1, self.rank).to(d_kv.dtype)).view(b, m, 1, self.rank)
         d_up = (d_kv.T @ latent).view(up.shape)

@@ -1,5 +1,7 @@
 """Multi-head latent attention as a module."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Unpack
 
 import torch
@@ -9,13 +11,13 @@ from torch import Tensor, nn
 from ring_attention_pytorch.arguments import check_least, checked, checks_of
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.latent.attention import CodedPlanOptions, mla_plan, mla_ring_attn
+from ring_attention_pytorch.latent.calls import report
 from ring_attention_pytorch.latent.decoding import mla_attn_with_cache
+from ring_attention_pytorch.nn.checks import check_tokens
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.rotary import THETA, RingRotaryEmbedding, apply_rotary_pos_emb
-from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.agreement import report_to_group, typed
-from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.agreement import report_to_group, typed, with_type_name
 
 Projected = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -24,6 +26,16 @@ def _report_to_cache(given: dict[str, Any], error: ValueError) -> None:
     cache = given.get("cache")
     if isinstance(cache, RingCache):
         cache.ring.report_failure(f"raised ValueError: {error}")
+
+
+@contextmanager
+def _reported(report: Callable[[dict[str, Any], ValueError], object], given: Any) -> Iterator[None]:
+    """Report errors of this block to the ranks that wait for this one; `given` says which."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        report(given, with_type_name(error))
+        raise
 
 
 class RingLatentAttention(nn.Module):
@@ -80,7 +92,7 @@ class RingLatentAttention(nn.Module):
         self.up: nn.Parameter = nn.Parameter(torch.randn(heads, d_nope + d_v, rank) * rank**-0.5)
         self.to_out: nn.Linear = nn.Linear(heads * d_v, dim, bias=False)
 
-    @typed(report_to_group("ring attention", ring_of=attention_ring))
+    @typed(report)
     def make_plan(self, x: Tensor, **options: Unpack[CodedPlanOptions]) -> RingPlan:
         """Make a plan for tokens like these `[b, n, dim]`; all layers of the same sizes share it.
 
@@ -89,15 +101,17 @@ class RingLatentAttention(nn.Module):
             options: as for `mla_plan`.
 
         Raises:
-            ValueError: as `mla_plan`; on all ranks.
+            ValueError: x has another width; else as `mla_plan`; on all ranks.
         """
+        with _reported(report, {**options}):
+            self._check(x)
         b, n, h, one = *x.shape[:2], self.heads, x.new_empty(())
         return mla_plan(
             one.expand(b, n, h, self.d_nope),
             one.expand(b, n, h, self.d_rope),
             one.expand(b, n, self.rank),
             one.expand(b, n, self.d_rope),
-            one.expand(self.up.shape),
+            one.expand(h, self.d_nope + self.d_v, self.rank),
             **options,
         )
 
@@ -115,8 +129,9 @@ class RingLatentAttention(nn.Module):
         Raises:
             ValueError: x doesn't fit the plan.
         """
-        self._check(x, plan.ring)
-        given = self._projected(x, plan.positions(x.device, in_documents=True))
+        with _reported(report, {"plan": plan}):
+            self._check(x, *plan.signature[:2])
+            given = self._projected(x, plan.positions(x.device, in_documents=True))
         return self.to_out(mla_ring_attn(*given, plan=plan).flatten(2))
 
     @typed(_report_to_cache)
@@ -135,12 +150,13 @@ class RingLatentAttention(nn.Module):
         Raises:
             ValueError: the cache is another, or has no room; on every rank.
         """
-        self._check(x, cache.ring)
-        with checks_of("RingLatentAttention"):
-            cache.check_layer(layer)
-        begins = (cache.lengths_of[layer] - cache.starts).unsqueeze(1)
-        places = begins + torch.arange(x.shape[1], device=x.device)
-        given = self._projected(x, places)
+        with _reported(_report_to_cache, {"cache": cache}):
+            self._check(x, cache.sequences)
+            with checks_of("RingLatentAttention"):
+                cache.check_layer(layer)
+            begins = (cache.lengths_of[layer] - cache.starts).unsqueeze(1)
+            places = begins + torch.arange(x.shape[1], device=x.device)
+            given = self._projected(x, places)
         return self.to_out(mla_attn_with_cache(*given, cache, layer=layer).flatten(2))
 
     @checked
@@ -157,14 +173,15 @@ class RingLatentAttention(nn.Module):
         sizes = 1, self.rank + self.d_rope
         return RingCache(sequences, *sizes, value_dim=self.rank, **{**like, **options})
 
-    def _check(self, x: Tensor, ring: Ring) -> None:
-        """Raise ValueError unless x is `[b, n, dim]`; ranks that wait for this one hear of it."""
-        dim = self.norm.gamma.shape[0]
-        if x.ndim == 3 and x.shape[2] == dim and x.is_floating_point() and not x.is_meta:
-            return
-        error = f"x must be floating [b, n, {dim}] with values, got {x.dtype} {list(x.shape)}"
-        ring.report_failure(f"raised ValueError: {error}")
-        raise ValueError(f"RingLatentAttention: {error}")
+    def _check(self, x: Tensor, *sizes: int) -> None:
+        """Raise ValueError unless x is `[b, n, dim]` with values, and begins with these sizes."""
+        with checks_of("RingLatentAttention"):
+            check_tokens("x", x, self.norm.gamma.shape[0])
+            if x.shape[: len(sizes)] != sizes:
+                wanted = ", ".join(map(str, sizes))
+                raise ValueError(
+                    f"x must be [{wanted}, ...], as the plan or cache is, got {list(x.shape)}"
+                )
 
     def _projected(self, x: Tensor, places: Tensor) -> Projected:
         """Return q_nope, q_rope, latent, k_rope and `up`, of tokens at these places."""

@@ -60,6 +60,14 @@ def test_it_reads_each_head_of_a_token_in_one_piece(stride):
     assert (dense is lies) == (stride != "every other")
 
 
+def test_one_value_for_a_head_can_have_any_stride():
+    block = Block((6, 6, 1, 1, 1, 1), Tile(slice(0, 6), slice(0, 6), None, 0))
+    block.v = block.v.to(memory_format=torch.channels_last)
+    assert block.v.is_contiguous()
+    assert block.v.stride(-1) > 1  # padding keeps it, and the op assumes 1
+    block.assert_right("sdpa")
+
+
 @pytest.mark.parametrize("d", [(8, 5), (5, 8)])
 def test_heads_of_k_and_v_may_differ_in_size(d):
     Block((70, 70, 4, 2, *d), Tile(slice(0, 70), slice(0, 70), None, 0)).assert_right("sdpa")

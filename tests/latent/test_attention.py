@@ -69,6 +69,12 @@ def test_half_precision_is_as_exact_as_attention_to_expanded_keys():
         assert (got.double() - exact.double()).norm() < 5e-3 * exact.double().norm()
 
 
+def test_a_batch_without_samples_has_gradients_without_values():
+    case = Case(2, 0, options=dict(causal=True))
+    for found in threads.run(2, case.of_rank)[0]:
+        assert all(not found[f"d{name}"].any() for name in case.names)
+
+
 def of_one() -> list[torch.Tensor]:
     case = Case(1)
     return [case.tensors()[name].requires_grad_() for name in case.names]

@@ -5,6 +5,7 @@ import torch
 
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.latent import mla_plan, mla_ring_attn, tied_ring_attn
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.latent_cases import RANK, Case, expanded
 
@@ -24,6 +25,7 @@ def wrong_on_one_rank(ring, wrong: int, change) -> str:
     [
         (lambda a: [*a[:4], a[4][:, :, :-1]], "w_up .* must agree, got"),
         (lambda a: [*a[:2], a[2].float(), *a[3:]], "one dtype and one device"),
+        (lambda a: [*a[:2], a[2].to_sparse(), *a[3:]], "must be dense"),
         (lambda a: [*a[:4], a[4].clone().requires_grad_()], "requires_grad of w_up"),
         (lambda a: [*a[:4], torch.cat((a[4], a[4][:, :1]), 1)], "codec"),
     ],
@@ -50,9 +52,13 @@ def test_a_plan_is_of_one_codec_and_excludes_options():
         tied_ring_attn(q, k, plan=plan)
     with pytest.raises(ValueError, match="already decides causal"):
         mla_ring_attn(*args, plan=plan, causal=True)
+    with pytest.raises(ValueError, match=r"no option casual \(did you mean causal"):
+        mla_ring_attn(*args, plan=plan, casual=True)
+    defaults = dict(dropout=0.0 * len(args), bucket_size=int("1024"), kernel=None)
+    assert torch.equal(mla_ring_attn(*args, plan=plan, **defaults), mla_ring_attn(*args, plan=plan))
     with pytest.raises(ValueError, match="key_bias need keys and values"):
         mla_ring_attn(*args, key_bias=torch.zeros(2, 24, dtype=torch.float64))
-    with pytest.raises(ValueError, match="must have values"):
+    with pytest.raises(ValueError, match="must be dense and have values"):
         mla_ring_attn(*(t.to("meta") for t in args))
     with pytest.raises(ValueError, match="warm_up has no parameters"):
         plan.warm_up()
@@ -83,3 +89,12 @@ def test_compiled_code_breaks_its_graph_around_it():
     args = [case.tensors()[name] for name in case.names]
     compiled = torch.compile(lambda *a: mla_ring_attn(*a, causal=True) * 2, backend="eager")
     assert torch.equal(compiled(*args), 2 * mla_ring_attn(*args, causal=True))
+
+
+def test_ranks_that_wait_hear_of_options_beside_a_plan(monkeypatch):
+    args = [Case(1).tensors()[name] for name in Case(1).names]
+    plan, heard = mla_plan(*args), []
+    monkeypatch.setattr(Ring, "report_failure", lambda _, text: heard.append(text))
+    with pytest.raises(ValueError, match="already decides window"):
+        mla_ring_attn(*args, plan=plan, window=3)
+    assert "already decides window" in heard.pop()

@@ -5,6 +5,7 @@ import torch
 
 from ring_attention_pytorch import RingLatentAttention
 from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.reference import relative_error
 
@@ -91,7 +92,42 @@ def test_decoding_equals_the_whole_sequence(size):
 
 def test_tokens_of_another_width_are_refused():
     layer, x, _ = made()
-    with pytest.raises(ValueError, match=r"x must be floating \[b, n, 8\]"):
+    with pytest.raises(ValueError, match=r"x must be \[batch, tokens, 8\]"):
         layer(x[..., :7], plan=layer.make_plan(x))
-    with pytest.raises(ValueError, match=r"x must be floating \[b, n, 8\]"):
+    with pytest.raises(ValueError, match=r"x must be \[batch, tokens, 8\]"):
         layer.decode(x[0], layer.make_cache(2))
+
+
+def test_tokens_that_are_not_the_plans_or_the_caches_are_refused():
+    layer, x, _ = made()
+    for other in (x[:, 1:], x[1:]):
+        with pytest.raises(ValueError, match=rf"x must be \[2, {N}, ...\], as the plan"):
+            layer(other, plan=layer.make_plan(x))
+    with pytest.raises(ValueError, match=r"x must be \[2, ...\], as the plan or cache is"):
+        layer.decode(x[1:], layer.make_cache(2))
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x[1:], torch.Tensor.double])
+def test_ranks_that_wait_for_this_one_hear_of_its_tokens(wrong, monkeypatch):
+    layer, x, _ = made()
+    layer, x = layer.float(), x.float()
+    plan, cache, heard = layer.make_plan(x), layer.make_cache(2), []
+    monkeypatch.setattr(Ring, "report_failure", lambda _, text: heard.append(text))
+    for call in (lambda: layer(wrong(x), plan=plan), lambda: layer.decode(wrong(x), cache)):
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            call()
+        assert str(error.value) in heard.pop()
+
+
+@pytest.mark.parametrize("change", [lambda x: x[0, 0], lambda x: x[..., 1:], torch.Tensor.int])
+def test_all_ranks_hear_of_tokens_that_are_none_when_a_plan_is_made(change):
+    layer, x, _ = made()
+
+    def main(ring) -> str:
+        with pytest.raises(
+            ValueError, match=r"RingLatentAttention: x must be .* \(on rank 1\)"
+        ) as told:
+            layer.make_plan(change(x) if ring.rank else x, group=ring)
+        return str(told.value)
+
+    assert len({*threads.run(2, main)[0]}) == 1
