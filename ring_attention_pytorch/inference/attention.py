@@ -71,13 +71,23 @@ class StepOptions(NamedTuple):
         )
 
 
-def _report(given: dict[str, Any], error: ValueError) -> None:
+def report_beside_cache(given: dict[str, Any], error: ValueError) -> None:
+    """Let the other ranks hear that this one raises.
+
+    They agree on the first calls with a cache, on each sharded chunk, and with check="always". In
+    another step they wait for this rank's messages, and find the report there.
+    """
     cache = given.get("cache")
-    if isinstance(cache, RingCache):
+    if not isinstance(cache, RingCache):
+        return
+    agrees = not cache.plans or given.get("layout") is not None
+    if not agrees and not _compares_values(given.get("check")):
+        cache.ring.report_failure(f"raised ValueError: {error}")
+    else:
         report_to_group(_CALLER)({"group": cache.ring}, error)
 
 
-@typed(_report)
+@typed(report_beside_cache)
 def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor | None,
@@ -159,7 +169,7 @@ def _of_keys(cache: RingCache, k: Tensor | None, v: Tensor | None) -> Tensor | N
         return values_of(cache, k, v)
     except ValueError as error:
         wrong = ValueError(f"{_CALLER}: {error}")
-        _report({"cache": cache}, wrong)
+        report_beside_cache({"cache": cache}, wrong)
         raise wrong from None
 
 
@@ -334,8 +344,12 @@ def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) 
         kernel,
     )
     plan = DecodePlan(pools, asked)
-    plan.checks = "always" in (options.check, os.environ.get("RING_ATTENTION_CHECK"))
+    plan.checks = _compares_values(options.check)
     return plan
+
+
+def _compares_values(check: object) -> bool:
+    return "always" in (check, os.environ.get("RING_ATTENTION_CHECK"))
 
 
 def _agreed_chunk(

@@ -6,28 +6,20 @@ result: one key head of `rank + d_rope` numbers serves all heads, with values of
 DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2 (absorbed matrices).
 """
 
-from typing import Any
-
 import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.inference.attention import ring_attn_with_cache
+from ring_attention_pytorch.inference.attention import report_beside_cache, ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.latent.attention import check_latents
 from ring_attention_pytorch.plan.option_types import LayoutOption
-from ring_attention_pytorch.ranks.agreement import report_to_group, typed
+from ring_attention_pytorch.ranks.agreement import typed
 
 _CALLER = "mla_attn_with_cache"
 
 
-def _report(given: dict[str, Any], error: ValueError) -> None:
-    cache = given.get("cache")
-    if isinstance(cache, RingCache):
-        report_to_group("attention to a cache")({"group": cache.ring}, error)
-
-
-@typed(_report)
+@typed(report_beside_cache)
 def mla_attn_with_cache(  # noqa: PLR0913 - a public entry point
     q_nope: Tensor,
     q_rope: Tensor,
@@ -78,8 +70,9 @@ def mla_attn_with_cache(  # noqa: PLR0913 - a public entry point
                 f"{sizes[2]}, tied=True), got {got}"
             )
     except ValueError as error:
-        _report({"cache": cache}, ValueError(f"{_CALLER}: {error}"))
-        raise ValueError(f"{_CALLER}: {error}") from None
+        wrong = ValueError(f"{_CALLER}: {error}")
+        report_beside_cache({"cache": cache, "layout": layout}, wrong)
+        raise wrong from None
     d = codec.d_nope + codec.d_rope
     up_k, up_v = w_up.split((codec.d_nope, codec.d_v), dim=1)
     absorbed = einsum(q_nope, up_k, "b n h d, h d r -> b n h r")

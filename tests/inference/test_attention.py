@@ -134,6 +134,32 @@ def test_who_waits_for_a_rank_without_such_tokens_hears_why(pools: Callable) -> 
     assert "ValueError: RingCache: 3 queries" in second
 
 
+def a_wrong_type_in_a_later_step(check: str | None, seconds: float) -> str:
+    """One rank passes text for values, once ranks no longer agree on each call."""
+    cache = RingCache(1, 1, 4, group=dist.new_group(timeout=timedelta(seconds=seconds)))
+    q = torch.ones(1, 1, 1, 4)
+    ring_attn_with_cache(q, q, q, cache, check=check)
+    given: Any = "v" if dist.get_rank() == 1 else q
+    try:
+        ring_attn_with_cache(q, q, given, cache, check=check)
+    except (ValueError, RingError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_wrong_type_is_refused_on_all_ranks_while_they_compare_values(pools: Callable) -> None:
+    for text in pools(2).run(a_wrong_type_in_a_later_step, "always", 300.0):
+        assert "v='v' violates type hint" in text
+
+
+@pytest.mark.thorough
+def test_a_rank_with_a_wrong_type_raises_at_once_and_others_hear_why(pools: Callable) -> None:
+    first, second = pools(2).run(a_wrong_type_in_a_later_step, None, unhurried(4.0))
+    assert "RingError: " in first
+    assert "rank 1 raised ValueError: ring_attn_with_cache() parameter v='v'" in first
+    assert second.startswith("WrongArgument: ")
+
+
 def test_queries_and_scores_that_can_not_be_are_refused() -> None:
     cache, q = RingCache(1, 1, 4, group=Ring.alone()), torch.ones(1, 3, 1, 4)
     cache.append(q, q)
