@@ -55,7 +55,8 @@ def rounded_ring_attn(
 
     It is not the attention of k and v: each is rounded to 3 bits after its first (float8 e4m3),
     with a power of two as scale of each token and head. All ranks use the rounded ones, for their
-    own tokens, too. Where ranks share memory nothing is sent, and only the rounding is left.
+    own tokens, too. Where ranks share memory nothing is sent, and only the rounding is left. A key
+    or value of a token and head with a number that is not finite, or beyond 448 * 2 ** 63, is NaN.
 
     Args:
         q: `[b, n, h, d]`, this rank's queries.
