@@ -248,8 +248,12 @@ class RingAttention(HeadProjections):
                 "a mask": seen, "ring_size": ring_size, "context": context, **packed,
                 "force_ring_reduce_off": force_ring_reduce_off or None, "shared_mask": shared_mask,
             }  # fmt: skip
-            self._check_plan(plan, decided)
-            self.spread.check(check, False, None, "RingAttention")
+            try:
+                self._check_plan(plan, decided)
+                self.spread.check(check, False, None, "RingAttention")
+            except ValueError as error:
+                plan.ring.report_failure(f"raised ValueError: {error}")  # others wait for this rank
+                raise
             return self._attend(x, None, None, rotary_emb, plan.ring, plan=plan, shared=shared)
         on = self.spread.on(force_ring_reduce_off or self.force_regular_attn)
         self.spread.check(check, on, ring_size, "ring attention")

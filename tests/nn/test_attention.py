@@ -254,6 +254,20 @@ def test_one_plan_serves_many_layers() -> None:
         assert torch.equal(layer(x3, plan=plan), layer(x3, mask))
 
 
+def test_what_does_not_fit_a_plan_is_reported_to_ranks_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reports: list[str] = []
+    monkeypatch.setattr(Ring, "report_failure", lambda ring, words: reports.append(words))
+    layer, x = RingAttention(8, dim_head=4, heads=2), torch.zeros(1, 3, 8)
+    plan = layer.plan(x)
+    with pytest.raises(ValueError, match="RingAttention: x must be"):
+        layer(x[0], plan=plan)
+    with pytest.raises(ValueError, match="the plan already decides that; got ring_size"):
+        layer(x, plan=plan, ring_size=1)
+    assert ["RingAttention: x must be" in reports[0], "got ring_size" in reports[1]] == [True] * 2
+
+
 def test_over_machines_a_module_swaps_heads_unless_that_is_forbidden() -> None:
     x = torch.randn(1, 24, 16, dtype=torch.float64)
     alone = RingAttention(16, dim_head=4, heads=4, causal=True).double()
