@@ -15,8 +15,8 @@ Words:
     layout     which tokens each rank holds
     segment    positions start, start + stride, ... that a rank holds
     owner      the rank whose keys these are
-    block      one owner's keys, in memory together
-    tile       a rectangle of scores with a band: query i sees key j if -left <= j - i <= right
+    block      keys in memory together: one owner's in a ring, several owners' in a gather
+    tile       a rectangle of scores with a band: its row i sees column j if -left <= j - i <= right
     plan       all decisions before the call, agreed by all ranks, shared by all layers
     transport  sends keys to the ranks that need them, and gradients to the keys' owners
     kernel     computes attention on the tiles of one block
