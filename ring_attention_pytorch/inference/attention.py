@@ -71,7 +71,7 @@ class StepOptions(NamedTuple):
         )
 
 
-def report_beside_cache(given: dict[str, Any], error: ValueError) -> None:
+def report_to_cache(given: dict[str, Any], error: ValueError) -> None:
     """Let the other ranks hear that this one raises.
 
     They agree on the first calls with a cache, on each sharded chunk, and with check="always". In
@@ -87,7 +87,7 @@ def report_beside_cache(given: dict[str, Any], error: ValueError) -> None:
         report_to_group(_CALLER)({"group": cache.ring}, error)
 
 
-@typed(report_beside_cache)
+@typed(report_to_cache)
 def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor | None,
@@ -169,7 +169,7 @@ def _of_keys(cache: RingCache, k: Tensor | None, v: Tensor | None) -> Tensor | N
         return values_of(cache, k, v)
     except ValueError as error:
         wrong = ValueError(f"{_CALLER}: {error}")
-        report_beside_cache({"cache": cache}, wrong)
+        report_to_cache({"cache": cache}, wrong)
         raise wrong from None
 
 

@@ -212,7 +212,7 @@ class RingTrainerMixin(_Trainer):
         return recursively_apply(of_rings, input_data, error_on_other_type=True)
 
     def _of_first_ranks(self, gathered: Tensor) -> Tensor:
-        """Return the part of each ring's first rank, `[rings, ...]`, of what all ranks gathered."""
+        """Return the parts of each ring's first rank, `[rings, ...]`, of a gathered tensor."""
         ranks = gathered.unflatten(0, (self.accelerator.num_processes, -1))
         return ranks[:: self._alike]
 

@@ -10,7 +10,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.inference.attention import report_beside_cache, ring_attn_with_cache
+from ring_attention_pytorch.inference.attention import report_to_cache, ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.latent.attention import check_latents
 from ring_attention_pytorch.plan.option_types import LayoutOption
@@ -19,7 +19,7 @@ from ring_attention_pytorch.ranks.agreement import typed
 _CALLER = "mla_attn_with_cache"
 
 
-@typed(report_beside_cache)
+@typed(report_to_cache)
 def mla_attn_with_cache(  # noqa: PLR0913 - a public entry point
     q_nope: Tensor,
     q_rope: Tensor,
@@ -71,7 +71,7 @@ def mla_attn_with_cache(  # noqa: PLR0913 - a public entry point
             )
     except ValueError as error:
         wrong = ValueError(f"{_CALLER}: {error}")
-        report_beside_cache({"cache": cache, "layout": layout}, wrong)
+        report_to_cache({"cache": cache, "layout": layout}, wrong)
         raise wrong from None
     d = codec.d_nope + codec.d_rope
     up_k, up_v = w_up.split((codec.d_nope, codec.d_v), dim=1)

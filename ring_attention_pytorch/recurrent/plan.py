@@ -91,7 +91,7 @@ class RunPlan:
 
     Make it once per batch with `RunPlan.make`, or from attention's plan with `RunPlan.of`, and pass
     it to every layer. Ranks exchange notes when it is made, and once for each kind of call: shapes,
-    options, and what needs gradients.
+    options, and inputs that need gradients.
     """
 
     ring: Ring

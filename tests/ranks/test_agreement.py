@@ -112,6 +112,18 @@ def test_things_that_json_does_not_know_are_compared_as_text():
     assert "torch.float64" in texts[0]
 
 
+def test_a_digest_that_is_unread_is_compared_once():
+    words = "the batch before.* got 5 on ranks 0, 1, 6 on rank 2"
+
+    def call(ring: Ring) -> None:
+        ring.steps.unread = SimpleNamespace(for_note=lambda: 5 + (ring.rank == 2))
+        with pytest.raises(ValueError, match=words):
+            agree(ring, "here", {"x": 1})
+        agree(ring, "here", {"x": 1})
+
+    assert said(3, call) == [None] * 3
+
+
 def test_a_ring_of_one_agrees_with_itself():
     assert agree(Ring.alone(), "here", {"x": 1}, {"n": 3}) == [{"n": 3}]
     with pytest.raises(ValueError, match=r"^here: bad$"):
