@@ -19,6 +19,7 @@ from ring_attention_pytorch import RingPlan, launch, ring_attn
 from ring_attention_pytorch.launch import spawn
 from tests.support import ranks
 from tests.support.ranks import unhurried
+from tests.support.sampling import in_ci
 from tests.support.scripts import SOON, WAIT, Script, linux
 
 assert ranks
@@ -182,6 +183,7 @@ STRIKES = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 
 
 
 @linux
+@in_ci
 @pytest.mark.parametrize(
     ("strike", "stopped"),
     [

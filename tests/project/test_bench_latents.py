@@ -14,6 +14,7 @@ import torch
 from benchmarks.lib.machines import take_gpu
 from ring_attention_pytorch.ranks.machines import machine_name
 from tests.support.launched import launched
+from tests.support.sampling import in_ci
 from tests.support.scripts import SOON, Script, linux
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +55,7 @@ start(2, "timeit", ["-n", "1", {BEGUN!r} + "; time.sleep(1000)"], "cpu")
 
 
 @linux
+@in_ci
 def test_all_ranks_of_all_machines_end_when_they_are_told_to(tmp_path) -> None:
     """Ranks that wait for one another on GPUs would take these from whatever runs next."""
     with Script("-c", ASLEEP, folder=tmp_path) as script:

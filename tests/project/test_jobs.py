@@ -86,7 +86,9 @@ else:
 """
 
 
-@pytest.mark.parametrize(("at_once", "status"), [(2, 0), (1, 1)])
+@pytest.mark.parametrize(
+    ("at_once", "status"), [(2, 0), pytest.param(1, 1, marks=pytest.mark.thorough)]
+)
 def test_some_run_side_by_side(at_once: int, status: int, tmp_path, capsys) -> None:
     """Each waits for the other to begin; one after the other the first waits in vain."""
     places = [str(tmp_path / name) for name in "ab"]

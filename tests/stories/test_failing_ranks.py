@@ -29,6 +29,7 @@ from tests.support import threads
 from tests.support.out_of_step import EVENTS, OTHER, SIZE, plans_of
 from tests.support.ranks import Pool, unhurried
 from tests.support.reference import dense_attention, relative_error
+from tests.support.sampling import in_ci
 from tests.support.strikes import STRIKES, Strike, outcomes
 
 ROOT = Path(__file__).parents[2]
@@ -197,7 +198,7 @@ def fails_alone(transport: str, seconds: float) -> tuple[list[str], bool]:
     return told, right(Ring(dist.new_group()), 2, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["ring", "gather"])
+@pytest.mark.parametrize("transport", [pytest.param("ring", marks=pytest.mark.thorough), "gather"])
 def test_where_others_waited_in_vain_plans_say_at_once_that_a_new_group_is_needed(transport, pools):
     seconds = unhurried(6.0)
     (waited, *plans), good = (found := pools(2).run(fails_alone, transport, seconds))[0]
@@ -235,6 +236,7 @@ def words_after_mending(seconds: float) -> list[str]:
     return told
 
 
+@in_ci
 def test_words_of_a_failure_that_was_mended_are_told_no_more(pools):
     (before, after), _ = pools(2).run(words_after_mending, unhurried(2.0))
     assert "rank 1 raised MemoryError in a call: call 2, hop 0: none left" in before
