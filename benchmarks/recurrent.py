@@ -6,22 +6,24 @@
     torchrun --nproc-per-node 2 -m benchmarks recurrent --device cpu --lengths 256 --heads 2 4
 
 Shapes are of Qwen3-Next: 16 key heads and 32 value heads of 128. Times are of forward, and with
-backward. "share" is the time of fla alone on the whole sequence (fla-core, if it is installed; else
-the eager kernel on the whole), divided by the ranks, over the time in the row. "scan" is the
-exchange of states by itself. With `--of` rows are the work of single ranks of so many, on one GPU,
-whose messages are copies of equal size. "fla's context" is fla's own context parallelism. "hybrid"
-is three of these layers and one causal attention of 16 heads of 256, with 2 of keys, by
-`ring_attn`. Memory is the most beyond the tensors, of rank 0. Errors, of one process, are against
-float64.
+backward; "host" is what launching them takes when the device is idle. "share" is the time of fla
+alone on the whole sequence (fla-core, if it is installed; else the eager kernel on the whole),
+divided by the ranks, over the time in the row. "scan" is the exchange of states by itself. With
+`--of` rows are the work of single ranks of so many, on one GPU, whose messages are copies of equal
+size. "fla's context" is fla's own context parallelism. "hybrid" is three of these layers and one
+causal attention of 16 heads of 256, with 2 of keys, by `ring_attn`. Memory is the most beyond the
+tensors, of rank 0. Errors, of one process, are against float64. Where fla refuses its own backward,
+it is timed all the same: what it computes there is wrong, and is not used.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -39,9 +41,11 @@ from ring_attention_pytorch import (
     ring_scan,
 )
 from ring_attention_pytorch.ranks.ring import Exchange, Ring
+from ring_attention_pytorch.recurrent.fla import backward_refused
 
 LENGTHS = [2**15, 2**13, 2**17]
 CALLS = 3  # back to back, between two waits for all ranks
+FLA = "fla's context"
 ATTENTION = 16, 2, 256  # heads, of keys, their size, in a hybrid
 Layer = Callable[..., Tensor]
 
@@ -64,15 +68,18 @@ class Copied(Ring):
 
 
 class Times(NamedTuple):
-    """Hold seconds forward and with backward, and the GiB of both."""
+    """Hold seconds forward and with backward, the host's part of each, and the GiB of both."""
 
     forward: float
     both: float
+    host: tuple[float, float]
     memory: float
 
     def said(self, alone: "Times | None", ranks: int) -> str:
         """Return a row's text; `alone` is of the whole sequence on one rank."""
-        text = f"{1e3 * self.forward:8.2f} ms {1e3 * self.both:8.2f} ms {self.memory:6.2f} GiB"
+        host = " ".join(f"{1e3 * each:6.2f}" for each in self.host)
+        text = f"{1e3 * self.forward:8.2f} ms {1e3 * self.both:8.2f} ms, host {host},"
+        text += f" {self.memory:6.2f} GiB"
         if alone is None:
             return text
         pairs = (alone.forward, self.forward), (alone.both, self.both)
@@ -89,8 +96,8 @@ def inputs(n: int, heads: Sequence[int], d: int, device: str, dtype: torch.dtype
     return [q, k, v, g, torch.rand(1, n, value_heads, device=device, dtype=dtype)]
 
 
-def seconds(run: Callable[[], Any], device: str, repeats: int) -> float:
-    """Return the median time of a call that all ranks make together."""
+def seconds(run: Callable[[], Any], device: str, repeats: int) -> tuple[float, float]:
+    """Return the median time of a call that all ranks make together, and the host's part of it."""
 
     def finished() -> float:
         if device == "cuda":
@@ -101,13 +108,16 @@ def seconds(run: Callable[[], Any], device: str, repeats: int) -> float:
 
     for _ in range(2):
         run()
-    times = []
+    times, hosts = [], []
     for _ in range(repeats):
+        begun = finished()
+        run()
+        hosts.append(time.perf_counter() - begun)
         begun = finished()
         for _ in range(CALLS):
             run()
         times.append((finished() - begun) / CALLS)
-    return sorted(times)[repeats // 2]
+    return sorted(times)[repeats // 2], sorted(hosts)[repeats // 2]
 
 
 def step(function: Layer, tensors: Sequence[Tensor], back: bool) -> Callable[[], Any]:
@@ -126,17 +136,18 @@ def step(function: Layer, tensors: Sequence[Tensor], back: bool) -> Callable[[],
 
 def timed(function: Layer, tensors: Sequence[Tensor], given: Any) -> Times:
     """Measure a layer, forward and with backward."""
-    forward, both = (
+    (forward, host), (both, host_both) = (
         seconds(step(function, tensors, back), given.device, given.repeats)
         for back in (False, True)
     )
     if given.device != "cuda":
-        return Times(forward, both, 0.0)
+        return Times(forward, both, (host, host_both), 0.0)
     run = step(function, tensors, True)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run()
-    return Times(forward, both, (torch.cuda.max_memory_allocated() - before) / 2**30)
+    memory = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return Times(forward, both, (host, host_both), memory)
 
 
 def whole(device: str) -> Layer:
@@ -169,6 +180,15 @@ def context(length: int, layout: str, device: str) -> Layer | None:
     return lambda *t: chunk_gated_delta_rule(*t, **options)[0]
 
 
+def refusals_lifted() -> AbstractContextManager[object]:
+    """Let fla compute a backward that it refuses with this Triton and GPU, to be timed."""
+    if not find_spec("fla") or not backward_refused():
+        return nullcontext()
+    from fla.ops.common import chunk_o
+
+    return mock.patch.object(chunk_o, "TRITON_ABOVE_3_7_1", True)
+
+
 def ours(plan: RunPlan) -> Layer:
     """Return the layer over the ring."""
     return lambda *t: ring_gated_delta_rule(*t, plan=plan, normalize=True)[0]
@@ -188,7 +208,8 @@ def hybrid(layer: Layer, attention: RingPlan) -> Layer:
 def measured(length: int, given: Any, ranks: int, rank: int) -> None:
     """Print the times of one length."""
     tensors = inputs(length, given.heads, given.dim, given.device, torch.bfloat16)
-    alone = timed(whole(given.device), tensors, given)
+    with refusals_lifted():
+        alone = timed(whole(given.device), tensors, given)
     report(rank, f"{length:7} tokens, whole         {alone.said(None, 1)}")
     if given.of:
         of_ranks(tensors, alone, given)
@@ -202,13 +223,15 @@ def measured(length: int, given: Any, ranks: int, rank: int) -> None:
         at = positions(layout, rank=rank, ring_size=ranks, length=length).to(given.device)
         mine = [t[:, at].contiguous() for t in tensors]
         plan = RunPlan.make(mine[0], layout=layout)
-        layers = {"ours": ours(plan), "fla's context": context(length, layout, given.device)}
+        layers = {"ours": ours(plan), FLA: context(length, layout, given.device)}
         for name, layer in layers.items():
-            if layer is not None:
+            if layer is None:
+                continue
+            with refusals_lifted() if name == FLA else nullcontext():
                 row(layout, name, layer, mine, alone)
-            if layer is not None and length in given.hybrid:
-                attention, qkv = for_attention(mine[0], layout)
-                row(layout, "hybrid of it", hybrid(layer, attention), [*mine, *qkv], None)
+                if length in given.hybrid:
+                    attention, qkv = for_attention(mine[0], layout)
+                    row(layout, "hybrid of it", hybrid(layer, attention), [*mine, *qkv], None)
         if ranks > 1:
             d = given.dim
             m = torch.randn(len(plan.mine), given.heads[1], d, d, device=given.device) / d
@@ -219,7 +242,8 @@ def of_ranks(tensors: Sequence[Tensor], alone: Times, given: Any) -> None:
     """Print the times of single ranks, in one process, beside the same tokens by themselves."""
     n, ranks = tensors[0].shape[1], given.of
     mine = [t[:, : n // ranks].contiguous() for t in tensors]
-    text = timed(whole(given.device), mine, given).said(alone, ranks)
+    with refusals_lifted():
+        text = timed(whole(given.device), mine, given).said(alone, ranks)
     report(0, f"  these tokens alone         {text}")
     for layout, rank in product(("zigzag", "contiguous"), range(ranks)):
         ring = Copied(rank, ranks)
