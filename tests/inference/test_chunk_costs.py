@@ -35,5 +35,14 @@ def test_memory_is_copies_messages_results_and_wide_sums_of_many(
     assert sizes.memory(16) == fixed + 16 * 2 * (8 + 6) * 7
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_if_cached_keys_travel_they_are_received_and_joined_and_no_queries_are(tied: bool) -> None:
+    sizes = SIZES._replace(tied=tied)
+    key = 2 * (8 + 6 * (not tied)) * 2  # bytes of a token, of two heads
+    new, fetched = 2 * 5 * key, 40
+    assert (sizes.key, sizes.keys) == (key, new)
+    assert sizes.memory(0, fetched) == 3 * new + 2 * fetched * key + 2 * sizes.result
+
+
 def test_who_is_alone_sends_nothing() -> None:
     assert SIZES._replace(ranks=1).sent == 0
