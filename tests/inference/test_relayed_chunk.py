@@ -1,7 +1,7 @@
 """Chunks of a prompt over several machines: exact, across once, merged before they go home."""
 
 import re
-from collections import Counter
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -31,6 +31,14 @@ def prompt(batch: int, n: int) -> list[torch.Tensor]:
 
 def shapes(heads: int) -> list[tuple[int, int]]:
     return [(heads, D), (KEY_HEADS, D), (KEY_HEADS, D_V)]
+
+
+def far(ring: threads.ThreadRing) -> int:
+    """Bytes that all ranks have sent to other machines so far; all of them ask together."""
+    ring.hub.barrier.wait()
+    machines, ways = ring.machines, dict(ring.hub.ways)
+    ring.hub.barrier.wait()
+    return sum(nbytes for (i, j), nbytes in ways.items() if machines[i] != machines[j])
 
 
 def a_cache(ring: threads.ThreadRing, batch: int, **how: Any) -> RingCache:
@@ -79,7 +87,7 @@ def test_what_is_new_and_the_fewest_bytes_of_the_cache_cross_once(machines, tied
     size, each, chunks = len(machines), 16, 4
     n, parts = size * each, len({*machines}) - 1
     sizes = ChunkSizes(size, 1, each, heads, KEY_HEADS, D, D_V, 8, 8, copied=8, tied=tied)
-    before, crossed = Counter[tuple[int, int]](), []
+    crossed = []
 
     def main(ring: threads.ThreadRing) -> list[tuple[int, str]]:
         cache, found = a_cache(ring, 1, tied=tied), []
@@ -88,17 +96,13 @@ def test_what_is_new_and_the_fewest_bytes_of_the_cache_cross_once(machines, tied
             told, mine = explain_cache(cache, heads, n), ring.hub.sent_bytes[ring.rank]
             ring_attn_with_cache(q, k, None if tied else v, cache, layout="striped")
             found.append((ring.hub.sent_bytes[ring.rank] - mine, told))
-            ring.hub.barrier.wait()
-            if ring.rank == 0:
-                ways = ring.hub.ways - before
-                before.update(ways)
-                crossed.append(sum(b for (i, j), b in ways.items() if machines[i] != machines[j]))
-            ring.hub.barrier.wait()
+            crossed.append(far(ring))
         return found
 
     found, _ = threads.run(size, main, machines)
-    kinds = set()
-    for number, nbytes in enumerate(crossed):
+    kinds, so_far = set(), [0, *sorted({*crossed})]
+    assert len(so_far) == chunks + 1, "all ranks count the same"
+    for number, nbytes in enumerate(after - before for before, after in pairwise(so_far)):
         cached, asked = number * n * sizes.key, size * (sizes.queries + sizes.result)
         assert nbytes == parts * (size * sizes.keys + min(cached, asked))
         kind = "keys" if cached < asked else "queries"
@@ -108,6 +112,38 @@ def test_what_is_new_and_the_fewest_bytes_of_the_cache_cross_once(machines, tied
         sent = [of[number][0] / 2**20 for of in found]
         assert sent == pytest.approx([float(every) for every, _ in told], abs=0.01)
     assert len(kinds) == (2 if heads == 2 else 1)
+
+
+@pytest.mark.parametrize("machines", [TWO, UNEVEN, SHUFFLED])
+@pytest.mark.parametrize("kind", ["window", "tied", "alibi_slopes", "padding"])
+def test_a_chunk_by_the_decoding_kernel_comes_back_as_one_result_too(machines, kind):
+    """A rank gets the results for its own queries alone, in the accumulator's dtype."""
+    size, each, tied = len(machines), 8, kind == "tied"
+    sizes = ChunkSizes(size, 1, each, HEADS, KEY_HEADS, D, D_V, 8, 8, copied=8, tied=tied)
+    q, k, v = prompt(1, 2 * size * each)
+    v = k[..., :D_V] if tied else v
+    slopes = torch.rand(HEADS).double()
+    terms = dict(window=dict(window=9), tied=dict(window=9), alibi_slopes=dict(alibi_slopes=slopes))
+    given = terms.get(kind, {})
+    hidden = torch.arange(2 * size * each)[None] >= (3 if kind == "padding" else 0)
+    want, _ = dense_attention(q, k, v, causal=True, key_mask=hidden, **given)
+
+    def main(ring: threads.ThreadRing) -> tuple[float, int]:
+        cache, worst = a_cache(ring, 1, tied=tied), 0.0
+        if kind == "padding":
+            cache.hide_before([3])
+        for first in (0, size * each):
+            before = far(ring)
+            at = first + positions("zigzag", rank=ring.rank, ring_size=size, length=size * each)
+            mine = q[:, at], k[:, at], None if tied else v[:, at]
+            out = ring_attn_with_cache(*mine, cache, layout="zigzag", **given)
+            worst = max(worst, relative_error(out, want[:, at]))
+        return worst, far(ring) - before
+
+    parts = size * (len({*machines}) - 1)
+    for error, nbytes in threads.run(size, main, machines)[0]:
+        assert error < 1e-12
+        assert nbytes == parts * (sizes.message + sizes.result)
 
 
 @pytest.mark.parametrize("machines", [TWO, UNEVEN, (0, 1)])
