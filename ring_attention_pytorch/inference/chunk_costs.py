@@ -82,9 +82,9 @@ class ChunkSizes(NamedTuple):
         copied = held * self.key_heads * (self.head_dim + self.value_dim) * self.copied
         messages, results = self.ranks * self.message, 2 * self.ranks * self.result
         if fetched:
-            messages = self.ranks * self.keys + 2 * fetched * self.key
+            messages = self.ranks * self.keys + (held + 2 * fetched) * self.key
             results = 2 * self.result
-        if self.ranks + 1 > _NARROW:  # and out in the wide dtype
+        if self.ranks + 2 > _NARROW:  # and out in the wide dtype
             results += 2 * self.result
         return copied + messages + results
 

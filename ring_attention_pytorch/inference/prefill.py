@@ -163,6 +163,7 @@ class CachedKeys(NamedTuple):
     ) -> "Callable[[], CachedKeys]":
         """Send these keys to all ranks of the chunk; return a function that waits for theirs."""
         lengths, pages, waits = cache.lengths_in(layer), cache.pages, []
+        plan = self.plan  # without these keys, which the caller may drop meanwhile
         for which, k, v in self.samples:
             length = lengths[which.start]
             counts = tuple(pages.held(rank, length) for rank in range(chunk.ring.size))
@@ -176,7 +177,7 @@ class CachedKeys(NamedTuple):
                 del every[chunk.ring.rank]
                 k, v = (torch.cat([each[i] for each in every], dim=1) for i in (0, -1))
                 samples.append((which, k, v[..., : cache.value_dim]))
-            return CachedKeys(samples, self.plan)
+            return CachedKeys(samples, plan)
 
         return wait
 
@@ -245,6 +246,7 @@ def prefill(
             elsewhere = partial(_results, fetched, q)
         elif cached is not None:
             elsewhere = chunk.results([each[-1] for each in every], cached.attend)
+        del cached  # copies, which memory need not hold any longer
         keys = [each[0] for each in every]
         values = [t[..., : cache.value_dim] for t in keys] if cache.tied else [t[1] for t in every]
         _attend_chunk(plan, q, _others(plan, keys, values), result)
