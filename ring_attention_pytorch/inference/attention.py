@@ -174,9 +174,16 @@ def _of_keys(cache: RingCache, k: Tensor | None, v: Tensor | None) -> Tensor | N
 
 
 def _decode_step(
-    given: Given, cache: RingCache, options: StepOptions, return_lse: bool
+    given: Given,
+    cache: RingCache,
+    options: StepOptions,
+    return_lse: bool,
+    chunk: PromptChunk | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend from tokens that all ranks have: new ones to append, or the last cached ones."""
+    """Attend from tokens that all ranks have: new ones to append, or the last cached ones.
+
+    Of a sharded `chunk`, in its order, a rank gets the results for its own tokens.
+    """
     (q, k, v, sinks, slopes), layer = given, options.layer
     plan = _plan_for(given, cache, options)
     if plan.checks:
@@ -197,7 +204,10 @@ def _decode_step(
         raise
     number = layer if plan.capturable else cache.lineage.mark(layer) + layer  # stamp of messages
     terms = sinks, slopes
-    found = plan.run(q, k, v, layer, terms, return_lse=return_lse, number=number)
+    if chunk is None or k is None or v is None:
+        found = plan.run(q, k, v, layer, terms, return_lse=return_lse, number=number)
+    else:
+        found = plan.run_chunk((q, k, v), layer, terms, chunk, number)
     if k is not None:
         cache.advance(n, layer, on_device=eager)
     return found
@@ -262,7 +272,11 @@ def _sharded_chunk(
             cache.plans.keep(_CHUNK, (_kind_of_chunk(given, layout, scores), plan))
         return prefill((q, k, v), cache, layer, chunk, sinks, plan)
     with cache.ring.call("gathering a chunk"):
-        q, k, v = (chunk.in_order([*t]) for t in zip(*chunk.gather(q, k, v)()))
+        every = chunk.gather(q, k, *([] if cache.tied else [v]))()
+        q, k, *values = (chunk.in_order([*t]) for t in zip(*every))
+    v = values[0] if values else k[..., : cache.value_dim]
+    if cache.memory(layer).ring.size > 1:
+        return _decode_step(given._replace(q=q, k=k, v=v), cache, options, True, chunk)
     out, lse = ring_attn_with_cache(
         q, k, None if cache.tied else v, cache, layer=layer, window=scores.window,
         scale=scores.scale,

@@ -1,6 +1,11 @@
 """Bytes that a sharded chunk of a prompt sends and allocates on one rank; ints only."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 _NARROW = 4  # more partial results than this are summed in a wide dtype
 
@@ -24,12 +29,37 @@ class ChunkSizes(NamedTuple):
     itemsize: int  # of queries, keys and values
     wide: int  # of lse, and of running sums
     copied: int  # bytes of a cached number while it is copied out of its page
+    tied: bool = False  # values are the first numbers of keys, and are not sent
+
+    @classmethod
+    def of(cls, cache: Any, heads: int, tokens: int, dtype: torch.dtype) -> "ChunkSizes":
+        """Return the sizes for a cache, and queries of so many heads, and tokens on all ranks."""
+        ranks = cache.ring.size
+        return cls(
+            ranks, cache.sequences, -(-tokens // ranks), heads, cache.key_heads, cache.head_dim,
+            cache.value_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize,
+            copied=1 + 4 + dtype.itemsize if cache.scales else dtype.itemsize, tied=cache.tied,
+        )  # fmt: skip
+
+    @property
+    def key(self) -> int:
+        """Bytes of a token's key and value in a message."""
+        return self.key_heads * (self.head_dim + self.value_dim * (not self.tied)) * self.itemsize
+
+    @property
+    def queries(self) -> int:
+        """Bytes of one rank's queries."""
+        return self.sequences * self.tokens * self.heads * self.head_dim * self.itemsize
+
+    @property
+    def keys(self) -> int:
+        """Bytes of one rank's new keys and values."""
+        return self.sequences * self.tokens * self.key
 
     @property
     def message(self) -> int:
         """Bytes of one rank's queries, keys and values."""
-        widths = self.heads * self.head_dim + self.key_heads * (self.head_dim + self.value_dim)
-        return self.sequences * self.tokens * widths * self.itemsize
+        return self.queries + self.keys
 
     @property
     def result(self) -> int:
@@ -39,17 +69,37 @@ class ChunkSizes(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank sends, without the chunk's attention to itself."""
+        """Bytes that this rank sends if cached keys stay."""
         return (self.ranks - 1) * (self.message + self.result)
 
-    def memory(self, held: int) -> int:
+    def memory(self, held: int, fetched: int = 0) -> int:
         """Return the most bytes that a call allocates, with `held` cached tokens on this rank.
 
         `held` counts whole pages, whose keys and values are copied. There is a message from each
-        rank; a result is sent to each other rank, and one is received from it.
+        rank; a result is sent to each other rank, and one is received from it. If cached keys
+        travel, `fetched` tokens of them arrive, and are joined, instead of queries and results.
         """
         copied = held * self.key_heads * (self.head_dim + self.value_dim) * self.copied
-        results = 2 * self.ranks * self.result
-        if self.ranks + 1 > _NARROW:  # and out in the wide dtype
+        messages, results = self.ranks * self.message, 2 * self.ranks * self.result
+        if fetched:
+            messages = self.ranks * self.keys + (held + 2 * fetched) * self.key
+            results = 2 * self.result
+        if self.ranks + 2 > _NARROW:  # and out in the wide dtype
             results += 2 * self.result
-        return copied + self.ranks * self.message + results
+        return copied + messages + results
+
+
+def keys_travel(sizes: ChunkSizes, cached: int, machines: Sequence[int]) -> bool:
+    """True if over several machines `cached` tokens' keys are sent, and no queries and results.
+
+    That depends on bytes alone, and each of these crosses to a machine once. On one machine keys
+    stay: attention hides more bytes than queries have.
+
+    >>> chunk = ChunkSizes(ranks=4, sequences=1, tokens=2048, heads=32, key_heads=8, head_dim=128,
+    ...     value_dim=128, itemsize=2, wide=4, copied=2)
+    >>> [keys_travel(chunk, cached, (0, 0, 1, 1)) for cached in (8192, 32768, 65536)]
+    [True, True, False]
+    >>> keys_travel(chunk, 8192, (0, 0, 0, 0))
+    False
+    """
+    return any(machines) and cached * sizes.key < sizes.ranks * (sizes.queries + sizes.result)

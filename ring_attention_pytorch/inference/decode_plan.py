@@ -15,6 +15,7 @@ from ring_attention_pytorch.inference.partial import (
     merged_messages,
 )
 from ring_attention_pytorch.inference.pools import Pools
+from ring_attention_pytorch.inference.prefill import QKV, PromptChunk
 from ring_attention_pytorch.inference.programs import Cut, Processors, Tuning, power_of_2
 from ring_attention_pytorch.inference.pushed_rows import PushedRows, pushed_rows
 from ring_attention_pytorch.ranks.ring import Ring
@@ -99,18 +100,55 @@ class DecodePlan:
         self.ran = True
         return out, lse.transpose(1, 2) if return_lse else None
 
+    @torch.no_grad()
+    def run_chunk(
+        self, qkv: QKV, layer: int, terms: Terms, chunk: PromptChunk, number: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return out and lse as `run`, but for own queries of a sharded chunk, given in its order.
+
+        Over messages results are sent to the ranks of their queries alone, merged by machine.
+        """
+        q, (sinks, slopes) = qkv[0], terms
+        rows = [chunk.positions(rank).to(q.device) for rank in range(self.ring.size)]
+        mine = rows[self.ring.rank]
+        if self.capturable:
+            out, all_lse = self.run(*qkv, layer, terms, number=number)
+            assert all_lse is not None
+            return out[:, mine], all_lse[..., mine]
+        own = self._own_by_triton if self.asked.kernel == "triton" else self._own_by_pytorch
+        purpose = (self.purpose + number) % _PURPOSES
+        with (
+            self.ring.call("attention to a cache", purpose),
+            torch.autocast(q.device.type, enabled=False),
+        ):
+            out, lse = own(*qkv, layer, slopes)
+
+            def found(of_rank: Tensor) -> tuple[Tensor, Tensor]:
+                return out[:, of_rank], lse[:, of_rank].transpose(1, 2)
+
+            parts = [found(mine), *chunk.results(rows, found)()]
+            outs, lses = (torch.stack(each) for each in zip(*parts))
+            out, lse = merged(outs, lses.transpose(2, 3), sinks)
+        self.ran = True
+        return out.to(q.dtype), lse.transpose(1, 2)
+
     # ---- PyTorch's operators
 
     @torch.no_grad()
     def _by_pytorch(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: int,
-        terms: Terms,
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: int, terms: Terms
     ) -> tuple[Tensor, Tensor]:
-        pools, n, (sinks, slopes) = self.pools, q.shape[1], terms
+        out, lse = self._own_by_pytorch(q, k, v, layer, terms[1])
+        message = torch.cat((out, lse.unsqueeze(-1)), dim=-1)
+        every = gather_to_merge(message, self.ring, self.route, merged_messages)
+        out, lse = merged(every[..., :-1], every[..., -1], terms[0])
+        return out.to(q.dtype), lse
+
+    def _own_by_pytorch(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: int, slopes: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return out `[b, n, h, d_v]` and lse `[b, n, h]` of this rank's keys, not rounded."""
+        pools, n = self.pools, q.shape[1]
         lengths, starts = pools.layer_lengths[layer].tolist(), pools.starts.tolist()
         if k is not None and v is not None:
             pools.write(k, v, layer, lengths)
@@ -123,10 +161,7 @@ class DecodePlan:
             of_scores = self.asked.scores, starts[i], slopes
             parts.append(attend_in_blocks(q[i], keys, values, first, held, *of_scores))
         out, lse = (torch.stack(each) for each in zip(*parts))
-        message = torch.cat((out, lse.unsqueeze(-1)), dim=-1)
-        every = gather_to_merge(message, self.ring, self.route, merged_messages)
-        out, lse = merged(every[..., :-1], every[..., -1], sinks)
-        return out.to(q.dtype), lse
+        return out, lse
 
     # ---- our kernels
 
@@ -141,41 +176,66 @@ class DecodePlan:
         purpose: int,
         return_lse: bool,
     ) -> tuple[Tensor, Tensor]:
-        pools, (sinks, slopes) = self.pools, terms
-        lengths = pools.layer_lengths[layer]
-        v = k if pools.tied else v
+        lengths, sinks = self.pools.layer_lengths[layer], terms[0]
         with torch.cuda.device_of(q):
-            plain = _plain(q)
-            self._attend(key_mask is not None)(
-                plain,
-                plain if k is None else _plain(k),
-                plain if v is None else _plain(v),
-                plain if slopes is None else _plain(slopes),
-                plain if key_mask is None else _plain(key_mask.view(torch.uint8)),
-                *pools.of(layer), pools.tables, lengths,
-                pools.tables.shape[1], *pools.rows, pools.given,
-            )  # fmt: skip
+            self._launch_attend(q, k, v, layer, terms[1], key_mask)
             *parts, spare = self.memory
             merge = self.merge
             if not self.capturable:
-
-                def to_message(merge: Launch, *parts: Tensor) -> Tensor:
-                    message = q.new_empty(self.rows * (self.width + 1), dtype=torch.float32)
-                    mine = self._apart(message.unsqueeze(0))
-                    merge(*mine, message, lengths, *parts, purpose)
-                    return message
-
                 every = gather_to_merge(
-                    to_message(self.merge_splits, *parts),
+                    self._message(q, self.merge_splits, layer, purpose, *parts),
                     self.ring,
                     self.route,
-                    lambda near: to_message(self.merge_near, *self._apart(near)),
+                    lambda near: self._message(
+                        q, self.merge_near, layer, purpose, *self._apart(near)
+                    ),
                 )
                 parts, merge = [*self._apart(every)], self.merge_ranks
             out = q.new_empty(self.out_shape)
             lse = q.new_empty(self.out_shape[:3], dtype=torch.float32) if return_lse else spare
             merge(out, lse, lse if sinks is None else _plain(sinks), lengths, *parts, purpose)
             return out, lse
+
+    def _own_by_triton(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: int, slopes: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return out `[b, n, h, d_v]` and lse `[b, n, h]` of this rank's keys, not rounded."""
+        with torch.cuda.device_of(q):
+            self._launch_attend(q, k, v, layer, slopes, None)
+            message = self._message(q, self.merge_splits, layer, 0, *self.memory[:2])
+        out, lse = self._apart(message.unsqueeze(0))
+        return out.view(self.out_shape), lse.view(self.out_shape[:3])
+
+    def _launch_attend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: int,
+        slopes: Tensor | None,
+        key_mask: Tensor | None,
+    ) -> None:
+        """Append k and v, and attend to own keys; results of splits are in `memory` then."""
+        pools, plain = self.pools, _plain(q)
+        v = k if pools.tied else v
+        self._attend(key_mask is not None)(
+            plain,
+            plain if k is None else _plain(k),
+            plain if v is None else _plain(v),
+            plain if slopes is None else _plain(slopes),
+            plain if key_mask is None else _plain(key_mask.view(torch.uint8)),
+            *pools.of(layer), pools.tables, pools.layer_lengths[layer],
+            pools.tables.shape[1], *pools.rows, pools.given,
+        )  # fmt: skip
+
+    def _message(
+        self, q: Tensor, merge: Launch, layer: int, purpose: int, *parts: Tensor
+    ) -> Tensor:
+        """Return parts merged to one message, float32 `[rows * (width + 1)]`."""
+        message = q.new_empty(self.rows * (self.width + 1), dtype=torch.float32)
+        mine = self._apart(message.unsqueeze(0))
+        merge(*mine, message, self.pools.layer_lengths[layer], *parts, purpose)
+        return message
 
     def _apart(self, messages: Tensor) -> tuple[Tensor, Tensor]:
         """Return the out `[messages, rows, width]` and lse `[messages, rows]` of flat messages."""

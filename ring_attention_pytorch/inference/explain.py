@@ -4,7 +4,7 @@ import torch
 
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.inference.cache import RingCache
-from ring_attention_pytorch.inference.chunk_costs import ChunkSizes
+from ring_attention_pytorch.inference.chunk_costs import ChunkSizes, keys_travel
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.schedule.passing import passes, passes_spare
@@ -86,6 +86,16 @@ def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: i
             f"new tokens alone; the cached keys, {elsewhere} from other ranks, stay where they are"
         )
     chunk, held = chunk_sizes(cache, heads, tokens, dtype)
+    cached = sum(cache.lengths)
+    if keys_travel(chunk, cached, cache.ring.machines):
+        here = sum(cache.local_lengths)
+        sent, to = _keys_sent(cache.ring, chunk, here)
+        return (
+            f"sends {_mib(sent)} a layer, its keys of the chunk and cached ones to each other "
+            f"rank{to}: over several machines fewer bytes than queries and results; a longer cache "
+            f"would stay where it is\n"
+            f"takes {_mib(chunk.memory(held, cached - here))} at most beside the cache"
+        )
     sent, to = _chunk_sent(cache.ring, chunk)
     return (
         f"sends {_mib(sent)} a layer while it computes, its part of the chunk to each other "
@@ -118,17 +128,25 @@ def _chunk_sent(ring: Ring, chunk: ChunkSizes) -> tuple[int, str]:
     return sent, f" by relays, with {crossing} between machines,"
 
 
+def _keys_sent(ring: Ring, chunk: ChunkSizes, held: int) -> tuple[int, str]:
+    """Return the bytes of new and cached keys that a rank sends, and which of them cross.
+
+    All ranks are taken to hold as many tokens as this one.
+    """
+    machines, each = ring.machines, chunk.keys + held * chunk.key
+    if not passes_spare(machines):
+        return (ring.size - 1) * each, ""
+    crossing = _mib((len({*machines}) - 1) * each)
+    sent = passes(machines, ring.rank).sent * each
+    return sent, f" by relays, with {crossing} between machines"
+
+
 def chunk_sizes(
     cache: RingCache, heads: int, tokens: int, dtype: torch.dtype | None = None
 ) -> tuple[ChunkSizes, int]:
     """Return the sizes of a chunk's call, and the tokens cached on this rank, in whole pages."""
-    dtype = dtype or _of_queries(cache)
-    ranks, page = cache.ring.size, cache.pages.page
-    chunk = ChunkSizes(
-        ranks, cache.sequences, -(-tokens // ranks), heads, cache.key_heads, cache.head_dim,
-        cache.value_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize,
-        copied=1 + 4 + dtype.itemsize if cache.scales else dtype.itemsize,
-    )  # fmt: skip
+    chunk = ChunkSizes.of(cache, heads, tokens, dtype or _of_queries(cache))
+    page = cache.pages.page
     return chunk, sum(-(-length // page) * page for length in cache.local_lengths)
 
 

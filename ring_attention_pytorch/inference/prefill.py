@@ -4,27 +4,31 @@ All cached tokens precede the chunk, which therefore needs no mask on the cache,
 pages. Cached keys stay; queries and results are sent, overlapped with compute:
 
     compute on this rank                            in flight
-    the chunk's attention to itself: `ring_attn`    q, k and v to all ranks, one message each
-    each other rank's queries to own cached keys
-    own queries to own cached keys                  results, to the queries' ranks
+    own queries to the chunk's own keys             q, k and v to all ranks, one message each
+    own queries to own cached keys
+    each other rank's queries to own cached keys    results, to the queries' ranks
+    own queries to the chunk's other keys
     LSE merge of all, append the chunk
+
+Over several machines cached keys are sent instead of queries and results, as long as they are
+fewer bytes (`chunk_costs.keys_travel`).
 
 If scores depend on positions in the cached part too (window, ALiBi, padding), the whole chunk is
 computed as in decoding.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import NamedTuple, cast
+from functools import lru_cache, partial
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.messages import Form, Part
-from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.geometry.layouts import Layout, positions
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.inference.cache import RingCache
+from ring_attention_pytorch.inference.chunk_costs import ChunkSizes, keys_travel
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption
@@ -32,6 +36,7 @@ from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Messages, Ring
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock
+from ring_attention_pytorch.schedule.pieces import all_together
 
 QKV = tuple[Tensor, Tensor, Tensor]
 Found = tuple[Tensor, Tensor]  # out `[b, n, h, d_v]` and lse `[b, h, n]`
@@ -97,20 +102,22 @@ class PromptChunk(NamedTuple):
 
         return wait
 
-    def results(self, queries: Sequence[Tensor], attend: "Attend") -> list[Found]:
-        """Return all ranks' results for own queries; `queries` has the queries of each rank.
+    def results(self, queries: Sequence[Tensor], attend: "Attend") -> "Wait":
+        """Send results home to the other ranks; `queries` has the queries of each rank.
 
-        `attend` is attention to own cached keys. There are fewer results where some are merged.
+        `attend` is attention to own cached keys. Return a function that waits for the others'
+        results for own queries. There are fewer where some are merged.
         """
         ring, me = self.ring, self.ring.rank
         arriving = []
         for places in range(1, ring.size):
             asked = queries[(me + places) % ring.size]
             arriving.append(self.send_home(attend(asked), places))
-        return [attend(queries[me]), *[wait() for wait in arriving]]
+        return lambda: [wait() for wait in arriving]
 
 
 Attend = Callable[[Tensor], Found]
+Wait = Callable[[], list[Found]]  # returns results for own queries
 
 
 def form_of(found: Found, n: int) -> Form:
@@ -151,6 +158,29 @@ class CachedKeys(NamedTuple):
             samples.append((which, k.to(dtype), v.to(dtype)))
         return cls(samples, plan)
 
+    def gather(
+        self, cache: RingCache, layer: int, chunk: PromptChunk
+    ) -> "Callable[[], CachedKeys]":
+        """Send these keys to all ranks of the chunk; return a function that waits for theirs."""
+        lengths, pages, waits = cache.lengths_in(layer), cache.pages, []
+        plan = self.plan  # without these keys, which the caller may drop meanwhile
+        for which, k, v in self.samples:
+            length = lengths[which.start]
+            counts = tuple(pages.held(rank, length) for rank in range(chunk.ring.size))
+            sent = [k] if cache.tied else [k, v]
+            waits.append((which, chunk._replace(counts=counts).gather(*sent)))
+
+        def wait() -> CachedKeys:
+            samples = []
+            for which, arrive in waits:
+                every = arrive()
+                del every[chunk.ring.rank]
+                k, v = (torch.cat([each[i] for each in every], dim=1) for i in (0, -1))
+                samples.append((which, k, v[..., : cache.value_dim]))
+            return CachedKeys(samples, plan)
+
+        return wait
+
     def attend(self, q: Tensor) -> Found:
         """Return attention of queries `[b, n, h, d]` to these keys, without a mask."""
         outs, lses = zip(*[self._of_samples(q[which], k, v) for which, k, v in self.samples])
@@ -182,6 +212,7 @@ def plan_chunk(
         return RingPlan.make(
             q, k, v, causal=True, layout=layout, scale=scale, softclamp=softclamp, sinks=sinks,
             kernel=cast(KernelOption, fastest.name), group=cache.ring,
+            transport="ring",  # none is used: all ranks get the chunk's keys, to store them
             ulysses=1,
         )  # fmt: skip
 
@@ -200,15 +231,64 @@ def prefill(
         torch.autocast(q.device.type, enabled=False),
         cache.ring.call("attention of a chunk to a cache", plan.number),
     ):
-        asks = [q] if any(cache.lengths_in(layer)) else []
-        gathered = chunk.gather(k, v, *asks)
-        result.add(all_rows, *ring_attn(q, k, v, sinks=sinks, plan=plan, return_lse=True))
-        cached = CachedKeys.of(cache, layer, plan, q.dtype) if asks else None
-        every = gathered()  # k, v and q of each rank
+        sent = _sent(q, cache, layer, chunk)
+        gathered = chunk.gather(
+            k, *([] if cache.tied else [v]), *([q] if sent == "queries" else [])
+        )
+        cached = None if sent is None else CachedKeys.of(cache, layer, plan, q.dtype)
+        fetched = cached.gather(cache, layer, chunk) if cached and sent == "keys" else None
+        _attend_chunk(plan, q, plan.keys(k, v), result)
         if cached is not None:
-            for found in chunk.results([each[2] for each in every], cached.attend):
-                result.add(all_rows, *found)
+            result.add(all_rows, *cached.attend(q))
+        every = gathered()  # k, v and q of each rank
+        elsewhere: Wait = list
+        if fetched is not None:
+            elsewhere = partial(_results, fetched, q)
+        elif cached is not None:
+            elsewhere = chunk.results([each[-1] for each in every], cached.attend)
+        del cached  # copies, which memory need not hold any longer
+        keys = [each[0] for each in every]
+        values = [t[..., : cache.value_dim] for t in keys] if cache.tied else [t[1] for t in every]
+        _attend_chunk(plan, q, _others(plan, keys, values), result)
+        for found in elsewhere():
+            result.add(all_rows, *found)
+        if sinks is not None:
+            result.add_sinks(sinks)
         out, lse = result.finalize()
-    keys, values = (chunk.in_order([each[i] for each in every]) for i in (0, 1))
-    cache.append(keys, None if cache.tied else values, layer)
+    cache.append(chunk.in_order(keys), None if cache.tied else chunk.in_order(values), layer)
     return out, lse
+
+
+def _sent(
+    q: Tensor, cache: RingCache, layer: int, chunk: PromptChunk
+) -> Literal["queries", "keys"] | None:
+    """Return what is sent for attention to the cache; None if it is empty."""
+    cached = sum(cache.lengths_in(layer))
+    if not cached:
+        return None
+    sizes = ChunkSizes.of(cache, q.shape[2], sum(chunk.counts), q.dtype)
+    return "keys" if keys_travel(sizes, cached, cache.ring.machines) else "queries"
+
+
+def _results(fetched: Callable[[], CachedKeys], q: Tensor) -> list[Found]:
+    """Wait for the other ranks' cached keys, and attend to them."""
+    return [fetched().attend(q)]
+
+
+def _attend_chunk(plan: RingPlan, q: Tensor, keys: KVBlock, result: OutputAccumulator) -> None:
+    """Attend to some of the chunk's keys."""
+    for samples, tiles in plan.tiles(keys.segments):
+        if tiles:
+            of_samples = keys.samples(samples), tiles, plan.terms, result.samples(samples)
+            plan.kernel.forward(q[samples], *of_samples)
+
+
+def _others(plan: RingPlan, keys: Sequence[Tensor], values: Sequence[Tensor]) -> KVBlock:
+    """Join the chunk's keys of other ranks that own queries see, in the order of positions."""
+    rank = plan.ring.rank
+    chunks = [each for each in all_together(plan.blocks).pieces[rank] if each.owner != rank]
+    k, v = (
+        torch.cat([all_of[rank][:, :0], *[all_of[each.owner][:, each.cols] for each in chunks]], 1)
+        for all_of in (keys, values)
+    )
+    return KVBlock(k, v, None, tuple(each.segment for each in chunks))

@@ -11,14 +11,19 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from ring_attention_pytorch.comm.messages import Form
-from ring_attention_pytorch.inference.prefill import Attend, Found, PromptChunk, form_of, some
+from ring_attention_pytorch.inference.prefill import (
+    Attend,
+    Found,
+    PromptChunk,
+    Wait,
+    form_of,
+    some,
+)
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.schedule.passing import passes, passes_spare
 from ring_attention_pytorch.schedule.relays import members, relay
-
-Wait = Callable[[], list[Found]]  # returns results for own queries
 
 
 def chunk_over(ring: Ring, layout: LayoutOption, counts: tuple[int, ...]) -> PromptChunk:
@@ -51,7 +56,7 @@ class RelayedChunk(PromptChunk):
 
         return wait
 
-    def results(self, queries: Sequence[Tensor], attend: Attend) -> list[Found]:
+    def results(self, queries: Sequence[Tensor], attend: Attend) -> Wait:
         machines, me = self.ring.machines, self.ring.rank
         number, mine = 1 + max(machines), machines[me]
         near = [rank for rank in members(machines, mine) if rank != me]
@@ -65,8 +70,7 @@ class RelayedChunk(PromptChunk):
         waits += [other() for other in cross]
         if near:
             waits.append(self._trade(sends[0][2], sends, [(rank, me) for rank in near]))
-        own = attend(queries[me])
-        return [own, *(each for wait in waits for each in wait())]
+        return lambda: [each for wait in waits for each in wait()]
 
     def _merged(self, found: dict[int, Found], sender: int) -> Callable[[], Wait]:
         """Send results for a machine's queries to the relays here, the first half of their way.

@@ -1,20 +1,21 @@
 """Chunks of a prompt over several machines: exact, across once, merged before they go home."""
 
 import re
+from itertools import pairwise
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from ring_attention_pytorch.geometry.layouts import all_segments, positions
-from ring_attention_pytorch.geometry.tiles import Mask
+from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.inference import prefill
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.chunk_costs import ChunkSizes
 from ring_attention_pytorch.inference.explain import explain_cache
 from ring_attention_pytorch.inference.prefill import PromptChunk
 from ring_attention_pytorch.inference.relayed_chunk import RelayedChunk, chunk_over
-from ring_attention_pytorch.schedule.pieces import Workload
-from ring_attention_pytorch.schedule.relays import across
 from tests.support import threads
 from tests.support.reference import dense_attention, relative_error
 
@@ -28,8 +29,20 @@ def prompt(batch: int, n: int) -> list[torch.Tensor]:
     return [torch.randn(batch, n, *size, generator=draw).double() for size in sizes]
 
 
-def a_cache(ring: threads.ThreadRing, batch: int) -> RingCache:
-    how = dict(value_dim=D_V, page=2, dtype=torch.float64, group=ring)
+def shapes(heads: int) -> list[tuple[int, int]]:
+    return [(heads, D), (KEY_HEADS, D), (KEY_HEADS, D_V)]
+
+
+def far(ring: threads.ThreadRing) -> int:
+    """Bytes that all ranks have sent to other machines so far; all of them ask together."""
+    ring.hub.barrier.wait()
+    machines, ways = ring.machines, dict(ring.hub.ways)
+    ring.hub.barrier.wait()
+    return sum(nbytes for (i, j), nbytes in ways.items() if machines[i] != machines[j])
+
+
+def a_cache(ring: threads.ThreadRing, batch: int, **how: Any) -> RingCache:
+    how |= dict(value_dim=D_V, page=2, dtype=torch.float64, group=ring)
     return RingCache(batch, KEY_HEADS, D, **how)
 
 
@@ -57,41 +70,107 @@ def test_a_prompt_in_chunks_is_dense_attention(machines, layout):
     assert max(threads.run(size, worst, machines)[0]) < 1e-12
 
 
-@pytest.mark.parametrize("machines", [TWO, UNEVEN])
-def test_a_chunk_crosses_once_and_comes_back_as_one_result(machines):
-    """Of the second chunk, without its attention to itself; each rank says its bytes before."""
-    size, each = len(machines), 128
-    n = size * each
-    sizes = ChunkSizes(size, 1, each, HEADS, KEY_HEADS, D, D_V, itemsize=8, wide=8, copied=8)
-    crossing = []
+TOLD = {
+    "queries": r"sends (\S+) MiB a.* relays, with (\S+) MiB.* results home",
+    "keys": r"sends (\S+) MiB a layer, its keys.* relays, with (\S+) MiB",
+}
 
-    def sent(ring: threads.ThreadRing) -> tuple[int, str]:
-        cache = a_cache(ring, 1)
-        at = positions("striped", rank=ring.rank, ring_size=size, length=n)
-        mine = [t[:, at] for t in prompt(1, n)]
-        ring_attn_with_cache(*mine, cache, layout="striped")
-        ring.hub.barrier.wait()
-        before = dict(ring.hub.ways), ring.hub.sent_bytes[ring.rank]
-        ring.hub.barrier.wait()
-        ring_attn_with_cache(*mine, cache, layout="striped")
-        ring.hub.barrier.wait()
-        if ring.rank == 0:
-            crossing.extend(
-                nbytes - before[0].get(way, 0)
-                for way, nbytes in ring.hub.ways.items()
-                if machines[way[0]] != machines[way[1]]
-            )
-        return ring.hub.sent_bytes[ring.rank] - before[1], explain_cache(cache, HEADS, n)
 
-    found, _ = threads.run(size, sent, machines)
-    everyone = all_segments("striped", size, n)
-    of_itself = across(Workload(everyone, everyone, Mask(causal=True)), machines).relayed
-    itself = of_itself * sizes.key_heads * (D + D_V) * 8
+@pytest.mark.parametrize("machines", [TWO, UNEVEN, SHUFFLED])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("heads", [2, 8])
+def test_what_is_new_and_the_fewest_bytes_of_the_cache_cross_once(machines, tied, heads):
+    """Cached keys cross while they are few, then queries and merged results instead.
+
+    Heads decide after how many chunks. Each rank says its bytes before.
+    """
+    size, each, chunks = len(machines), 16, 4
+    n, parts = size * each, len({*machines}) - 1
+    sizes = ChunkSizes(size, 1, each, heads, KEY_HEADS, D, D_V, 8, 8, copied=8, tied=tied)
+    crossed = []
+
+    def main(ring: threads.ThreadRing) -> list[tuple[int, str]]:
+        cache, found = a_cache(ring, 1, tied=tied), []
+        q, k, v = (torch.randn(1, each, h, d).double() for h, d in shapes(heads))
+        for _ in range(chunks):
+            told, mine = explain_cache(cache, heads, n), ring.hub.sent_bytes[ring.rank]
+            ring_attn_with_cache(q, k, None if tied else v, cache, layout="striped")
+            found.append((ring.hub.sent_bytes[ring.rank] - mine, told))
+            crossed.append(far(ring))
+        return found
+
+    found, _ = threads.run(size, main, machines)
+    kinds, so_far = set(), [0, *sorted({*crossed})]
+    assert len(so_far) == chunks + 1, "all ranks count the same"
+    for number, nbytes in enumerate(after - before for before, after in pairwise(so_far)):
+        cached, asked = number * n * sizes.key, size * (sizes.queries + sizes.result)
+        assert nbytes == parts * (size * sizes.keys + min(cached, asked))
+        kind = "keys" if cached < asked else "queries"
+        kinds.add(kind)
+        told = [re.search(TOLD[kind], text).groups() for _, text in (of[number] for of in found)]
+        assert sum(float(far) for _, far in told) == pytest.approx(nbytes / 2**20, abs=0.005 * size)
+        sent = [of[number][0] / 2**20 for of in found]
+        assert sent == pytest.approx([float(every) for every, _ in told], abs=0.01)
+    assert len(kinds) == (2 if heads == 2 else 1)
+
+
+@pytest.mark.parametrize("machines", [TWO, UNEVEN, SHUFFLED])
+@pytest.mark.parametrize("kind", ["window", "tied", "alibi_slopes", "padding"])
+def test_a_chunk_by_the_decoding_kernel_comes_back_as_one_result_too(machines, kind):
+    """A rank gets the results for its own queries alone, in the accumulator's dtype."""
+    size, each, tied = len(machines), 8, kind == "tied"
+    sizes = ChunkSizes(size, 1, each, HEADS, KEY_HEADS, D, D_V, 8, 8, copied=8, tied=tied)
+    q, k, v = prompt(1, 2 * size * each)
+    v = k[..., :D_V] if tied else v
+    slopes = torch.rand(HEADS).double()
+    terms = dict(window=dict(window=9), tied=dict(window=9), alibi_slopes=dict(alibi_slopes=slopes))
+    given = terms.get(kind, {})
+    hidden = torch.arange(2 * size * each)[None] >= (3 if kind == "padding" else 0)
+    want, _ = dense_attention(q, k, v, causal=True, key_mask=hidden, **given)
+
+    def main(ring: threads.ThreadRing) -> tuple[float, int]:
+        cache, worst = a_cache(ring, 1, tied=tied), 0.0
+        if kind == "padding":
+            cache.hide_before([3])
+        for first in (0, size * each):
+            before = far(ring)
+            at = first + positions("zigzag", rank=ring.rank, ring_size=size, length=size * each)
+            mine = q[:, at], k[:, at], None if tied else v[:, at]
+            out = ring_attn_with_cache(*mine, cache, layout="zigzag", **given)
+            worst = max(worst, relative_error(out, want[:, at]))
+        return worst, far(ring) - before
+
     parts = size * (len({*machines}) - 1)
-    assert sum(crossing) - itself == parts * (sizes.message + sizes.result)
-    stated = 0.0
-    for nbytes, told in found:
-        every, far = re.search(r"sends (\S+) MiB a.* relays, with (\S+) MiB", told).groups()
-        assert nbytes / 2**20 >= float(every) - 0.01
-        stated += float(far)
-    assert stated == pytest.approx(parts * (sizes.message + sizes.result) / 2**20, abs=0.005 * size)
+    for error, nbytes in threads.run(size, main, machines)[0]:
+        assert error < 1e-12
+        assert nbytes == parts * (sizes.message + sizes.result)
+
+
+@pytest.mark.parametrize("machines", [TWO, UNEVEN, (0, 1)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_cached_keys_that_cross_are_of_sequences_of_any_lengths(machines, tied, monkeypatch):
+    """With sinks; the second sequence is shorter, the third is empty."""
+    size, lengths, n = len(machines), (9, 4, 0), 11
+    q, k, v = (torch.randn(3, 9 + n, h, d).double() for h, d in shapes(HEADS))
+    v, sinks = k[..., :D_V] if tied else v, torch.randn(HEADS).double()
+
+    def worst(ring: threads.ThreadRing) -> float:
+        cache, errors = a_cache(ring, 3, tied=tied), []
+        cache.append(k[:, :9], None if tied else v[:, :9])
+        cache.rollback([9 - length for length in lengths])
+        at = positions("zigzag", rank=ring.rank, ring_size=size, length=n)
+        new = [t[:, 9:][:, at] for t in (q, k, v)]
+        if tied:
+            new[2] = None
+        out = ring_attn_with_cache(*new, cache, sinks=sinks, layout="zigzag")
+        for i, length in enumerate(lengths):
+            seen = [torch.cat((t[i : i + 1, :length], t[i : i + 1, 9:]), 1) for t in (k, v)]
+            places = torch.arange(length, length + n), torch.arange(length + n)
+            one = q[i : i + 1, 9:]
+            want, _ = dense_attention(one, *seen, causal=True, positions=places, sinks=sinks)
+            errors.append(relative_error(out[i : i + 1], want[:, at]))
+        return max(errors)
+
+    monkeypatch.setattr(prefill, "keys_travel", travel := mock.Mock(return_value=True))
+    assert max(threads.run(size, worst, machines)[0]) < 1e-12
+    travel.assert_called()

@@ -5,14 +5,17 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
@@ -25,7 +28,7 @@ from ring_attention_pytorch.runtime.launches import Launch
 from tests.support.cache_stories import Story, Teller, told
 from tests.support.interpreter import interpreters, needs_triton
 from tests.support.ranks import unhurried
-from tests.support.reference import dense_attention
+from tests.support.reference import dense_attention, relative_error
 
 pytestmark = needs_triton
 CPU = torch.device("cpu")
@@ -150,6 +153,44 @@ def given(name: str) -> list[float]:
 )
 def test_keys_that_are_given_are_read_where_they_lie(name: str, ranks: ProcessPoolExecutor) -> None:
     assert max(ranks.submit(given, name).result(timeout=900.0)) < 1e-5
+
+
+# ---- ranks that exchange messages
+
+
+def chunks(rank: int, folder: str) -> float:
+    """The worst error of a prompt in three chunks, of a window, slopes and sinks."""
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS, store=store)
+    machine = mock.patch.dict("os.environ", RING_ATTENTION_MACHINE=str(rank // 2))
+    with machine, mock.patch.object(decode_plan, "PUSH", False):
+        worst = worst_of_chunks(Ring(), 7)
+    dist.destroy_process_group()
+    return worst
+
+
+def worst_of_chunks(ring: Ring, n: int) -> float:
+    draw, heads = torch.Generator().manual_seed(3), ((4, 8), (2, 8), (2, 6))
+    whole = [torch.randn(2, 3 * n, *shape, generator=draw) for shape in heads]
+    cache, worst = RingCache(2, 2, 8, value_dim=6, page=3, group=ring), 0.0
+    terms = dict(window=9, sinks=torch.full((4,), 0.3), alibi_slopes=torch.full((4,), 0.1))
+    want, want_lse = dense_attention(*whole, causal=True, **terms)
+    for start in range(0, 3 * n, n):
+        at = start + positions("zigzag", rank=ring.rank, ring_size=ring.size, length=n)
+        out, lse = ring_attn_with_cache(
+            *[t[:, at] for t in whole], cache, layout="zigzag", kernel="triton", return_lse=True,
+            **terms,
+        )  # fmt: skip
+        errors = relative_error(out, want[:, at]), relative_error(lse, want_lse[..., at])
+        worst = max(worst, *errors)
+    return worst
+
+
+def test_a_chunk_of_a_window_gets_its_own_results_alone(
+    ranks: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    futures = [ranks.submit(chunks, rank, str(tmp_path)) for rank in range(RANKS)]
+    assert max(future.result(timeout=900.0) for future in futures) < 1e-5
 
 
 # ---- ranks that share memory
