@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import threshold
 
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.recurrent.chunks import CHUNK
@@ -263,13 +264,12 @@ def _agree(name: str, call: Call, passes: bool) -> None:
 
 def _computed(call: Call, apart: bool, passes: bool) -> tuple[Tensor, Tensor | None]:
     plan, v = call.plan, call.v
+    if passes:
+        return _two_passes(call)
     flat = call._replace(
         q=call.q.flatten(0, 1), k=call.k.flatten(0, 1), v=v.flatten(0, 1), g=call.g.flatten(0, 1),
         beta=None if call.beta is None else call.beta.flatten(0, 1),
     )  # fmt: skip
-    if passes:
-        out, last = _two_passes(flat)
-        return out.unflatten(0, v.shape[:2]), last
     state = call.k.new_zeros(
         len(plan.mine), v.shape[2], call.k.shape[3], v.shape[3], dtype=accumulation_dtype(v.dtype)
     )
@@ -329,9 +329,10 @@ def _two_passes(call: Call) -> tuple[Tensor, Tensor | None]:
     q, k, v, beta, initial = call.q, call.k, call.v, call.beta, call.initial
     assert beta is not None
     initial = None if initial is None else initial.to(call.g.dtype)
-    g = call.g.clamp(min=SMALLEST)
+    g = threshold(call.g, SMALLEST, SMALLEST)
     how = call.scale, call.normalize, call.final
-    passes = Passes(call.plan.in_pieces(CHUNK), *how, back=torch.is_grad_enabled())
+    back = any(needs_gradients(q, k, v, g, beta, initial))
+    passes = Passes(call.plan.in_pieces(CHUNK), *how, back)
     return two_passes(q, k, v, g, beta, initial, passes)
 
 
