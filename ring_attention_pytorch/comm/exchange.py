@@ -60,12 +60,12 @@ def all_gather(x: Tensor, shapes: Sequence[Shape], ring: Ring, call: str = _CALL
 
 
 def fill_in(rows: Tensor, counts: Sequence[int], ring: Ring, call: str) -> None:
-    """Receive the other ranks' rows between this rank's own; no gradient.
+    """Receive the other ranks' rows beside this rank's own; no gradient.
 
     Args:
-        rows: `[sum of counts, ...]`, those of every rank in order.
-        counts: how many each rank has.
-        ring: which ranks.
+        rows: `[sum of counts, ...]`, of all ranks in order.
+        counts: the rows of each rank.
+        ring: the ranks.
         call: the call's name in errors.
     """
     if ring.size > 1:
@@ -75,7 +75,7 @@ def fill_in(rows: Tensor, counts: Sequence[int], ring: Ring, call: str) -> None:
 
 
 def summed_by_owners(rows: Tensor, counts: Sequence[int], ring: Ring, call: str) -> Tensor:
-    """Return the sum of all ranks' rows of this rank's; arguments are as for `fill_in`."""
+    """Return this rank's rows, summed over all ranks; arguments are as for `fill_in`."""
     if ring.size == 1:
         return rows
     pieces = rows.split(list(counts))

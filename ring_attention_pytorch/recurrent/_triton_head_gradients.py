@@ -54,8 +54,8 @@ def head_gradients_kernel(
 ):  # fmt: skip
     """Store the gradients of q, k, w and sums of gates: one chunk, key head, block of channels.
 
-    Those of q and k are sums over the value heads that share the key head. Gradients of sums of
-    gates are of this block alone: `[blocks, n, h]`.
+    Value heads that share the key head are summed for q and k. Gradients of sums of gates are of
+    this block alone: `[blocks, n, h]`.
     """
     block, chunk, key_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     run, number = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)

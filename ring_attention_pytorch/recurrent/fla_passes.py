@@ -39,12 +39,13 @@ class Call(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """This rank's runs whose maps are sent, and where the maps are among those that it holds.
+    """This rank's runs whose maps are sent, and the maps that this rank gets.
 
     Attributes:
-        runs: their numbers; spans: their first tokens and ends.
-        counts: how many of each rank are held, which is all of up to 16 ranks.
-        own: their places.
+        runs: numbers of these runs.
+        spans: their first tokens and ends.
+        counts: maps of each rank that are here; beyond 16 ranks, of this one alone.
+        own: the places of this rank's maps among them.
     """
 
     runs: Tensor
@@ -54,14 +55,13 @@ class Sent(NamedTuple):
 
     @classmethod
     def of(cls, plan: RunPlan, final: bool, how: How) -> "Sent":
-        """List them; with final states other runs are sent."""
-        rank, ranks = plan.ring.rank, range(plan.ring.size)
-        numbers = plan.runs.sent(rank, final)
-        runs = plan.indices(numbers)
-        held = [each for each in ranks if each == rank or gathers(plan.ring.size)]
-        counts = [len(plan.runs.sent(each, final)) for each in held]
-        first = sum(counts[: held.index(rank)])
-        return cls(runs, how.spans[runs], tuple(counts), slice(first, first + len(numbers)))
+        """Make it for a call with final states or without."""
+        rank, size = plan.ring.rank, plan.ring.size
+        here = range(size) if gathers(size) else (rank,)
+        numbers = [plan.runs.sent(each, final) for each in here]
+        counts, place = tuple(map(len, numbers)), here.index(rank)
+        runs, first = plan.indices(numbers[place]), sum(counts[:place])
+        return cls(runs, how.spans[runs], counts, slice(first, first + len(runs)))
 
 
 class Scan(NamedTuple):
@@ -69,7 +69,7 @@ class Scan(NamedTuple):
 
     before: Tensor
     last: Tensor | None
-    u: Tensor  # of the maps that are held
+    u: Tensor  # of the maps that are here
     initial: Tensor | None
     sent: Sent
 
@@ -117,8 +117,9 @@ class _TwoPasses(Function):
     def forward(ctx: Any, call: Call, *given: Any) -> tuple[Tensor, Tensor | None]:
         *tensors, initial = given
         rule, how = rule_of(tensors[3]), _how(call.plan)
-        x = Inputs(*map(_in_one_row, tensors), call.scale)
-        tokens, norms = x.v.shape[1], ()
+        q, k, v, g, beta = map(_in_one_row, tensors)
+        x, tokens = Inputs(q, k, v, g, beta, call.scale), v.shape[1]
+        norms: tuple[Tensor, ...] = ()
         if tokens:
             x, norms = _prepared(x, call, how)
         work = rule.chunks(x, how) if tokens else _nothing(x)
@@ -149,8 +150,7 @@ class _TwoPasses(Function):
             dinitial = None
             if scan.before.requires_grad:
                 _, dinitial = scan.back(torch.zeros_like(scan.before), dlast, call.plan.ring)
-            grads = (do.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.given)
-            return None, *grads, dinitial
+            return None, *(do.new_zeros(shape, dtype=kind) for shape, kind in ctx.given), dinitial
         do, work = _in_one_row(do), rule.again(x, kept, how)
         h, values = _states(work, scan.before, how)
         dv, local = rule.local(x, values, do, work, how)
@@ -167,7 +167,7 @@ class _TwoPasses(Function):
 
 def _in_one_row(x: Tensor) -> Tensor:
     """Return `[b, n, ...]` as `[1, b * n, ...]`, contiguous."""
-    return x.flatten(0, 1)[None].contiguous()
+    return x.contiguous().view(1, -1, *x.shape[2:])
 
 
 def _how(plan: RunPlan) -> How:
@@ -247,7 +247,7 @@ def _states(work: Chunks, before: Tensor, how: How) -> tuple[Tensor, Tensor]:
 def _state_gradients(
     work: Chunks, x: Inputs, after: Tensor | None, do: Tensor, dv: Tensor, how: How
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of states and values, from those of states after runs; None is 0."""
+    """Return the gradients of states and values; `after` are of states after runs, None is 0."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
 
     after = None if after is None else after.contiguous()

@@ -14,15 +14,14 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import threshold
 
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.recurrent.chunks import CHUNK
 from ring_attention_pytorch.recurrent.eager import Grid, recurrence
 from ring_attention_pytorch.recurrent.fla import (
-    SMALLEST,
     backward_refused,
     borders_of,
+    finite,
     fla_recurrence,
     fla_refusal,
 )
@@ -326,14 +325,12 @@ def _by_passes(call: Call, apart: bool) -> bool:
 
 def _two_passes(call: Call) -> tuple[Tensor, Tensor | None]:
     """Compute a call with the delta rule by fla's kernels, the maps of runs first."""
-    q, k, v, beta, initial = call.q, call.k, call.v, call.beta, call.initial
-    assert beta is not None
-    initial = None if initial is None else initial.to(call.g.dtype)
-    g = threshold(call.g, SMALLEST, SMALLEST)
-    how = call.scale, call.normalize, call.final
-    back = any(needs_gradients(q, k, v, g, beta, initial))
-    passes = Passes(call.plan.in_pieces(CHUNK), *how, back)
-    return two_passes(q, k, v, g, beta, initial, passes)
+    assert call.beta is not None
+    initial = None if call.initial is None else call.initial.to(call.g.dtype)
+    given = call.q, call.k, call.v, finite(call.g), call.beta, initial
+    back = any(needs_gradients(*given))
+    plan = call.plan.in_pieces(CHUNK)
+    return two_passes(*given, Passes(plan, call.scale, call.normalize, call.final, back))
 
 
 def _diagonal(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
