@@ -131,8 +131,9 @@ class _TwoPasses(Function):
         if not tokens:
             return tensors[2].clone(), last
         h, values = _states(work, scan.before, how)
-        out = rule.outputs(x, values, h, work, how)
-        return out.to(tensors[2].dtype).view(tensors[2].shape), last
+        out = rule.outputs(x, values, h, work, how).to(tensors[2].dtype)
+        # of a view PyTorch would refuse changes in place
+        return torch.ops.aten._unsafe_view(out, tensors[2].shape), last
 
     @staticmethod
     @once_differentiable
