@@ -78,12 +78,12 @@ def fla_recurrence(
 
 
 def finite(g: Tensor) -> Tensor:
-    """Return logarithms of gates of which none is infinite: differences of these would be NaN.
+    """Return logarithms of gates, none infinite: differences of these would be NaN. NaN stays.
 
     The smallest gate is 0 in a float32 sum. The gradient is one kernel; that of `clamp` is three.
 
-    >>> finite(torch.tensor([-torch.inf, -1.0])).tolist()
-    [-50.0, -1.0]
+    >>> finite(torch.tensor([-torch.inf, -1.0, torch.nan])).tolist()
+    [-50.0, -1.0, nan]
     """
     return threshold(g, _SMALLEST, _SMALLEST)
 
