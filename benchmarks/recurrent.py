@@ -63,7 +63,9 @@ class Copied(Ring):
     def exchange(self, sends: Any, receives: Any) -> Exchange:
         for number, (_, t) in enumerate(receives):
             key = number, tuple(t.shape)
-            t.copy_(self.received.setdefault(key, torch.zeros_like(t)))
+            if key not in self.received:
+                self.received[key] = torch.zeros_like(t)
+            t.copy_(self.received[key])
         return Exchange(self, sends, receives, [], None)
 
 

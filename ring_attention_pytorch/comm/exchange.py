@@ -59,6 +59,30 @@ def all_gather(x: Tensor, shapes: Sequence[Shape], ring: Ring, call: str = _CALL
     return [x] if ring.size == 1 else list(_AllGather.apply(x, ring, shapes, call))
 
 
+def fill_in(rows: Tensor, counts: Sequence[int], ring: Ring, call: str) -> None:
+    """Receive the other ranks' rows beside this rank's own; no gradient.
+
+    Args:
+        rows: `[sum of counts, ...]`, of all ranks in order.
+        counts: the rows of each rank.
+        ring: the ranks.
+        call: the call's name in errors.
+    """
+    if ring.size > 1:
+        parts = rows.split(list(counts))
+        with ring.call(call):
+            _start(ring, [parts[ring.rank]] * ring.size, parts).wait()
+
+
+def summed_by_owners(rows: Tensor, counts: Sequence[int], ring: Ring, call: str) -> Tensor:
+    """Return this rank's rows, summed over all ranks; arguments are as for `fill_in`."""
+    if ring.size == 1:
+        return rows
+    pieces = rows.split(list(counts))
+    shapes = [tuple(pieces[ring.rank].shape)] * ring.size
+    return sum_parts(_swap(ring, shapes, pieces, call))
+
+
 def sum_over_ranks(x: Tensor, ring: Ring, call: str = _CALL) -> Tensor:
     """Sum all ranks' x, of one shape, in the order of ranks, so that all get the same bits."""
     return sum_parts(all_gather(x, [tuple(x.shape)] * ring.size, ring, call))

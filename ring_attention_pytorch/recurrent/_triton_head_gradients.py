@@ -52,42 +52,48 @@ def head_gradients_kernel(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     CHUNK: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of q, k, w and sums of gates, for one chunk, head and block of channels.
+    """Store the gradients of q, k, w and sums of gates: one chunk, key head, block of channels.
 
-    Gradients of sums of gates are of this block alone: `[blocks, n, h]`.
+    Value heads that share the key head are summed for q and k. Gradients of sums of gates are of
+    this block alone: `[blocks, n, h]`.
     """
-    block, chunk, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block, chunk, key_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     run, number = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     start, end = tl.load(borders + run) + number * CHUNK, tl.load(borders + run + 1)
     t = start + tl.arange(0, CHUNK)
     inside, last = t < end, tl.minimum(start + CHUNK, end) - 1
     channels = block * BK + tl.arange(0, BK)
     here = inside[:, None] & (channels < K)[None, :]
-    at = (t * HEADS + head).to(tl.int64)
-    key = (t * KEY_HEADS + head // (HEADS // KEY_HEADS)).to(tl.int64) * K
-    state = (chunk * HEADS + head).to(tl.int64) * K * V
-    b_dq, b_dk, b_dw, scores, turned, total = products(
-        v, h, do, dh, dv, at, inside, state, channels, K, V, CHUNK, BK, BV
-    )
-    to = at[:, None] * K + channels[None, :]
-    tl.store(dw + to, -b_dw, mask=here)
-    b_q = tl.load(q + key[:, None] + channels[None, :], mask=here, other=0.0)
-    b_k = tl.load(k + key[:, None] + channels[None, :], mask=here, other=0.0)
-    b_g = tl.load(g + at, mask=inside, other=0.0)
-    whole = tl.load(g + (last * HEADS + head).to(tl.int64))
-    b_dq *= tl.exp2(b_g)[:, None] * scale
-    b_dk *= tl.where(inside, tl.exp2(whole - b_g), 0.0)[:, None]
-    total = total * tl.exp2(whole) + tl.sum(b_dk * b_k)
     both = inside[:, None] & inside[None, :]
-    since = b_g[:, None] - b_g[None, :]  # from a column's token to a row's
-    seen = (t[:, None] >= t[None, :]) & both
-    scores = tl.where(seen, scores * tl.exp2(since), 0.0) * scale
-    seen = (t[:, None] <= t[None, :]) & both
-    turned = tl.where(seen, turned * tl.exp2(-since), 0.0) * scale
-    b_dq = tl.dot(scores.to(b_k.dtype), b_k, b_dq)
-    b_dk = tl.dot(turned.to(b_q.dtype), b_q, b_dk)
-    b_dg = tl.sum(b_dq * b_q, axis=1) - tl.sum(b_dk * b_k, axis=1)
-    b_dg = tl.where(t == last, b_dg + total, b_dg)
-    tl.store(dq + to, b_dq, mask=here)
-    tl.store(dk + to, b_dk, mask=here)
-    tl.store(dg + block.to(tl.int64) * tokens * HEADS + at, b_dg, mask=inside)
+    key = ((t * KEY_HEADS + key_head).to(tl.int64) * K)[:, None] + channels[None, :]
+    all_dq = tl.zeros([CHUNK, BK], dtype=tl.float32)
+    all_dk = tl.zeros([CHUNK, BK], dtype=tl.float32)
+    for shared in range(HEADS // KEY_HEADS):
+        head = key_head * (HEADS // KEY_HEADS) + shared
+        at = (t * HEADS + head).to(tl.int64)
+        state = (chunk * HEADS + head).to(tl.int64) * K * V
+        b_dq, b_dk, b_dw, scores, turned, total = products(
+            v, h, do, dh, dv, at, inside, state, channels, K, V, CHUNK, BK, BV
+        )
+        tl.store(dw + at[:, None] * K + channels[None, :], -b_dw, mask=here)
+        b_q = tl.load(q + key, mask=here, other=0.0)
+        b_k = tl.load(k + key, mask=here, other=0.0)
+        b_g = tl.load(g + at, mask=inside, other=0.0)
+        whole = tl.load(g + (last * HEADS + head).to(tl.int64))
+        b_dq *= tl.exp2(b_g)[:, None] * scale
+        b_dk *= tl.where(inside, tl.exp2(whole - b_g), 0.0)[:, None]
+        total = total * tl.exp2(whole) + tl.sum(b_dk * b_k)
+        since = b_g[:, None] - b_g[None, :]  # from a column's token to a row's
+        seen = (t[:, None] >= t[None, :]) & both
+        scores = tl.where(seen, scores * tl.exp2(since), 0.0) * scale
+        seen = (t[:, None] <= t[None, :]) & both
+        turned = tl.where(seen, turned * tl.exp2(-since), 0.0) * scale
+        b_dq = tl.dot(scores.to(b_k.dtype), b_k, b_dq)
+        b_dk = tl.dot(turned.to(b_q.dtype), b_q, b_dk)
+        b_dg = tl.sum(b_dq * b_q, axis=1) - tl.sum(b_dk * b_k, axis=1)
+        b_dg = tl.where(t == last, b_dg + total, b_dg)
+        tl.store(dg + block.to(tl.int64) * tokens * HEADS + at, b_dg, mask=inside)
+        all_dq += b_dq
+        all_dk += b_dk
+    tl.store(dq + key, all_dq, mask=here)
+    tl.store(dk + key, all_dk, mask=here)

@@ -94,9 +94,10 @@ def adjoint_kernel(
             b_g = tl.load(g + at, mask=inside, other=0.0)
             whole = tl.load(g + last_at)
             value *= tl.where(inside, tl.exp2(whole - b_g), 0.0)[:, None]
-            b_q = (b_q * tl.exp2(b_g)[None, :]).to(b_do.dtype)
+            b_q *= tl.exp2(b_g)[None, :]
             state *= tl.exp2(whole)
         value += tl.load(dv + at[:, None] * V + columns[None, :], mask=values, other=0.0)
-        state += tl.dot(b_q, b_do) * scale - tl.dot(b_w, value.to(b_w.dtype))
+        state = tl.dot((b_q * scale).to(b_do.dtype), b_do, state)
+        state = tl.dot(b_w, (-value).to(b_w.dtype), state)
     to = grads + ((run * HEADS + head).to(tl.int64) * K + rows[:, None]) * V
     tl.store(to + columns[None, :], state, mask=in_rows[:, None] & in_columns[None, :])

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import threshold
 
 from ring_attention_pytorch.recurrent.eager import without_tokens
 
 _16_BITS = (torch.bfloat16, torch.float16)
 _MOST = 256  # the largest d_k of its kernels
-SMALLEST = -50.0  # of a gate's logarithm: exp of it is 2e-22
+_SMALLEST = -50.0  # of a gate's logarithm: exp of it is 2e-22
 
 
 def fla_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -76,15 +77,24 @@ def fla_recurrence(
     return out[0], state
 
 
+def finite(g: Tensor) -> Tensor:
+    """Return logarithms of gates, none infinite: differences of these would be NaN. NaN stays.
+
+    The smallest gate is 0 in a float32 sum. The gradient is one kernel; that of `clamp` is three.
+
+    >>> finite(torch.tensor([-torch.inf, -1.0, torch.nan])).tolist()
+    [-50.0, -1.0, nan]
+    """
+    return threshold(g, _SMALLEST, _SMALLEST)
+
+
 def for_kernels(g: Tensor, d_k: int, *leading: Tensor | None) -> Tensor:
     """Return gates that fla's kernels accept: one for each channel if they refuse a head's.
-
-    Differences of infinite logarithms would be NaN. The smallest gate is 0 in a float32 sum.
 
     >>> for_kernels(torch.tensor([[-torch.inf, -1.0]]), 4).tolist()
     [[-50.0, -1.0]]
     """
-    g = g.clamp(min=SMALLEST)
+    g = finite(g)
     if g.ndim == 2 and backward_refused(*leading):
         g = g[..., None].expand(*g.shape, d_k)
     return g

@@ -14,13 +14,18 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from ring_attention_pytorch.comm.exchange import fill_in, summed_by_owners
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.recurrent.chunks import Chunks, How, Inputs, Returned
 from ring_attention_pytorch.recurrent.fla_rules import Rule, rule_of
 from ring_attention_pytorch.recurrent.levels import in_full_precision
 from ring_attention_pytorch.recurrent.plan import RunPlan
 from ring_attention_pytorch.recurrent.runs import gathers
-from ring_attention_pytorch.recurrent.scan import scanned, scanned_as_sent
-from ring_attention_pytorch.recurrent.state_maps import gradients_of, maps_of
+from ring_attention_pytorch.recurrent.scan import scanned, scanned_as_gathered
+from ring_attention_pytorch.recurrent.state_maps import gradients_of, store_maps
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+
+_CALLER = "ring_scan"
 
 
 class Call(NamedTuple):
@@ -33,16 +38,42 @@ class Call(NamedTuple):
     back: bool  # whether a backward may follow
 
 
+class Sent(NamedTuple):
+    """This rank's runs whose maps are sent, and the maps that this rank gets.
+
+    Attributes:
+        runs: numbers of these runs.
+        spans: their first tokens and ends.
+        counts: maps of each rank that are here; beyond 16 ranks, of this one alone.
+        own: the places of this rank's maps among them.
+    """
+
+    runs: Tensor
+    spans: Tensor
+    counts: tuple[int, ...]
+    own: slice
+
+    @classmethod
+    def of(cls, plan: RunPlan, final: bool, how: How) -> "Sent":
+        """Make it for a call with final states or without."""
+        rank, size = plan.ring.rank, plan.ring.size
+        here = range(size) if gathers(size) else (rank,)
+        numbers = [plan.runs.sent(each, final) for each in here]
+        counts, place = tuple(map(len, numbers)), here.index(rank)
+        runs, first = plan.indices(numbers[place]), sum(counts[:place])
+        return cls(runs, how.spans[runs], counts, slice(first, first + len(runs)))
+
+
 class Scan(NamedTuple):
     """The states before runs and after samples, with the graph that leads to them."""
 
     before: Tensor
     last: Tensor | None
-    u: Tensor  # of the runs that are sent
+    u: Tensor  # of the maps that are here
     initial: Tensor | None
-    sent: Tensor
+    sent: Sent
 
-    def back(self, own: Tensor, dlast: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def back(self, own: Tensor, dlast: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the states after runs, and of initial states.
 
         `own` are the gradients of the states before runs, of these runs' outputs alone.
@@ -56,18 +87,21 @@ class Scan(NamedTuple):
         du, *dinitial = torch.autograd.grad(
             outputs, inputs, grads, retain_graph=True, allow_unused=True, materialize_grads=True
         )
-        after = _of_all(du, self.sent, len(self.before))
+        if len(du) and gathers(ring.size):
+            du = summed_by_owners(du, self.sent.counts, ring, _CALLER)
+        after = _of_all(du, self.sent.runs, len(self.before))
         return after, dinitial[0] if dinitial else None
 
 
 def two_passes(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the outputs of tokens `[n, h, d_v]`, and the states after samples or None.
+    """Return the outputs of tokens, like v, and the states after samples or None.
 
     Args:
-        q, k: `[n, h_k, d_k]`, of 16 bits; v: `[n, h, d_v]`.
-        g: float32 logarithms of gates, `[n, h]` or, for KDA, `[n, h, d_k]`; beta: `[n, h]`.
+        q, k: `[b, n, h_k, d_k]`, of 16 bits; v: `[b, n, h, d_v]`.
+        g: float32 logarithms of gates, `[b, n, h]` or, for KDA, `[b, n, h, d_k]`; beta:
+            `[b, n, h]`.
         initial: float32 `[b, h, d_k, d_v]`, the states before each sample; None is 0.
         call: the rest.
     """
@@ -82,22 +116,24 @@ class _TwoPasses(Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *given: Any) -> tuple[Tensor, Tensor | None]:
         *tensors, initial = given
-        q, k, v, g, beta = (t[None].contiguous() for t in tensors)
         rule, how = rule_of(tensors[3]), _how(call.plan)
-        x = Inputs(q, k, v, g, beta, call.scale)
+        q, k, v, g, beta = map(_in_one_row, tensors)
+        x, tokens = Inputs(q, k, v, g, beta, call.scale), v.shape[1]
         norms: tuple[Tensor, ...] = ()
-        if v.shape[1]:
+        if tokens:
             x, norms = _prepared(x, call, how)
-        work = rule.chunks(x, how) if v.shape[1] else _nothing(x)
+        work = rule.chunks(x, how) if tokens else _nothing(x)
         scan = _scanned(work, call, how, initial)
         ctx.call, ctx.scan, ctx.normed = call, scan, bool(norms)
-        ctx.dtypes = g.dtype, beta.dtype
+        ctx.given = [(t.shape, t.dtype) for t in tensors]
         ctx.save_for_backward(*x[:5], *norms, *work.kept)
         last = None if scan.last is None else scan.last.detach().clone()
-        if not v.shape[1]:
-            return v[0].clone(), last
+        if not tokens:
+            return tensors[2].clone(), last
         h, values = _states(work, scan.before, how)
-        return rule.outputs(x, values, h, work, how)[0].to(q.dtype), last
+        out = rule.outputs(x, values, h, work, how).to(tensors[2].dtype)
+        # of a view PyTorch would refuse changes in place
+        return torch.ops.aten._unsafe_view(out, tensors[2].shape), last
 
     @staticmethod
     @once_differentiable
@@ -110,25 +146,29 @@ class _TwoPasses(Function):
         call, scan, how = ctx.call, ctx.scan, _how(ctx.call.plan)
         q, k, v, g, beta, *kept = ctx.saved_tensors
         norms, kept = kept[: 2 * ctx.normed], tuple(kept[2 * ctx.normed :])
-        x, rule = Inputs(q, k, v, g, beta, call.scale), rule_of(g[0])
-        do = do[None].contiguous()
+        x, rule = Inputs(q, k, v, g, beta, call.scale), rule_of(g)
         if not v.shape[1]:
             dinitial = None
             if scan.before.requires_grad:
-                _, dinitial = scan.back(torch.zeros_like(scan.before), dlast)
-            return None, *(torch.zeros_like(t[0]) for t in (q, k, v, g, beta)), dinitial
-        work = rule.again(x, kept, how)
+                _, dinitial = scan.back(torch.zeros_like(scan.before), dlast, call.plan.ring)
+            return None, *(do.new_zeros(shape, dtype=kind) for shape, kind in ctx.given), dinitial
+        do, work = _in_one_row(do), rule.again(x, kept, how)
         h, values = _states(work, scan.before, how)
         dv, local = rule.local(x, values, do, work, how)
-        after, dinitial = torch.zeros_like(scan.before), None
+        after, dinitial = None, None
         if scan.before.requires_grad:
             own = gradients_of(work, do, dv, how.spans, call.scale)
-            after, dinitial = scan.back(own, dlast)
+            after, dinitial = scan.back(own, dlast, call.plan.ring)
         dh, dv = _state_gradients(work, x, after, do, dv, how)
         returned = Returned(h, values, dh, dv, do, local)
         grads = _unprepared(rule, x, work, returned, tuple(norms), how)
-        pairs = zip(grads, (q.dtype, k.dtype, v.dtype, *ctx.dtypes))
-        return None, *(t[0].to(dtype) for t, dtype in pairs), dinitial
+        of_given = (t.to(dtype).view(shape) for t, (shape, dtype) in zip(grads, ctx.given))
+        return None, *of_given, dinitial
+
+
+def _in_one_row(x: Tensor) -> Tensor:
+    """Return `[b, n, ...]` as `[1, b * n, ...]`, contiguous."""
+    return x.contiguous().view(1, -1, *x.shape[2:])
 
 
 def _how(plan: RunPlan) -> How:
@@ -171,31 +211,27 @@ def _unprepared(
 
 def _scanned(work: Chunks, call: Call, how: How, initial: Tensor | None) -> Scan:
     """Return the states before runs, with a graph for gradients of U and of initial states."""
-    plan, d_v = call.plan, work.u.shape[3]
-    sent, spans = plan.once(("sent", call.final), lambda: _sent(plan, call.final, how))
-    packed = maps_of(work, spans)
-    u = packed[..., :d_v].detach().requires_grad_(call.back)
+    plan, (heads, d_v), d_k = call.plan, work.u.shape[2:], work.w.shape[3]
+    sent = plan.once(("sent", call.final), lambda: Sent.of(plan, call.final, how))
+    shape, wide = (heads, d_k, d_v + d_k), accumulation_dtype(work.u.dtype)
+    maps = work.w.new_empty(sum(sent.counts), *shape, dtype=wide)
+    store_maps(work, sent.spans, maps[sent.own])
+    if len(maps) and gathers(plan.ring.size):
+        fill_in(maps, sent.counts, plan.ring, _CALLER)
+    u = maps[..., :d_v].detach().requires_grad_(call.back)
     first = None if initial is None else initial.detach().requires_grad_(call.back)
     with torch.set_grad_enabled(call.back):
         if gathers(plan.ring.size):
-            before, last = scanned_as_sent(packed, u, plan, first, call.final)
+            before, last = scanned_as_gathered(maps, u, plan, first, call.final)
         else:
-            runs = len(plan.mine)
-            of_m, of_u = packed[..., d_v:], u
-            of_m, of_u = (_of_all(t, sent, runs) for t in (of_m, of_u))
-            before, last = scanned(of_m, of_u, plan, first, call.final)
+            all_m, all_u = (_of_all(t, sent.runs, len(plan.mine)) for t in (maps[..., d_v:], u))
+            before, last = scanned(all_m, all_u, plan, first, call.final)
     return Scan(before, last, u, first, sent)
 
 
 def _of_all(x: Tensor, sent: Tensor, runs: int) -> Tensor:
     """Return rows of all runs, 0 for those that are not sent."""
     return x.new_zeros(runs, *x.shape[1:]).index_copy(0, sent, x) if len(x) < runs else x
-
-
-def _sent(plan: RunPlan, final: bool, how: How) -> tuple[Tensor, Tensor]:
-    """Return this rank's runs whose maps are sent, and their spans."""
-    sent = plan.indices(plan.runs.sent(plan.ring.rank, final))
-    return sent, how.spans[sent]
 
 
 def _states(work: Chunks, before: Tensor, how: How) -> tuple[Tensor, Tensor]:
@@ -210,13 +246,14 @@ def _states(work: Chunks, before: Tensor, how: How) -> tuple[Tensor, Tensor]:
 
 
 def _state_gradients(
-    work: Chunks, x: Inputs, after: Tensor, do: Tensor, dv: Tensor, how: How
+    work: Chunks, x: Inputs, after: Tensor | None, do: Tensor, dv: Tensor, how: How
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of states and values, from the gradients of states after runs."""
+    """Return the gradients of states and values; `after` are of states after runs, None is 0."""
     from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
 
+    after = None if after is None else after.contiguous()
     dh, _, dv = chunk_gated_delta_rule_bwd_dhu(
-        q=work.q, k=work.k, w=work.w, h0=None, dht=after.contiguous(), do=do, dv=dv, scale=x.scale,
+        q=work.q, k=work.k, w=work.w, h0=None, dht=after, do=do, dv=dv, scale=x.scale,
         **work.gates, **how.stepped,
     )  # fmt: skip
     return dh, dv

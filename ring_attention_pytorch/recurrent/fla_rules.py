@@ -145,8 +145,8 @@ def on_hopper() -> bool:
 
 
 def rule_of(g: Tensor) -> Rule:
-    """Return the rule for gates `[n, h]` or `[n, h, d_k]`."""
-    return OfChannels() if g.ndim == 3 else OfHeads()
+    """Return the rule for gates `[b, n, h]` or `[b, n, h, d_k]`."""
+    return OfChannels() if g.ndim == 4 else OfHeads()
 
 
 @cache

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.recurrent.chunks import CHUNK, Chunks, How, Inputs, Returned
 
-CHOSEN = dict(BK=64, BV=64, num_warps=4, num_stages=2)
+CHOSEN = dict(BK=64, BV=64, num_warps=8, num_stages=2)
 
 
 def head_gradients(
@@ -22,13 +22,11 @@ def head_gradients(
     (_, n, heads, d_v), (key_heads, d_k) = r.v.shape, x.k.shape[2:]
     chosen = CHOSEN | {"BK": min(CHOSEN["BK"], max(16, next_power_of_2(d_k)))}
     blocks = cdiv(d_k, chosen["BK"])
-    dq, dk, dw = (work.w.new_empty(1, n, heads, d_k) for _ in range(3))
+    dq, dk, dw = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(work.w)
     dg = x.g.new_empty(blocks, 1, n, heads, dtype=torch.float32)
-    head_gradients_kernel[blocks, len(how.chunk_indices), heads](
+    head_gradients_kernel[blocks, len(how.chunk_indices), key_heads](
         x.q, x.k, r.v, x.g, r.h, r.do, r.dh, r.dv, dq, dk, dw, dg, how.chunk_indices,
         how.cu_seqlens, x.scale, n,
         HEADS=heads, KEY_HEADS=key_heads, K=d_k, V=d_v, CHUNK=CHUNK, **chosen,
     )  # fmt: skip
-    if heads > key_heads:
-        dq, dk = (t.unflatten(2, (key_heads, -1)).sum(3) for t in (dq, dk))
     return dq, dk, dw, dg.sum(0)

@@ -19,9 +19,9 @@ from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.recurrent.chunks import CHUNK
 from ring_attention_pytorch.recurrent.eager import Grid, recurrence
 from ring_attention_pytorch.recurrent.fla import (
-    SMALLEST,
     backward_refused,
     borders_of,
+    finite,
     fla_recurrence,
     fla_refusal,
 )
@@ -263,13 +263,12 @@ def _agree(name: str, call: Call, passes: bool) -> None:
 
 def _computed(call: Call, apart: bool, passes: bool) -> tuple[Tensor, Tensor | None]:
     plan, v = call.plan, call.v
+    if passes:
+        return _two_passes(call)
     flat = call._replace(
         q=call.q.flatten(0, 1), k=call.k.flatten(0, 1), v=v.flatten(0, 1), g=call.g.flatten(0, 1),
         beta=None if call.beta is None else call.beta.flatten(0, 1),
     )  # fmt: skip
-    if passes:
-        out, last = _two_passes(flat)
-        return out.unflatten(0, v.shape[:2]), last
     state = call.k.new_zeros(
         len(plan.mine), v.shape[2], call.k.shape[3], v.shape[3], dtype=accumulation_dtype(v.dtype)
     )
@@ -326,13 +325,12 @@ def _by_passes(call: Call, apart: bool) -> bool:
 
 def _two_passes(call: Call) -> tuple[Tensor, Tensor | None]:
     """Compute a call with the delta rule by fla's kernels, the maps of runs first."""
-    q, k, v, beta, initial = call.q, call.k, call.v, call.beta, call.initial
-    assert beta is not None
-    initial = None if initial is None else initial.to(call.g.dtype)
-    g = call.g.clamp(min=SMALLEST)
-    how = call.scale, call.normalize, call.final
-    passes = Passes(call.plan.in_pieces(CHUNK), *how, back=torch.is_grad_enabled())
-    return two_passes(q, k, v, g, beta, initial, passes)
+    assert call.beta is not None
+    initial = None if call.initial is None else call.initial.to(call.g.dtype)
+    given = call.q, call.k, call.v, finite(call.g), call.beta, initial
+    back = any(needs_gradients(*given))
+    plan = call.plan.in_pieces(CHUNK)
+    return two_passes(*given, Passes(plan, call.scale, call.normalize, call.final, back))
 
 
 def _diagonal(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -233,15 +233,12 @@ class RunPlan:
 
         It does if it isn't floating, or if it is float64 and `like` is not.
         """
-        widest = torch.float64 if like.dtype == torch.float64 else torch.float32
+        allowed = DTYPES if like.dtype == torch.float64 else DTYPES[1:]  # the widest comes first
         for name, t in tensors.items():
-            if t is None:
-                continue
-            fits = t.dtype in DTYPES and torch.promote_types(t.dtype, widest) == widest
-            if not fits or t.device != self.device:
+            if t is not None and (t.dtype not in allowed or t.device != self.device):
                 raise self.error(
-                    f"{caller}: {name} must be floating, at most {widest}, and on {self.device}, "
-                    f"got {t.dtype} on {t.device}; cast it"
+                    f"{caller}: {name} must be floating, at most {allowed[0]}, and on "
+                    f"{self.device}, got {t.dtype} on {t.device}; cast it"
                 )
 
     def error(self, text: str) -> ValueError:

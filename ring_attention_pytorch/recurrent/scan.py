@@ -7,13 +7,10 @@ follows the documents that it has tokens of. More ranks compose maps by doubling
 order go the way back: the gradients of a map are summed on its owner.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from ring_attention_pytorch.comm.exchange import all_gather, all_to_all, sum_parts
+from ring_attention_pytorch.comm.exchange import all_gather
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.recurrent.doubling import doubled
 from ring_attention_pytorch.recurrent.levels import (
@@ -91,24 +88,19 @@ def scanned(
         return _followed(travelling, u, plan, initial, route)
 
 
-def scanned_as_sent(
+def scanned_as_gathered(
     maps: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `ring_scan` of maps whose M has no gradient, for up to 16 ranks.
+    """Compute `ring_scan` of maps that all ranks have, for up to 16; M has no gradient.
 
     Args:
-        maps: `[sent, h, d_k, d_v + d_k]`, U beside M of the runs that are sent.
-        u: `[sent, h, d_k, d_v]`, the same U, which gets its gradient.
+        maps: `[all, h, d_k, d_v + d_k]`, U beside M of all that travel, in the order of ranks.
+        u: `[all, h, d_k, d_v]`, the same U, which gets this rank's gradient.
         The rest: as for `ring_scan`.
     """
-    route, travelling = plan.route(final), None
     with in_full_precision(u.device):
-        if sum(route.counts):
-            of_u, of_m = _every(maps, plan, route).split(
-                (u.shape[3], maps.shape[3] - u.shape[3]), 3
-            )
-            travelling = of_m, _Gathered.apply(u, of_u, plan, route.counts)
-        return _followed(travelling, u, plan, initial, route)
+        travelling = (maps[..., u.shape[3] :], u) if len(u) else None
+        return _followed(travelling, u, plan, initial, plan.route(final))
 
 
 def _every(maps: Tensor, plan: RunPlan, route: Route) -> Tensor:
@@ -144,22 +136,6 @@ def _followed(
             ended = mapped(last_m, last_u, states[state_places])
             last = last.index_copy(0, samples, ended)
     return states.index_select(0, route.mine), last
-
-
-class _Gathered(Function):
-    """(U of this rank's runs that are sent, U of all that travel, plan, counts) -> the latter."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, mine: Tensor, every: Tensor, plan: RunPlan, counts: tuple[int, ...]
-    ) -> Tensor:
-        ctx.plan, ctx.counts, ctx.shape = plan, counts, tuple(mine.shape)
-        return every.view_as(every)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ring, shapes = ctx.plan.ring, [ctx.shape] * len(ctx.counts)
-        return sum_parts(all_to_all(list(grad.split(ctx.counts)), shapes, ring)), None, None, None
 
 
 def _check(m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None) -> None:

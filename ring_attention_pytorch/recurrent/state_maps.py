@@ -11,21 +11,19 @@ MAPS = dict(BV=64, num_warps=4, num_stages=2)
 ADJOINTS = dict(BV=64, num_warps=4, num_stages=2)
 
 
-def maps_of(work: Chunks, spans: Tensor) -> Tensor:
-    """Return the maps of runs, float32 `[runs, h, d_k, d_v + d_k]`: U beside M.
+def store_maps(work: Chunks, spans: Tensor, maps: Tensor) -> None:
+    """Store the maps of runs, float32 `[runs, h, d_k, d_v + d_k]`: U beside M.
 
     Args:
         work: the chunks of all runs.
         spans: int64 `[runs, 2]`, first tokens and ends of the runs whose maps are needed.
+        maps: where they are stored.
     """
     from ring_attention_pytorch.recurrent._triton_state_maps import maps_kernel
 
-    d_k, heads, d_v = work.w.shape[3], *work.u.shape[2:]
-    maps = work.w.new_empty(len(spans), heads, d_k, d_v + d_k, dtype=torch.float32)
     if len(spans):
-        _launch(maps_kernel, work, MAPS, d_k + d_v, len(spans),
+        _launch(maps_kernel, work, MAPS, maps.shape[3], len(spans),
                 work.k, work.w, work.u, work.g, spans, maps)  # fmt: skip
-    return maps
 
 
 def gradients_of(work: Chunks, do: Tensor, dv: Tensor, spans: Tensor, scale: float) -> Tensor:

@@ -8,9 +8,11 @@ from ring_attention_pytorch.comm.exchange import (
     all_gather,
     all_gather_stacked,
     all_to_all,
+    fill_in,
     gather_to_merge,
     scatter_rows,
     sum_over_ranks,
+    summed_by_owners,
 )
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.schedule import relays
@@ -85,6 +87,24 @@ def test_what_is_gathered_has_the_gradients_of_all_ranks(size):
         want = [*(x.t() for x in xs), grads[rank], grads[size + rank]]
         for got, wanted in zip(found, want, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("counts", [(3,), (2, 0, 1)])
+def test_rows_of_all_ranks_and_their_sums_on_owners(counts):
+    every = drawn(0, 3, WIDTH)
+
+    def rank_main(ring: Ring) -> tuple[Tensor, Tensor]:
+        first = sum(counts[: ring.rank])
+        own = slice(first, first + counts[ring.rank])
+        found = torch.full_like(every, torch.nan)
+        found[own] = every[own]
+        fill_in(found, counts, ring, "a test")
+        summed = summed_by_owners((ring.rank + 1) * every, counts, ring, "a test")
+        assert torch.equal(summed, sum(rank + 1 for rank in range(ring.size)) * every[own])
+        return found, summed
+
+    for found, _ in threads.run(len(counts), rank_main)[0]:
+        assert torch.equal(found, every)
 
 
 def test_rows_land_where_they_are_told_and_others_stay():

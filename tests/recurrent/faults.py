@@ -60,7 +60,7 @@ RECURRENT = [
     Mutant(
         "later runs give states no gradient",
         "recurrent/fla_passes.py:_TwoPasses._backward",
-        "scan.back(own, dlast)",
-        "scan.back(own * 0, dlast)",
+        "scan.back(own, dlast, call.plan.ring)",
+        "scan.back(own * 0, dlast, call.plan.ring)",
     ),
 ]

@@ -59,6 +59,24 @@ def test_autocast_reaches_no_gradient(monkeypatch, doubling) -> None:
     threads.run(2, main)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_outputs_may_be_changed_in_place(monkeypatch, batch) -> None:
+    fla_loops.stand_in(monkeypatch)
+    spread = Spread(2, 12, batch, "zigzag", None)
+    sharded, _ = data(spread, False, 0)
+
+    def main(ring):
+        at, plan, found = spread.held(ring.rank), spread.plan(ring), []
+        for change in (torch.Tensor.mul, torch.Tensor.mul_):
+            mine = {name: t[:, at].requires_grad_() for name, t in sharded.items()}
+            out, _ = ring_gated_delta_rule(**mine, plan=plan, kernel="fla")
+            loss = change(out, 2.0).square().sum()
+            found.append(torch.autograd.grad(loss, [*mine.values()]))
+        assert all(map(torch.equal, *found))
+
+    threads.run(2, main)
+
+
 def test_second_derivatives_are_an_error(monkeypatch) -> None:
     fla_loops.stand_in(monkeypatch)
     spread = Spread(2, 12, 1, "zigzag", None)

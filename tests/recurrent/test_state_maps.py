@@ -27,7 +27,7 @@ def by_chunk(g: Tensor, k: Tensor, here: slice) -> tuple[Tensor, Tensor, Tensor]
 def walks(channels: bool) -> list[float]:
     """Relative errors of U, M and gradients of states, of a middle run whose map isn't sent."""
     from ring_attention_pytorch.recurrent.chunks import Chunks
-    from ring_attention_pytorch.recurrent.state_maps import gradients_of, maps_of
+    from ring_attention_pytorch.recurrent.state_maps import gradients_of, store_maps
 
     draw = torch.Generator().manual_seed(0)
     n, key_heads = SPANS[-1][1], HEADS if channels else KEY_HEADS
@@ -44,7 +44,9 @@ def walks(channels: bool) -> list[float]:
     work = Chunks(*(t[None] for t in (q, k, w, u, g)), ())
     spans = torch.tensor(SPANS)
     sent = torch.tensor([0, 2])
-    u_and_m = dict(zip([0, 2], maps_of(work, spans[sent])))
+    maps = torch.full((2, HEADS, D_K, D_V + D_K), torch.nan)
+    store_maps(work, spans[sent], maps)
+    u_and_m = dict(zip([0, 2], maps))
     own = gradients_of(work, do[None], dv[None], spans, 0.5)
     q, k, w, u, do, dv, g = (t.double() for t in (q, k, w, u, do, dv, g))
     found = []

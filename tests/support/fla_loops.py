@@ -76,18 +76,16 @@ def states(work: Chunks, before: Tensor, how: How) -> tuple[Tensor, Tensor]:
     return torch.stack(h)[None], torch.stack(values)[None]
 
 
-def maps_of(work: Chunks, spans: Tensor) -> Tensor:
+def store_maps(work: Chunks, spans: Tensor, maps: Tensor) -> None:
     heads, d_k, d_v = work.w.shape[2], work.w.shape[3], work.u.shape[3]
-    found = []
-    for first, end in spans.tolist():
+    for number, (first, end) in enumerate(spans.tolist()):
         zero = work.w.new_zeros(heads, d_k, d_v)
         state = torch.cat((zero, torch.eye(d_k, dtype=zero.dtype).expand(heads, d_k, d_k)), -1)
         for t in range(first, end):
             a, k, w, value, _ = token(work, t)
             wide = torch.cat((value, value.new_zeros(heads, d_k)), -1)
             state = after(a, k, state, wide - torch.einsum("hkv,hk->hv", state, w))
-        found.append(state)
-    return torch.stack(found) if found else work.w.new_zeros(0, heads, d_k, d_v + d_k)
+        maps[number] = state
 
 
 def walked(
@@ -112,12 +110,14 @@ def gradients_of(work: Chunks, do: Tensor, dv: Tensor, spans: Tensor, scale: flo
 
 
 def state_gradients(
-    work: Chunks, x: Inputs, ends: Tensor, do: Tensor, dv: Tensor, how: How
+    work: Chunks, x: Inputs, ends: Tensor | None, do: Tensor, dv: Tensor, how: How
 ) -> tuple[Tensor, Tensor]:
     dh: list[Tensor] = []
     values: list[Tensor] = []
+    zero = work.w.new_zeros(*work.w.shape[2:], work.u.shape[3])
     for run, span in enumerate(how.spans.tolist()):
-        _, more, also = walked(work, ends[run], do, dv, span, x.scale)
+        end = zero if ends is None else ends[run]
+        _, more, also = walked(work, end, do, dv, span, x.scale)
         dh, values = dh + more, values + also
     return torch.stack(dh)[None], torch.stack(values)[None]
 
@@ -149,7 +149,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fla_passes, "rule_of", lambda g: Loops())
     for name, function in (
         ("_prepared", prepared), ("_unprepared", unprepared), ("_states", states),
-        ("_state_gradients", state_gradients), ("maps_of", maps_of),
+        ("_state_gradients", state_gradients), ("store_maps", store_maps),
         ("gradients_of", gradients_of),
     ):  # fmt: skip
         patch.setattr(fla_passes, name, function)
