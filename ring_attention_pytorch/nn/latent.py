@@ -9,6 +9,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ring_attention_pytorch.arguments import check_least, checked, checks_of
+from ring_attention_pytorch.inference.attention import report_to_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.latent.attention import CodedPlanOptions, mla_plan, mla_ring_attn
 from ring_attention_pytorch.latent.calls import report
@@ -20,12 +21,6 @@ from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed, with_type_name
 
 Projected = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def _report_to_cache(given: dict[str, Any], error: ValueError) -> None:
-    cache = given.get("cache")
-    if isinstance(cache, RingCache):
-        cache.ring.report_failure(f"raised ValueError: {error}")
 
 
 @contextmanager
@@ -134,7 +129,7 @@ class RingLatentAttention(nn.Module):
             given = self._projected(x, plan.positions(x.device, in_documents=True))
         return self.to_out(mla_ring_attn(*given, plan=plan).flatten(2))
 
-    @typed(_report_to_cache)
+    @typed(report_to_cache)
     @torch.no_grad()
     def decode(self, x: Tensor, cache: RingCache, layer: int = 0) -> Tensor:
         """Append tokens to a cache of latents, and compute the layer for them; no gradients.
@@ -150,7 +145,7 @@ class RingLatentAttention(nn.Module):
         Raises:
             ValueError: the cache is another, or has no room; on every rank.
         """
-        with _reported(_report_to_cache, {"cache": cache}):
+        with _reported(report_to_cache, {"cache": cache}):
             self._check(x, cache.sequences)
             with checks_of("RingLatentAttention"):
                 cache.check_layer(layer)
