@@ -310,7 +310,7 @@ def _attention(
             if key_bias is not None:
                 check_bias(key_bias, q, k, plan.terms.scale, plan.terms.softclamp)
         except ValueError as error:
-            plan.ring.report_failure(f"raised ValueError: {error}")  # others wait for this rank
+            plan.ring.report_failure(error)  # others wait for this rank
             raise ValueError(f"ring attention: {error}") from None
     if key_bias is not None:
         if shared is not None:  # these have none

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import checks_of
 from ring_attention_pytorch.attention import (
     Given,
     RingAttentionFunction,
@@ -30,7 +31,7 @@ from ring_attention_pytorch.plan.checks import check_tensors
 from ring_attention_pytorch.plan.placement import check_began_here, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.plan.shared import Shared
-from ring_attention_pytorch.ranks.agreement import agree
+from ring_attention_pytorch.ranks.agreement import agree, reporting
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.runtime.merging import merge_attention
@@ -68,14 +69,11 @@ def attend_with_shared(
 
 def check_shared_plan(plan: RingPlan, q: Tensor, shared: Shared | None) -> None:
     """Raise ValueError unless the plan is for such shared keys, or for none."""
-    try:
+    with checks_of("ring attention: shared_keys"), reporting(plan.ring.report_failure):
         if shared is None or plan.shared is None:
             made, got = ("without", "some") if plan.shared is None else ("with", "none")
             raise ValueError(f"the plan was made {made} shared_keys, got {got}; make one for these")
         check_tensors(plan.shared.expected, (q, *shared), None)
-    except ValueError as error:
-        plan.ring.report_failure(f"raised ValueError: {error}")  # others wait for this rank
-        raise ValueError(f"ring attention: shared_keys: {error}") from None
 
 
 def _compare(plan: RingPlan, k: Tensor, v: Tensor) -> None:

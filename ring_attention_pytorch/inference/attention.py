@@ -30,7 +30,7 @@ from ring_attention_pytorch.inference.relayed_chunk import chunk_over
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.plan_cache import settings
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.agreement import agree, report_to_group, typed
+from ring_attention_pytorch.ranks.agreement import agree, report_to_group, reporting, typed
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.runtime.resolved import resolved
 
@@ -82,7 +82,7 @@ def report_to_cache(given: dict[str, Any], error: ValueError) -> None:
         return
     agrees = not cache.plans or given.get("layout") is not None
     if not agrees and not _compares_values(given.get("check")):
-        cache.ring.report_failure(f"raised ValueError: {error}")
+        cache.ring.report_failure(error)
     else:
         report_to_group(_CALLER)({"group": cache.ring}, error)
 
@@ -165,12 +165,8 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
 
 def _of_keys(cache: RingCache, k: Tensor | None, v: Tensor | None) -> Tensor | None:
     """Return the values of keys that a tied cache gets; raise ValueError if some are given."""
-    try:
+    with reporting(partial(report_to_cache, {"cache": cache})), checks_of(_CALLER):
         return values_of(cache, k, v)
-    except ValueError as error:
-        wrong = ValueError(f"{_CALLER}: {error}")
-        report_to_cache({"cache": cache}, wrong)
-        raise wrong from None
 
 
 def _decode_step(
@@ -187,14 +183,11 @@ def _decode_step(
         }
         agree(cache.ring, _CALLER, same)
     n, eager = q.shape[1], plan.asked.kernel == "eager"
-    try:
+    with reporting(cache.ring.report_failure):
         if k is not None:
             cache.prepare(n, layer)
         elif n > 1 or eager or not plan.capturable:  # the host needs the lengths
             cache.check_last(n, layer)
-    except ValueError as error:  # on all ranks; if it is on one only, the others must not wait
-        cache.ring.report_failure(f"raised ValueError: {error}")
-        raise
     number = layer if plan.capturable else cache.lineage.mark(layer) + layer  # stamp of messages
     terms = sinks, slopes
     found = plan.run(q, k, v, layer, terms, return_lse=return_lse, number=number)
@@ -301,11 +294,8 @@ def _checked(
             raise ValueError(_UNSEEN)
         plan = cache.plans.keep(key, _plan(given, cache, scores, options))
     else:
-        try:
+        with checks_of(_CALLER), reporting(cache.ring.report_failure):
             check_call(given, cache, layer)
-        except ValueError as error:
-            cache.ring.report_failure(f"raised ValueError: {error}")
-            raise ValueError(f"{_CALLER}: {error}") from None
     return cache.plans.keep(kind, plan)
 
 

@@ -451,7 +451,7 @@ class RingPlan:
             if key not in passed:
                 check_tensors(self.expected, (q, k, v), sinks, codec)
         except ValueError as error:
-            self.ring.report_failure(f"raised ValueError: {error}")  # ranks may wait for this one
+            self.ring.report_failure(error)  # ranks may wait for this one
             raise ValueError(f"ring attention: {error}") from None
         if block is not None:
             self._shared.placements.add(block)

@@ -136,7 +136,7 @@ def agree(
     """
     own, error = dict(own or {}), error_of(check)
     if error is not None and caller in ring.steps.passed_by:  # nobody else would come
-        ring.report_failure(f"raised ValueError: {error}")
+        ring.report_failure(error)
         raise ValueError(f"{caller}: {error}")
     problem = ring.problem if error is None else _shortened(str(error))
     if ring.size == 1 and ring.group is None:
@@ -187,6 +187,19 @@ def with_type_name(error: Exception) -> ValueError:
     return ValueError(f"{kind}{error}")
 
 
+@contextmanager
+def reporting(report: Callable[[ValueError], object]) -> Iterator[None]:
+    """Report an error of this block to the ranks that wait for this one, then raise it.
+
+    `report` is the ring's `report_failure`, or an agreement, which raises on all ranks.
+    """
+    try:
+        yield
+    except Exception as error:
+        report(with_type_name(error))
+        raise
+
+
 def report_to_group(
     caller: str,
     agreed: tuple[str, Any] = ("plan", None),
@@ -209,9 +222,9 @@ def report_to_group(
             ring = ring_of(group, size if type(size) is int else None)
             agree(ring, caller, {}, check=error)
         elif isinstance(of_plan := getattr(given.get("plan"), "ring", None), Ring):
-            of_plan.report_failure(f"raised ValueError: {error}")
+            of_plan.report_failure(error)
         else:  # no plan here, but ranks that have one wait
-            ring_of(None, None).report_failure(f"raised ValueError: {error}")
+            ring_of(None, None).report_failure(error)
 
     return report
 

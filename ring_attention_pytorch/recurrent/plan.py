@@ -246,8 +246,9 @@ class RunPlan:
 
     def error(self, text: str) -> ValueError:
         """Return an error of this rank alone; ranks that wait for it are notified."""
-        self.ring.report_failure(f"raised ValueError: {text}")
-        return ValueError(text)
+        error = ValueError(text)
+        self.ring.report_failure(error)
+        return error
 
     @cached_property
     def number_of(self) -> dict[HeldRun, int]:

@@ -62,7 +62,7 @@ def summarize(
     [0.5, 2.5]
     """
     if (error := error_of(partial(_check, k, v, plan, weights, queries))) is not None:
-        plan.ring.report_failure(f"raised ValueError: {error}")
+        plan.ring.report_failure(error)
         raise ValueError(f"summarize: {error}")
     deal = plan.deal
     if deal is None:

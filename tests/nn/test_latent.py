@@ -113,7 +113,7 @@ def test_ranks_that_wait_for_this_one_hear_of_its_tokens(wrong, monkeypatch):
     layer, x = layer.float(), x.float()
     plan, cache, heard = layer.make_plan(x), layer.make_cache(2), []
     layer.decode(x, cache)  # ranks agree on the first calls; afterwards none does
-    monkeypatch.setattr(Ring, "report_failure", lambda _, text: heard.append(text))
+    monkeypatch.setattr(Ring, "report_failure", lambda _, error: heard.append(str(error)))
     for call in (lambda: layer(wrong(x), plan=plan), lambda: layer.decode(wrong(x), cache)):
         with pytest.raises((ValueError, RuntimeError)) as error:
             call()
