@@ -265,7 +265,8 @@ class RingPlan:
 
         Args:
             qkv: tensors with the strides of later ones; values don't matter and are not changed;
-                contiguous ones by default. Calls with other strides are recorded anew.
+                contiguous ones by default, as shared keys are. Calls with other strides are
+                recorded anew.
             sinks: `[h]`, if calls have them.
 
         Raises:

@@ -30,7 +30,7 @@ BELOW["shared_keys"] = {*BELOW} - {"second_order", "kernels", "schedule", "geome
 BELOW["operators"] = {*BELOW} - {"second_order"}
 BELOW["tensor_kinds"] = {*BELOW} - {"attention", "second_order", "operators"}
 BELOW["functional"] = BELOW["decoding"] = {*BELOW}
-BELOW["warm_up"] = {"attention", "plan", "ranks", "runtime"}
+BELOW["warm_up"] = {"attention", "plan", "ranks", "runtime", "shared_keys"}
 BELOW["inference"] = {*BELOW} - {"decoding", "second_order"}
 BELOW["decoding"] = BELOW["functional"] | {"inference"}
 BELOW["recurrent"] = {"geometry", "runtime", "ranks", "comm", "plan", "tensor_kinds"}
