@@ -86,11 +86,13 @@ class Sampling(NamedTuple):
         return torch.multinomial(p, 1, generator=draw).squeeze(-1).masked_fill(broken, _BROKEN)
 
     def _kept(self, logits: Tensor) -> Tensor:
-        """Replace all but the `top_k` largest logits by -inf."""
+        """Replace all but the `top_k` largest logits by -inf; of equal ones the first are kept."""
         if self.top_k is None or self.top_k >= logits.shape[-1]:
             return logits
         least = logits.topk(self.top_k, dim=-1).values[..., -1:]
-        return logits.masked_fill(logits < least, -torch.inf)
+        above, equal = logits > least, logits == least
+        places = self.top_k - above.sum(-1, keepdim=True)
+        return logits.where(above | (equal & (equal.cumsum(-1) <= places)), -torch.inf)
 
 
 class Decoder(Protocol):
@@ -180,7 +182,7 @@ class Generation:
             max_new_tokens: the most tokens to append.
             temperature: logits are divided by it before a token is drawn. 0 takes the largest
                 logit; any other value must be at least 1.2e-38.
-            top_k: draw among the k largest only.
+            top_k: draw among the k largest only, exactly k; of equal logits the first count.
             top_p: draw among the fewest largest whose probabilities sum to at least this.
             eos: tokens that end a sequence; generation stops once all sequences have ended.
             seed: seed of the random numbers; None uses the first rank's default generator.
