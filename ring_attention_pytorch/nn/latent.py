@@ -17,7 +17,7 @@ from ring_attention_pytorch.nn.checks import check_tokens
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.rotary import THETA, RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.agreement import report_to_group, reporting, typed
+from ring_attention_pytorch.ranks.agreement import report_to_ring_of, reporting, typed
 
 Projected = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -99,7 +99,7 @@ class RingLatentAttention(nn.Module):
             **options,
         )
 
-    @typed(report_to_group("RingLatentAttention", agreed=("plan", ...)))
+    @typed(report_to_ring_of("plan"))
     def forward(self, x: Tensor, *, plan: RingPlan) -> Tensor:
         """Compute the layer for this rank's tokens.
 

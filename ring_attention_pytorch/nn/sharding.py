@@ -3,7 +3,7 @@
 Backward differentiates the sum of all ranks' results (`comm/exchange.py`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,7 +25,14 @@ from ring_attention_pytorch.geometry.layouts import (
 )
 from ring_attention_pytorch.plan.packing import gather_packings
 from ring_attention_pytorch.plan.placement import attention_ring, current, note_whole
-from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, report_to_group, typed
+from ring_attention_pytorch.ranks.agreement import (
+    Check,
+    Report,
+    agree,
+    error_of,
+    report_to_group,
+    typed,
+)
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.tensor_kinds import check_plain
 
@@ -300,7 +307,7 @@ class ShardConfig:
         return replace(shards, layout=layout)
 
 
-def report_to_group_of_module(caller: str) -> Callable[[dict[str, Any], ValueError], None]:
+def report_to_group_of_module(caller: str) -> Report:
     """Make the `report` of `typed` for methods of modules with a `ShardConfig`.
 
     `caller` is the name under which these methods agree with other ranks.

@@ -19,6 +19,7 @@ from ring_attention_pytorch.ranks.agreement import (
     agree,
     error_of,
     report_to_group,
+    report_to_ring_of,
     reporting,
     typed,
 )
@@ -323,3 +324,15 @@ def test_any_error_of_a_block_is_reported_and_raised(error, told):
         raised = same
     assert raised is error
     assert reports == told
+
+
+def test_a_wrong_type_is_reported_to_the_ring_of_the_plan_or_to_the_default_one(monkeypatch):
+    reports = []
+    monkeypatch.setattr(Ring, "report_failure", lambda ring, error: reports.append((ring, error)))
+    ring, default, error = Ring.alone(), Ring.alone(), ValueError("bad")
+    report = report_to_ring_of("cache", lambda *_: default)
+    for cache in (SimpleNamespace(ring=ring), "no cache", None):
+        report({"cache": cache}, error)
+    assert [(where is ring, what) for where, what in reports] == [
+        (True, error), (False, error), (False, error),
+    ]  # fmt: skip
