@@ -11,7 +11,7 @@ from ring_attention_pytorch.arguments import checks_of
 from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.plan.checks import autocast
 from ring_attention_pytorch.plan.option_types import PlanOptions
-from ring_attention_pytorch.plan.options import DEFAULTS, Options, not_default
+from ring_attention_pytorch.plan.options import DEFAULTS, Options, check_only_plan
 from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import report_to_group, reporting
@@ -73,16 +73,12 @@ def make_plan(call: Encoded, options: dict[str, Any]) -> RingPlan:
 
 def _check_plan(caller: str, plan: RingPlan, call: Encoded, options: dict[str, Any]) -> None:
     """Raise ValueError if a plan is of another codec, or if options are given beside it."""
-    of_each_call = ("plan", "sinks")
-    beside = {name: value for name, value in options.items() if name not in of_each_call}
-    group = ["group"] * (beside.pop("group") is not None)
+    of_a_call = ("plan", "group", "sinks")
+    beside = {name: value for name, value in options.items() if name not in of_a_call}
     with checks_of(caller), reporting(plan.ring.report_failure):
         if beside:
             Options.read(beside)  # their names and types
-        if decided := not_default({**DEFAULTS, **beside}) + group:
-            raise ValueError(
-                f"the plan already decides {', '.join(decided)}; pass one or the other"
-            )
+        check_only_plan({**DEFAULTS, **beside}, options["group"])
         if plan.codec != call.codec:
             made = plan.codec or "keys as they are"
             raise ValueError(f"the plan was made for {made}, got {call.codec}; make one for these")
