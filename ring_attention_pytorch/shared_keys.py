@@ -24,11 +24,10 @@ from ring_attention_pytorch.attention import (
     RingAttentionFunction,
     attention,
     backward,
-    forward,
 )
 from ring_attention_pytorch.comm.exchange import all_gather_stacked
 from ring_attention_pytorch.plan.checks import check_tensors
-from ring_attention_pytorch.plan.placement import check_began_here, current
+from ring_attention_pytorch.plan.placement import check_began_here
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.plan.shared import Shared
 from ring_attention_pytorch.ranks.agreement import agree, reporting
@@ -42,7 +41,6 @@ from ring_attention_pytorch.runtime.torch_func import (
     differentiable_grads,
     forward_mode,
     is_first_order,
-    keep,
     needs_derivatives,
 )
 
@@ -97,17 +95,8 @@ def _apart(plan: Any, *given: Any) -> tuple[Tensor, Tensor]:
     return merge_attention(*of_ring, *of_shared)
 
 
-class _Joint(Function):
-    """(plan, q, k, v, sinks, shared k, shared v) -> (out, lse)."""
-
-    @staticmethod
-    def forward(plan: Any, *given: Tensor | None) -> tuple[Tensor, Tensor]:
-        return plan.run("forward", forward, *given)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        keep(ctx, *inputs, *output)
-        ctx.block = current()
+class _Joint(RingAttentionFunction):
+    """(plan, q, k, v, sinks, shared k, shared v) -> (out, lse); not in forward mode."""
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
