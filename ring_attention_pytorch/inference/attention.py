@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checks_of
-from ring_attention_pytorch.geometry.layouts import Layout, all_segments, check_layout
-from ring_attention_pytorch.geometry.segments import count
+from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.inference.cache import RingCache, values_of
 from ring_attention_pytorch.inference.checks import check_call, check_options, triton_refusal
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
@@ -27,6 +26,7 @@ from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.prefill import PromptChunk, plan_chunk, prefill
 from ring_attention_pytorch.inference.programs import Tuning
 from ring_attention_pytorch.inference.relayed_chunk import chunk_over
+from ring_attention_pytorch.plan.checks import check_shards
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.plan_cache import settings
 from ring_attention_pytorch.plan.ring_plan import RingPlan
@@ -389,14 +389,9 @@ def _check_shard(given: Given, cache: RingCache, options: StepOptions) -> None:
 def _check_layout(layout: Layout, counts: tuple[int, ...]) -> None:
     """Raise ValueError, on all ranks, if the layout does not give them these token counts."""
     with checks_of(_CALLER):
-        check_layout(layout, len(counts), sum(counts))
-    wanted = [count(each) for each in all_segments(layout, len(counts), sum(counts))]
-    if wanted != [*counts]:
-        raise ValueError(
-            f"{_CALLER}: shards of {layout!r} would have {wanted} tokens, got {[*counts]}"
-        )
-    if not sum(counts):
-        raise ValueError(f"{_CALLER}: a chunk must have a token")
+        check_shards(layout, counts)
+        if not sum(counts):
+            raise ValueError("a chunk must have a token")
 
 
 def plan_decoding(
