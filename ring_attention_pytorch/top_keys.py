@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.exchange import all_gather
+from ring_attention_pytorch.comm.exchange import all_gather_along
 from ring_attention_pytorch.ranks.agreement import agree, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, as_ring
 
@@ -62,9 +62,9 @@ def top_keys(
     ranks = agree(ring, _CALLER, same, held, lambda: _check(scores, positions, k))
     order = positions.argsort(stable=True)
     found, at = _best(scores[..., order], positions[order].expand(scores.shape), k)
-    shapes = [(*scores.shape[:-1], min(k, rank["m"])) for rank in ranks]
-    candidates = torch.cat(all_gather(found, shapes, ring, _CALLER), -1)
-    places = torch.cat(all_gather(at.contiguous(), shapes, ring, _CALLER), -1)
+    counts = [min(k, rank["m"]) for rank in ranks]
+    candidates = all_gather_along(-1, found, counts, ring, _CALLER)
+    places = all_gather_along(-1, at.contiguous(), counts, ring, _CALLER)
     order = places.argsort(dim=-1, stable=True)
     found, at = _best(candidates.gather(-1, order), places.gather(-1, order), k)
     missing = k - found.shape[-1]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked, checks_of
-from ring_attention_pytorch.comm.exchange import all_gather, all_to_all
+from ring_attention_pytorch.comm.exchange import all_gather_along, all_to_all
 from ring_attention_pytorch.geometry.balance import deal
 from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders, check_documents
 from ring_attention_pytorch.geometry.layouts import (
@@ -92,11 +92,8 @@ def unshard_sequence(
         same["the rest of x's shape"] = [*x.shape[:dim], *x.shape[dim + 1 :]]
     agree(ring, "unshard_sequence", same, check=error)
     segments = all_segments(layout, ring.size, length)
-    lengths = [count(s) for s in segments]
     note_whole("unshard_sequence")
-    shapes = [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in lengths]
-    parts = all_gather(x, shapes, ring)
-    return _in_order(torch.cat(parts, dim), segments, dim)
+    return _in_order(all_gather_along(dim, x, map(count, segments), ring), segments, dim)
 
 
 def _check_part(x: Tensor, length: int, dim: int, layout: Layout, ring: Ring) -> None:
