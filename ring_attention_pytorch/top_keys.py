@@ -102,12 +102,21 @@ def best_of(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, order
 
 
+def among_best(scores: Tensor, k: int) -> Tensor:
+    """Return whether each score of a row is among its k best; of equal ones the first are.
+
+    >>> among_best(torch.tensor([1.0, 3.0, 2.0, 2.0]), 2).tolist()
+    [False, True, True, False]
+    """
+    least = scores.topk(k, dim=-1).values[..., -1:]
+    above, equal = scores > least, scores == least
+    return above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
+
+
 def _by_threshold(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Do the same for many: all above the k-th, and the first that equal it."""
     ranked = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
-    least = ranked.topk(k, dim=-1).values[..., -1:]
-    above, equal = ranked > least, ranked == least
-    taken = above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
+    taken = among_best(ranked, k)
     place = torch.where(taken, taken.cumsum(-1) - 1, k)  # the others land behind
     at = torch.arange(scores.shape[-1], device=scores.device).expand(place.shape)
     chosen = at.new_zeros(*place.shape[:-1], k + 1).scatter_(-1, place, at)[..., :k]

@@ -28,6 +28,7 @@ from ring_attention_pytorch.ranks.agreement import agree, error_of, typed
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.top_keys import among_best
 
 _LAYOUT: LayoutName = "zigzag"  # of a chunk of the prompt: equal causal work for all ranks
 _BROKEN = -1  # instead of a token if logits are NaN or inf
@@ -89,10 +90,7 @@ class Sampling(NamedTuple):
         """Replace all but the `top_k` largest logits by -inf; of equal ones the first are kept."""
         if self.top_k is None or self.top_k >= logits.shape[-1]:
             return logits
-        least = logits.topk(self.top_k, dim=-1).values[..., -1:]
-        above, equal = logits > least, logits == least
-        places = self.top_k - above.sum(-1, keepdim=True)
-        return logits.where(above | (equal & (equal.cumsum(-1) <= places)), -torch.inf)
+        return logits.where(among_best(logits, self.top_k), -torch.inf)
 
 
 class Decoder(Protocol):
