@@ -50,10 +50,10 @@ class Mask(NamedTuple):
     prefix: int | None = None  # the first `prefix` tokens see one another even if causal
 
     def once(self, make: Any, *given: Any, **options: Any) -> Any:
-        """Return `make(mask, *given, **options)` of an `lru_cache`, for this mask.
+        """Return `make(mask, *given, **options)`, cached; `make` has an `lru_cache`.
 
-        Documents change with the batch: what is made for them is cached in them, and freed with
-        them. What is made for a prefix is not cached.
+        Documents change with the batch: their results are cached in them instead, to be freed with
+        them. Results for a prefix are not cached.
         """
         if self.documents is None and self.prefix is None:
             return make(self, *given, **options)

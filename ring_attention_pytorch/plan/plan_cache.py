@@ -151,15 +151,15 @@ def cache_key(
 class Found(NamedTuple):
     """A rank's part in the agreement on a plan.
 
-    `agreed` is the plan of an earlier call in the batch's block: its ranks don't agree any more.
+    If ranks agreed on the plan earlier in the batch's block, it has only that plan, `agreed`.
     """
 
     key: Hashable = None
     proposal: Proposal = Proposal()
     plan: Any = None  # the cached one, if there is one
-    error: ValueError | None = None
+    error: ValueError | None = None  # instead of a proposal
     agreed: Any = None
-    block: Placement | None = None  # where a new plan is cached, too, by the key there
+    block: Placement | None = None  # where a new plan is cached, too
     key_in_block: Hashable = None
 
 
