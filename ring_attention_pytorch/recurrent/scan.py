@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.comm.exchange import all_gather, all_to_all, sum_parts
-from ring_attention_pytorch.ranks.agreement import report_to_ring_of, typed
+from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.recurrent.doubling import doubled
 from ring_attention_pytorch.recurrent.levels import (
     followed,
@@ -30,7 +30,7 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 _CALLER = "ring_scan"
 
 
-@typed(report_to_ring_of("plan"))
+@typed(report_to_group(_CALLER, agreed=("plan", ...)))
 def ring_scan(
     m: Tensor,
     u: Tensor,
