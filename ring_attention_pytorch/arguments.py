@@ -23,11 +23,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _ints(items: Sequence[Any]) -> bool:
-    return all(isinstance(item, int) and not isinstance(item, bool) for item in items)
+    return _are_ints({*map(type, items)})  # a loop over items would take longer than a call
 
 
 def _ints_or_none(items: Sequence[Any]) -> bool:
-    return _ints([item for item in items if item is not None])
+    return _are_ints({*map(type, items)} - {type(None)})
+
+
+def _are_ints(kinds: set[type]) -> bool:
+    return all(issubclass(kind, int) and kind is not bool for kind in kinds)
 
 
 _NUMBERS: Any = FrozenDict({

@@ -21,7 +21,7 @@ from ring_attention_pytorch.plan.option_types import (
     TransportName,
     UlyssesOptions,
 )
-from ring_attention_pytorch.plan.options import DEFAULTS, Call, Options, not_default
+from ring_attention_pytorch.plan.options import DEFAULTS, Call, Options, check_only_plan
 from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
@@ -306,11 +306,13 @@ def _attention(
         plan = RingPlan.make(q, k, v, group=group, also=also, **options)
     else:
         try:  # a with block takes more host time
-            _check_only_plan(options, group)
+            beside = {**options, "sinks": None, "key_bias": None, "shared_keys": None}
+            if group is not None or beside != DEFAULTS:  # takes less time than to look at each
+                check_only_plan(beside, group)
             if key_bias is not None:
                 check_bias(key_bias, q, k, plan.terms.scale, plan.terms.softclamp)
         except ValueError as error:
-            plan.ring.report_failure(f"raised ValueError: {error}")  # others wait for this rank
+            plan.ring.report_failure(error)  # others wait for this rank
             raise ValueError(f"ring attention: {error}") from None
     if key_bias is not None:
         if shared is not None:  # these have none
@@ -421,15 +423,3 @@ def ulysses_attn(
     """
     ring = attention_ring(group)
     return ring_attn(q, k, v, group=ring, ulysses=ring.size, **options)
-
-
-def _check_only_plan(options: dict[str, Any], group: Group) -> None:
-    """Raise ValueError if options are given together with a plan, which already decides them."""
-    given = {**options, "sinks": None, "key_bias": None, "shared_keys": None}  # of each call
-    if group is None and given == DEFAULTS:  # faster on the host than to look at each
-        return
-    decided = not_default(given)
-    if group is not None:
-        decided.append("group")
-    if decided:
-        raise ValueError(f"the plan already decides {', '.join(decided)}; pass one or the other")

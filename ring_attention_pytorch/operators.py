@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ring_attention_pytorch.attention import Gradients, backward, forward
+from ring_attention_pytorch.attention import Gradients, backward
+from ring_attention_pytorch.attention import attention as attend
 from ring_attention_pytorch.comm.ulysses import QKV_TO_HEADS, QKV_TO_SEQUENCE, Ulysses
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Ring
@@ -89,16 +90,7 @@ def _plan(handle: int) -> RingPlan:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int
 ) -> tuple[Tensor, Tensor]:
-    plan = _plan(handle)
-    plan.check(q, k, v, sinks)
-    swap = plan.ulysses
-    if swap is None:
-        out, lse = plan.run("forward", forward, q, k, v, sinks)
-        return out.contiguous(), lse.contiguous()
-    sinks = None if sinks is None else sinks[swap.heads]
-    qkv = swap.exchange(QKV_TO_HEADS, q, k, v)
-    out, lse = plan.run("forward", forward, *qkv, sinks)
-    out, lse = swap.rows_to_sequence(out, lse)
+    out, lse = attend(_plan(handle), q, k, v, sinks, return_lse=True)
     return out.contiguous(), lse.contiguous()
 
 

@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import checks_of
 from ring_attention_pytorch.attention import (
     Given,
     RingAttentionFunction,
     attention,
     backward,
-    forward,
 )
 from ring_attention_pytorch.comm.exchange import all_gather_stacked
 from ring_attention_pytorch.plan.checks import check_tensors
-from ring_attention_pytorch.plan.placement import check_began_here, current
+from ring_attention_pytorch.plan.placement import check_began_here
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.plan.shared import Shared
-from ring_attention_pytorch.ranks.agreement import agree
+from ring_attention_pytorch.ranks.agreement import agree, reporting
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.runtime.merging import merge_attention
@@ -41,7 +41,6 @@ from ring_attention_pytorch.runtime.torch_func import (
     differentiable_grads,
     forward_mode,
     is_first_order,
-    keep,
     needs_derivatives,
 )
 
@@ -68,14 +67,11 @@ def attend_with_shared(
 
 def check_shared_plan(plan: RingPlan, q: Tensor, shared: Shared | None) -> None:
     """Raise ValueError unless the plan is for such shared keys, or for none."""
-    try:
+    with checks_of("ring attention: shared_keys"), reporting(plan.ring.report_failure):
         if shared is None or plan.shared is None:
             made, got = ("without", "some") if plan.shared is None else ("with", "none")
             raise ValueError(f"the plan was made {made} shared_keys, got {got}; make one for these")
         check_tensors(plan.shared.expected, (q, *shared), None)
-    except ValueError as error:
-        plan.ring.report_failure(f"raised ValueError: {error}")  # others wait for this rank
-        raise ValueError(f"ring attention: shared_keys: {error}") from None
 
 
 def _compare(plan: RingPlan, k: Tensor, v: Tensor) -> None:
@@ -99,17 +95,8 @@ def _apart(plan: Any, *given: Any) -> tuple[Tensor, Tensor]:
     return merge_attention(*of_ring, *of_shared)
 
 
-class _Joint(Function):
-    """(plan, q, k, v, sinks, shared k, shared v) -> (out, lse)."""
-
-    @staticmethod
-    def forward(plan: Any, *given: Tensor | None) -> tuple[Tensor, Tensor]:
-        return plan.run("forward", forward, *given)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        keep(ctx, *inputs, *output)
-        ctx.block = current()
+class _Joint(RingAttentionFunction):
+    """(plan, q, k, v, sinks, shared k, shared v) -> (out, lse); not in forward mode."""
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.exchange import all_gather
+from ring_attention_pytorch.comm.exchange import all_gather_along
 from ring_attention_pytorch.ranks.agreement import agree, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, as_ring
 
@@ -62,9 +62,9 @@ def top_keys(
     ranks = agree(ring, _CALLER, same, held, lambda: _check(scores, positions, k))
     order = positions.argsort(stable=True)
     found, at = _best(scores[..., order], positions[order].expand(scores.shape), k)
-    shapes = [(*scores.shape[:-1], min(k, rank["m"])) for rank in ranks]
-    candidates = torch.cat(all_gather(found, shapes, ring, _CALLER), -1)
-    places = torch.cat(all_gather(at.contiguous(), shapes, ring, _CALLER), -1)
+    counts = [min(k, rank["m"]) for rank in ranks]
+    candidates = all_gather_along(-1, found, counts, ring, _CALLER)
+    places = all_gather_along(-1, at.contiguous(), counts, ring, _CALLER)
     order = places.argsort(dim=-1, stable=True)
     found, at = _best(candidates.gather(-1, order), places.gather(-1, order), k)
     missing = k - found.shape[-1]
@@ -102,12 +102,21 @@ def best_of(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, order
 
 
+def among_best(scores: Tensor, k: int) -> Tensor:
+    """Return whether each score of a row is among its k best; of equal ones the first are.
+
+    >>> among_best(torch.tensor([1.0, 3.0, 2.0, 2.0]), 2).tolist()
+    [False, True, True, False]
+    """
+    least = scores.topk(k, dim=-1).values[..., -1:]
+    above, equal = scores > least, scores == least
+    return above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
+
+
 def _by_threshold(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Do the same for many: all above the k-th, and the first that equal it."""
     ranked = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
-    least = ranked.topk(k, dim=-1).values[..., -1:]
-    above, equal = ranked > least, ranked == least
-    taken = above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
+    taken = among_best(ranked, k)
     place = torch.where(taken, taken.cumsum(-1) - 1, k)  # the others land behind
     at = torch.arange(scores.shape[-1], device=scores.device).expand(place.shape)
     chosen = at.new_zeros(*place.shape[:-1], k + 1).scatter_(-1, place, at)[..., :k]

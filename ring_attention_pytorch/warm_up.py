@@ -17,6 +17,7 @@ from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.progress import counted, say
 from ring_attention_pytorch.ranks.agreement import agree, error_of
 from ring_attention_pytorch.runtime.launches import compile_only, compile_together
+from ring_attention_pytorch.shared_keys import attend_with_shared
 
 _CALLS = 4  # the first one, two that are recorded, one that replays the recording
 
@@ -31,49 +32,56 @@ def warm_up(plan: RingPlan, given: Sequence[Tensor], sinks: Tensor | None) -> No
     same = {"plan": plan.number, "grad mode": differentiable, "sinks": sinks is not None}
     agree(plan.ring, "warming up a plan", same, check=lambda: _check(plan.signature, given))
     shards = given or _shards(plan.signature, plan.device)
-    qkv = [t.detach().requires_grad_(differentiable) for t in shards]
+    shared = [] if plan.shared is None else _shards(plan.shared.signature, plan.device)[1:]
+    tensors = [t.detach().requires_grad_(differentiable) for t in (*shards, *shared)]
     if _launches_ours(plan):
-        _compile(plan, qkv, sinks)
+        _compile(plan, tensors, sinks)
     for _ in counted(range(_CALLS), "warming up", _CALLS, "calls"):
-        _call(plan, qkv, sinks)
+        _call(plan, tensors, sinks)
     if plan.device.type == "cuda":
         torch.cuda.synchronize(plan.device)
 
 
-def _call(plan: RingPlan, qkv: list[Tensor], sinks: Tensor | None) -> None:
-    q, k, v = qkv
-    out, _ = attention(plan, q, k, v, sinks)
+def _call(plan: RingPlan, tensors: list[Tensor], sinks: Tensor | None) -> None:
+    """Make a call with q, k, v, and shared keys and values if there are any."""
+    q, k, v, *shared = tensors
+    if shared:
+        out, _ = attend_with_shared(plan, (q, k, v, sinks), (shared[0], shared[1]))
+    else:
+        out, _ = attention(plan, q, k, v, sinks)
     if out.requires_grad:  # of a scalar: with a cotangent, PyTorch imports sympy, which takes 1 s
-        torch.autograd.grad(out.square().sum(), qkv)
+        torch.autograd.grad(out.square().sum(), tensors)
 
 
 def _launches_ours(plan: RingPlan) -> bool:
     """True if a plan launches kernels that we compile; the same on all ranks."""
-    return plan.device.type == "cuda" and "triton" in plan.kernel.name.split("+")
+    kernels = [each.kernel.name for each in (plan, plan.shared) if each is not None]
+    return plan.device.type == "cuda" and "triton" in "+".join(kernels).split("+")
 
 
-def _compile(plan: RingPlan, qkv: list[Tensor], sinks: Tensor | None) -> None:
+def _compile(plan: RingPlan, tensors: list[Tensor], sinks: Tensor | None) -> None:
     """Compile the kernels of calls, by one rank of each host first; others load its disk cache."""
     with compile_only() as calls:
-        wrong = error_of(lambda: _dry_run(plan, qkv, sinks))
+        wrong = error_of(lambda: _dry_run(plan, tensors, sinks))
     agree(plan.ring, "compiling kernels", {}, check=wrong)
     machines = plan.ring.machines
     is_first = machines.index(machines[plan.ring.rank]) == plan.ring.rank
     kernels = [*calls.values()]
     say("compiling %d kernels", len(kernels))
     for now in (kernels, []) if is_first else ([], kernels):
-        with torch.cuda.device_of(qkv[0]):
+        with torch.cuda.device_of(tensors[0]):
             agree(plan.ring, "compiled kernels", {}, check=partial(compile_together, now))
 
 
-def _dry_run(plan: RingPlan, qkv: list[Tensor], sinks: Tensor | None) -> None:
+def _dry_run(plan: RingPlan, tensors: list[Tensor], sinks: Tensor | None) -> None:
     """Run a call within `compile_only`: no kernel is launched, so results are undefined.
 
     Backward runs in this thread, because `compile_only` is per thread. The plan is a copy: the
     original would count this as its first call. For swaps of heads, which do run, it is the first.
     """
     with torch.autograd.set_multithreading_enabled(False), set_detect_anomaly(False):
-        _call(replace(plan), qkv, sinks)
+        shared = None if plan.shared is None else replace(plan.shared)
+        _call(replace(plan, shared=shared), tensors, sinks)
 
 
 def _check(wanted: Signature, given: Sequence[Tensor]) -> None:

@@ -33,17 +33,17 @@ def shards(transposed: bool = False) -> list[Tensor]:
     return [t.requires_grad_() for t in given]
 
 
-def step(plan: RingPlan, given: list[Tensor], **more: Tensor) -> list[Tensor]:
-    out = ring_attn(*given, plan=plan, **more)
-    wanted = [*given, *more.values()]
+def step(plan: RingPlan, given: list[Tensor], *shared: Tensor, **more: Tensor) -> list[Tensor]:
+    out = ring_attn(*given, plan=plan, shared_keys=shared or None, **more)
+    wanted = [*given, *shared, *more.values()]
     return [out, *torch.autograd.grad(out, wanted, torch.cos(out).detach())]
 
 
-def replays(plan: RingPlan, given: list[Tensor], **more: Tensor) -> list[Tensor]:
+def replays(plan: RingPlan, given: list[Tensor], *shared: Tensor, **more: Tensor) -> list[Tensor]:
     """Do a step, by the tapes that there are."""
     known = [tape.replay for tape in plan.recordings._recordings.values()]
     assert all(known)
-    found = step(plan, given, **more)
+    found = step(plan, given, *shared, **more)
     assert [
         tape.replay for tape in plan.recordings._recordings.values()
     ] == known  # what is recorded comes in the place of another
@@ -63,6 +63,29 @@ def test_the_first_step_after_it_replays(transposed: bool) -> None:
     assert all(torch.equal(*pair) for pair in zip(found, wanted))
     assert all(torch.equal(*pair) for pair in zip(given, before))
     assert all(t.grad is None for t in (*given, sinks))
+
+
+def test_shared_keys_are_warmed_up_too() -> None:
+    given, shared = shards(), [torch.randn(2, 5, 2, 8, dtype=torch.float64) for _ in "kv"]
+    shared = [t.requires_grad_() for t in shared]
+    options = dict(causal=True, shared_keys=tuple(shared))
+    fresh = RingPlan.make(*given, **options)
+    plan_cache.forget()
+    plan = RingPlan.make(*given, **options)
+    plan.warm_up()
+    found, wanted = replays(plan, given, *shared), step(fresh, given, *shared)
+    assert all(torch.equal(*pair) for pair in zip(found, wanted))
+
+
+def test_shared_keys_are_warmed_up_beside_a_swap_of_heads() -> None:
+    def main(ring: threads.ThreadRing) -> None:
+        given = shards()
+        plan = RingPlan.make(*given, group=ring, ulysses=2, shared_keys=(*given[1:],), **HOW)
+        plan.warm_up()
+        tapes = plan.shared.recordings._recordings.values()
+        assert [tape.replay is not None for tape in tapes] == [True, True]
+
+    threads.run(2, main)
 
 
 def test_without_gradients_only_forward_is_warm() -> None:

@@ -4,7 +4,7 @@ Convention of gradients: backward differentiates the sum of every rank's result,
 tensors are separate variables.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,15 @@ def summed_by_owners(rows: Tensor, counts: Sequence[int], ring: Ring, call: str)
 def sum_over_ranks(x: Tensor, ring: Ring, call: str = _CALL) -> Tensor:
     """Sum all ranks' x, of one shape, in the order of ranks, so that all get the same bits."""
     return sum_parts(all_gather(x, [tuple(x.shape)] * ring.size, ring, call))
+
+
+def all_gather_along(
+    dim: int, x: Tensor, lengths: Iterable[int], ring: Ring, call: str = _CALL
+) -> Tensor:
+    """Return every rank's x, of `lengths[i]` along dim, joined there; else as `all_gather`."""
+    dim = dim % x.ndim
+    shapes = [(*x.shape[:dim], length, *x.shape[dim + 1 :]) for length in lengths]
+    return torch.cat(all_gather(x, shapes, ring, call), dim)
 
 
 def all_gather_stacked(x: Tensor, ring: Ring) -> Tensor:

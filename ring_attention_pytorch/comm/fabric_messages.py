@@ -6,6 +6,7 @@ are packed once. The list of messages is computed once for each transfer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
@@ -49,12 +50,7 @@ class Traffic(NamedTuple):
     def of(cls, program: Program, transfer: Transfer, ring: Ring, own: KVBlock) -> "Traffic":
         """Compute the messages of a transfer, for keys like own ones or for their gradients."""
         rank, block, back = ring.rank, transfer.fetched, transfer.kind != KEYS
-
-        def form(length: int) -> Form:
-            if back:
-                return Form.of(own[:2], length, wire_dtype(own.k.dtype))
-            return Form.of_keys(own, length)
-
+        form = partial(Form.of_grads if back else Form.of_keys, own)
         packs: dict[Chunks, tuple[int, Pack]] = {}
         mine, sends, receives, pieces = program.chunks(block, rank), [], [], []
         for number, distance in enumerate(transfer.distances):

@@ -240,9 +240,7 @@ class RelayChannel(MessageChannel):
         return machines[rank] == machines[self.ring.rank]
 
     def _form(self, leg: Leg, back: bool = False) -> Form:
-        if back:
-            return Form.of(self.own[:2], leg.tokens, wire_dtype(self.own.k.dtype))
-        return Form.of_keys(self.own, leg.tokens)
+        return (Form.of_grads if back else Form.of_keys)(self.own, leg.tokens)
 
     def _rooms(self, legs: Sequence[Leg], back: bool = False) -> list[tuple[int, Tensor]]:
         """Make memory for legs that come here, or for their gradients that come back."""

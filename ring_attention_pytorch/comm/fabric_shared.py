@@ -106,10 +106,8 @@ class SharedMemory:
         k and v are next to each other, so that one copy moves both: each copy has a fixed cost.
         """
         if (masks, length) not in self.known:
-            if masks:
-                k, v, *mask = Form.of(keys[:3], length).parts
-            else:
-                k, v, *mask = Form.of(keys[:2], length, wire_dtype(keys.k.dtype)).parts
+            form = Form.of(keys[:3], length) if masks else Form.of_grads(keys, length)
+            k, v, *mask = form.parts
             both = k._replace(shape=(*k.shape[:-1], k.shape[-1] + v.shape[-1]))
             self.known[masks, length] = Form.of_parts((both, *mask))
         return self.known[masks, length]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.runtime.interfaces import KVBlock
+from ring_attention_pytorch.runtime.rowwise import wire_dtype
 from ring_attention_pytorch.runtime.scaled import SCALED, exponents, restored, scales_of, stored
 
 _ALIGNED = 16  # bytes: required of addresses by tensor memory accelerators and vector loads
@@ -59,6 +60,11 @@ class Form:
         """Return the form of keys like these, with their mask, but of `length` tokens."""
         form = Form.of(keys[:3], length)
         return Rounded.of_parts(form.parts) if keys.in_8_bits else form
+
+    @classmethod
+    def of_grads(cls, keys: KVBlock, length: int) -> "Form":
+        """Return the form of the gradients of `length` keys like these, as owners receive them."""
+        return Form.of(keys[:2], length, wire_dtype(keys.k.dtype))
 
     @classmethod
     @lru_cache(maxsize=1024)

@@ -241,12 +241,6 @@ class Ulysses:
         of_out, by_token = self.exchange(ROWS_TO_HEADS, of_out, by_token)
         return of_out, rearrange(by_token, "b n h -> b h n")
 
-    def rows_to_sequence(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Send out and lse back to the owners of their tokens. Not differentiable."""
-        by_token = rearrange(lse, "b h n -> b n h")
-        out, by_token = self.exchange(ROWS_TO_SEQUENCE, out, by_token)
-        return out, rearrange(by_token, "b n h -> b h n")
-
     @property
     def heads(self) -> slice:
         """The heads of q on this rank after the all-to-all, as one run."""

@@ -155,9 +155,8 @@ def gather_as(
         same |= {"the rest of the shape": before + after, "sizes": lengths}
         own["length"] = t.shape[dim]
     lengths = [note["length"] for note in agree(ring, caller, same, own, check=error)]
-    shapes = [(*t.shape[:dim], n, *t.shape[dim + 1 :]) for n in lengths]
-    parts = exchange.all_gather(t, shapes, ring)
-    return torch.cat(parts, dim), torch.tensor(lengths, device=t.device)
+    whole = exchange.all_gather_along(dim, t, lengths, ring)
+    return whole, torch.tensor(lengths, device=t.device)
 
 
 def _check_parts(t: Tensor, dim: int, ring: Ring, sizes: list[int] | None) -> None:

@@ -6,7 +6,7 @@ rectangles with a band each, and ranks never appear in a mask.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -49,10 +49,19 @@ class Mask(NamedTuple):
     documents: Documents | None = None  # None is a single document
     prefix: int | None = None  # the first `prefix` tokens see one another even if causal
 
-    @property
-    def cacheable(self) -> bool:
-        """True if later calls have the same mask: documents and prefixes change with the batch."""
-        return self.documents is None and self.prefix is None
+    def once(self, make: Any, *given: Any, **options: Any) -> Any:
+        """Return `make(mask, *given, **options)`, cached; `make` has an `lru_cache`.
+
+        Documents change with the batch: their results are cached in them instead, to be freed with
+        them. Results for a prefix are not cached.
+        """
+        if self.documents is None and self.prefix is None:
+            return make(self, *given, **options)
+        made = partial(make.__wrapped__, self, *given, **options)
+        if self.documents is None:
+            return made()
+        key = make, self._replace(documents=None), given, *options.items()
+        return self.documents.once(key, made)
 
 
 def tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
@@ -65,12 +74,7 @@ def tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
     >>> tiles(mine, mine, Mask(causal=True))
     (Tile(rows=slice(0, 4, None), cols=slice(0, 4, None), left=None, right=0),)
     """
-    if mask.cacheable:
-        return _cached_tiles(queries, keys, mask)
-    if mask.documents is None:
-        return _tiles(queries, keys, mask)  # callers that need them again cache them
-    key = queries, keys, mask._replace(documents=None)
-    return mask.documents.once(key, lambda: _tiles(queries, keys, mask))
+    return mask.once(_tiles, queries, keys)
 
 
 def with_shared(visible: Sequence[Tile], rows: int, cols: int, more: int) -> list[Tile]:
@@ -88,7 +92,8 @@ def with_shared(visible: Sequence[Tile], rows: int, cols: int, more: int) -> lis
     return [*visible, every_pair._replace(cols=slice(cols, cols + more))]
 
 
-def _tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
+@lru_cache(maxsize=65536)
+def _tiles(mask: Mask, queries: Segments, keys: Segments) -> tuple[Tile, ...]:
     by_document: dict[int, list[Tile]] = {}
     for document, tile in _visible_tiles(queries, keys, mask):
         by_document.setdefault(document, []).append(tile)
@@ -96,9 +101,6 @@ def _tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
     for of_document in by_document.values():
         joined += _join(of_document)
     return tuple(sorted(joined, key=attrgetter("rows.start", "cols.start")))
-
-
-_cached_tiles = lru_cache(maxsize=65536)(_tiles)
 
 
 def _visible_tiles(queries: Segments, keys: Segments, mask: Mask) -> Iterator[tuple[int, Tile]]:
@@ -319,14 +321,12 @@ def needed_distances(
     >>> needed_distances(four, four, Mask(causal=True, window=3))
     (0, 1, 3)
     """
-    if mask.documents is None:
-        return _needed_distances(queries, keys, mask)
-    key = "distances", queries, keys, mask._replace(documents=None)
-    return mask.documents.once(key, lambda: _needed_distances(queries, keys, mask))
+    return mask.once(_needed_distances, queries, keys)
 
 
+@lru_cache(maxsize=1024)
 def _needed_distances(
-    queries: tuple[Segments, ...], keys: tuple[Segments, ...], mask: Mask
+    mask: Mask, queries: tuple[Segments, ...], keys: tuple[Segments, ...]
 ) -> tuple[int, ...]:
     ranks = range(len(queries))
     if mask.window is None and mask.documents is None:

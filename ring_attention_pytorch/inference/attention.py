@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checks_of
-from ring_attention_pytorch.geometry.layouts import Layout, all_segments, check_layout
-from ring_attention_pytorch.geometry.segments import count
+from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.inference.cache import RingCache, values_of
 from ring_attention_pytorch.inference.checks import check_call, check_options, triton_refusal
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
@@ -27,10 +26,11 @@ from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.prefill import PromptChunk, plan_chunk, prefill
 from ring_attention_pytorch.inference.programs import Tuning
 from ring_attention_pytorch.inference.relayed_chunk import chunk_over
+from ring_attention_pytorch.plan.checks import check_shards
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.plan_cache import settings
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.agreement import agree, report_to_group, typed
+from ring_attention_pytorch.ranks.agreement import agree, report_to_group, reporting, typed
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.runtime.resolved import resolved
 
@@ -82,7 +82,7 @@ def report_to_cache(given: dict[str, Any], error: ValueError) -> None:
         return
     agrees = not cache.plans or given.get("layout") is not None
     if not agrees and not _compares_values(given.get("check")):
-        cache.ring.report_failure(f"raised ValueError: {error}")
+        cache.ring.report_failure(error)
     else:
         report_to_group(_CALLER)({"group": cache.ring}, error)
 
@@ -165,12 +165,8 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
 
 def _of_keys(cache: RingCache, k: Tensor | None, v: Tensor | None) -> Tensor | None:
     """Return the values of keys that a tied cache gets; raise ValueError if some are given."""
-    try:
+    with reporting(partial(report_to_cache, {"cache": cache})), checks_of(_CALLER):
         return values_of(cache, k, v)
-    except ValueError as error:
-        wrong = ValueError(f"{_CALLER}: {error}")
-        report_to_cache({"cache": cache}, wrong)
-        raise wrong from None
 
 
 def _decode_step(
@@ -194,14 +190,11 @@ def _decode_step(
         }
         agree(cache.ring, _CALLER, same)
     n, eager = q.shape[1], plan.asked.kernel == "eager"
-    try:
+    with reporting(cache.ring.report_failure):
         if k is not None:
             cache.prepare(n, layer)
         elif n > 1 or eager or not plan.capturable:  # the host needs the lengths
             cache.check_last(n, layer)
-    except ValueError as error:  # on all ranks; if it is on one only, the others must not wait
-        cache.ring.report_failure(f"raised ValueError: {error}")
-        raise
     number = layer if plan.capturable else cache.lineage.mark(layer) + layer  # stamp of messages
     terms = sinks, slopes
     if chunk is None or k is None or v is None:
@@ -315,11 +308,8 @@ def _checked(
             raise ValueError(_UNSEEN)
         plan = cache.plans.keep(key, _plan(given, cache, scores, options))
     else:
-        try:
+        with checks_of(_CALLER), reporting(cache.ring.report_failure):
             check_call(given, cache, layer)
-        except ValueError as error:
-            cache.ring.report_failure(f"raised ValueError: {error}")
-            raise ValueError(f"{_CALLER}: {error}") from None
     return cache.plans.keep(kind, plan)
 
 
@@ -413,14 +403,9 @@ def _check_shard(given: Given, cache: RingCache, options: StepOptions) -> None:
 def _check_layout(layout: Layout, counts: tuple[int, ...]) -> None:
     """Raise ValueError, on all ranks, if the layout does not give them these token counts."""
     with checks_of(_CALLER):
-        check_layout(layout, len(counts), sum(counts))
-    wanted = [count(each) for each in all_segments(layout, len(counts), sum(counts))]
-    if wanted != [*counts]:
-        raise ValueError(
-            f"{_CALLER}: shards of {layout!r} would have {wanted} tokens, got {[*counts]}"
-        )
-    if not sum(counts):
-        raise ValueError(f"{_CALLER}: a chunk must have a token")
+        check_shards(layout, counts)
+        if not sum(counts):
+            raise ValueError("a chunk must have a token")
 
 
 def plan_decoding(

@@ -11,7 +11,7 @@ import inspect
 import logging
 import textwrap
 from collections.abc import Sequence
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ from torch.compiler import is_compiling
 
 from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.integrations.calls import names
+from ring_attention_pytorch.latent.calls import Encoded, make_plan
 from ring_attention_pytorch.latent.codecs import LatentKeys
 from ring_attention_pytorch.plan.checks import autocast
 from ring_attention_pytorch.plan.placement import current
@@ -133,11 +134,8 @@ def attend(
     kind = (codec, learns, q.shape, latent.shape, q.dtype, q.device, sinks is None, *[
         options[name] for name in sorted(options) if name != "group"
     ])  # fmt: skip
-    plan = plans.get(kind)
-    if plan is None:
-        also = {"requires_grad of kv_b_proj": learns}
-        made = RingPlan.make(q, latent, k_rope, codec=codec, also=also, sinks=sinks, **options)
-        plan = plans.keep(kind, made)
+    call = Encoded(q, (latent, k_rope), codec, {"kv_b_proj": up})
+    plan = plans.of(kind, partial(make_plan, call, dict(options, sinks=sinks)))
     plan = plan.for_layer(getattr(layer, "layer_idx", None) or 0)
     out, _ = attention(plan, q, latent, k_rope, sinks, up, codec=codec)
     return out.contiguous()

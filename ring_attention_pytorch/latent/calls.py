@@ -1,18 +1,20 @@
 """Calls of attention whose keys are encoded: from a caller's tensors and options to `attention`."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import checks_of
 from ring_attention_pytorch.attention import attention
 from ring_attention_pytorch.plan.checks import autocast
 from ring_attention_pytorch.plan.option_types import PlanOptions
-from ring_attention_pytorch.plan.options import DEFAULTS, Options, not_default
+from ring_attention_pytorch.plan.options import DEFAULTS, Options, check_only_plan
 from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.agreement import report_to_group
+from ring_attention_pytorch.ranks.agreement import report_to_group, reporting
 from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.runtime.codec import Codec, Pair, Tensors
 from ring_attention_pytorch.tensor_kinds import has_values
@@ -71,36 +73,25 @@ def make_plan(call: Encoded, options: dict[str, Any]) -> RingPlan:
 
 def _check_plan(caller: str, plan: RingPlan, call: Encoded, options: dict[str, Any]) -> None:
     """Raise ValueError if a plan is of another codec, or if options are given beside it."""
-    of_each_call = ("plan", "sinks")
-    beside = {name: value for name, value in options.items() if name not in of_each_call}
-    group = ["group"] * (beside.pop("group") is not None)
-    try:
+    of_a_call = ("plan", "group", "sinks")
+    beside = {name: value for name, value in options.items() if name not in of_a_call}
+    with checks_of(caller), reporting(plan.ring.report_failure):
         if beside:
             Options.read(beside)  # their names and types
-        if decided := not_default({**DEFAULTS, **beside}) + group:
-            raise ValueError(
-                f"the plan already decides {', '.join(decided)}; pass one or the other"
-            )
+        check_only_plan({**DEFAULTS, **beside}, options["group"])
         if plan.codec != call.codec:
             made = plan.codec or "keys as they are"
             raise ValueError(f"the plan was made for {made}, got {call.codec}; make one for these")
-    except ValueError as error:
-        plan.ring.report_failure(f"raised ValueError: {error}")  # others wait for this rank
-        raise ValueError(f"{caller}: {error}") from None
 
 
 def encoded(
     caller: str, encode: Callable[..., Encoded], tensors: Tensors, options: dict[str, Any]
 ) -> Encoded:
     """Encode a call's tensors, cast as autocast says; an error is raised on all ranks."""
-    try:
+    with reporting(partial(report, options)), checks_of(caller):
         if not all(map(_is_plain, tensors)):
             raise ValueError("tensors must be dense and have values; of DTensors pass local ones")
         return encode(*map(autocast, tensors))
-    except ValueError as error:
-        wrong = ValueError(f"{caller}: {error}")
-    report(options, wrong)
-    raise wrong
 
 
 def _is_plain(t: Tensor) -> bool:

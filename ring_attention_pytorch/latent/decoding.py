@@ -6,15 +6,18 @@ result: one key head of `rank + d_rope` numbers serves all heads, with values of
 DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.2 (absorbed matrices).
 """
 
+from functools import partial
+
 import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
+from ring_attention_pytorch.arguments import checks_of
 from ring_attention_pytorch.inference.attention import report_to_cache, ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.latent.attention import check_latents
 from ring_attention_pytorch.plan.option_types import LayoutOption
-from ring_attention_pytorch.ranks.agreement import typed
+from ring_attention_pytorch.ranks.agreement import reporting, typed
 
 _CALLER = "mla_attn_with_cache"
 
@@ -61,7 +64,8 @@ def mla_attn_with_cache(  # noqa: PLR0913 - a public entry point
     >>> mla_attn_with_cache(q_nope, q_rope, latent, k_rope, w_up, cache).shape
     torch.Size([1, 6, 4, 3])
     """
-    try:
+    given = {"cache": cache, "layout": layout}
+    with reporting(partial(report_to_cache, given)), checks_of(_CALLER):
         codec = check_latents(q_nope, q_rope, latent, k_rope, w_up)
         sizes = 1, codec.rank + codec.d_rope, codec.rank
         if (got := (cache.key_heads, cache.head_dim, cache.value_dim)) != sizes:
@@ -69,10 +73,6 @@ def mla_attn_with_cache(  # noqa: PLR0913 - a public entry point
                 f"the cache must be of latents, RingCache(sequences, 1, {sizes[1]}, value_dim="
                 f"{sizes[2]}, tied=True), got {got}"
             )
-    except ValueError as error:
-        wrong = ValueError(f"{_CALLER}: {error}")
-        report_to_cache({"cache": cache, "layout": layout}, wrong)
-        raise wrong from None
     d = codec.d_nope + codec.d_rope
     up_k, up_v = w_up.split((codec.d_nope, codec.d_v), dim=1)
     absorbed = einsum(q_nope, up_k, "b n h d, h d r -> b n h r")

@@ -43,7 +43,7 @@ from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption,
 from ring_attention_pytorch.plan.packing import local_packing
 from ring_attention_pytorch.plan.plan_cache import GraphCache
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.agreement import agree, typed
+from ring_attention_pytorch.ranks.agreement import agree, reporting, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.dropout import check_dropout
 from ring_attention_pytorch.runtime.torch_func import run_apart, tangents_note
@@ -248,12 +248,9 @@ class RingAttention(HeadProjections):
                 "a mask": seen, "ring_size": ring_size, "context": context, **packed,
                 "force_ring_reduce_off": force_ring_reduce_off or None, "shared_mask": shared_mask,
             }  # fmt: skip
-            try:
+            with reporting(plan.ring.report_failure):
                 self._check_plan(plan, decided)
                 self.spread.check(check, False, None, "RingAttention")
-            except ValueError as error:
-                plan.ring.report_failure(f"raised ValueError: {error}")  # others wait for this rank
-                raise
             return self._attend(x, None, None, rotary_emb, plan.ring, plan=plan, shared=shared)
         on = self.spread.on(force_ring_reduce_off or self.force_regular_attn)
         self.spread.check(check, on, ring_size, "ring attention")

@@ -28,6 +28,7 @@ from ring_attention_pytorch.ranks.agreement import agree, error_of, typed
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.top_keys import among_best
 
 _LAYOUT: LayoutName = "zigzag"  # of a chunk of the prompt: equal causal work for all ranks
 _BROKEN = -1  # instead of a token if logits are NaN or inf
@@ -86,11 +87,10 @@ class Sampling(NamedTuple):
         return torch.multinomial(p, 1, generator=draw).squeeze(-1).masked_fill(broken, _BROKEN)
 
     def _kept(self, logits: Tensor) -> Tensor:
-        """Replace all but the `top_k` largest logits by -inf."""
+        """Replace all but the `top_k` largest logits by -inf; of equal ones the first are kept."""
         if self.top_k is None or self.top_k >= logits.shape[-1]:
             return logits
-        least = logits.topk(self.top_k, dim=-1).values[..., -1:]
-        return logits.masked_fill(logits < least, -torch.inf)
+        return logits.where(among_best(logits, self.top_k), -torch.inf)
 
 
 class Decoder(Protocol):
@@ -180,7 +180,7 @@ class Generation:
             max_new_tokens: the most tokens to append.
             temperature: logits are divided by it before a token is drawn. 0 takes the largest
                 logit; any other value must be at least 1.2e-38.
-            top_k: draw among the k largest only.
+            top_k: draw among the k largest only, exactly k; of equal logits the first count.
             top_p: draw among the fewest largest whose probabilities sum to at least this.
             eos: tokens that end a sequence; generation stops once all sequences have ended.
             seed: seed of the random numbers; None uses the first rank's default generator.

@@ -1,7 +1,6 @@
 """Multi-head latent attention as a module."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -9,6 +8,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ring_attention_pytorch.arguments import check_least, checked, checks_of
+from ring_attention_pytorch.inference.attention import report_to_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.latent.attention import CodedPlanOptions, mla_plan, mla_ring_attn
 from ring_attention_pytorch.latent.calls import report
@@ -17,25 +17,9 @@ from ring_attention_pytorch.nn.checks import check_tokens
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.rotary import THETA, RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.agreement import report_to_group, typed, with_type_name
+from ring_attention_pytorch.ranks.agreement import report_to_ring_of, reporting, typed
 
 Projected = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def _report_to_cache(given: dict[str, Any], error: ValueError) -> None:
-    cache = given.get("cache")
-    if isinstance(cache, RingCache):
-        cache.ring.report_failure(f"raised ValueError: {error}")
-
-
-@contextmanager
-def _reported(report: Callable[[dict[str, Any], ValueError], object], given: Any) -> Iterator[None]:
-    """Report errors of this block to the ranks that wait for this one; `given` says which."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        report(given, with_type_name(error))
-        raise
 
 
 class RingLatentAttention(nn.Module):
@@ -103,7 +87,7 @@ class RingLatentAttention(nn.Module):
         Raises:
             ValueError: x has another width; else as `mla_plan`; on all ranks.
         """
-        with _reported(report, {**options}):
+        with reporting(partial(report, {**options})):
             self._check(x)
         b, n, h, one = *x.shape[:2], self.heads, x.new_empty(())
         return mla_plan(
@@ -115,7 +99,7 @@ class RingLatentAttention(nn.Module):
             **options,
         )
 
-    @typed(report_to_group("RingLatentAttention", agreed=("plan", ...)))
+    @typed(report_to_ring_of("plan"))
     def forward(self, x: Tensor, *, plan: RingPlan) -> Tensor:
         """Compute the layer for this rank's tokens.
 
@@ -129,12 +113,12 @@ class RingLatentAttention(nn.Module):
         Raises:
             ValueError: x doesn't fit the plan.
         """
-        with _reported(report, {"plan": plan}):
+        with reporting(plan.ring.report_failure):
             self._check(x, *plan.signature[:2])
             given = self._projected(x, plan.positions(x.device, in_documents=True))
         return self.to_out(mla_ring_attn(*given, plan=plan).flatten(2))
 
-    @typed(_report_to_cache)
+    @typed(report_to_cache)
     @torch.no_grad()
     def decode(self, x: Tensor, cache: RingCache, layer: int = 0) -> Tensor:
         """Append tokens to a cache of latents, and compute the layer for them; no gradients.
@@ -150,7 +134,7 @@ class RingLatentAttention(nn.Module):
         Raises:
             ValueError: the cache is another, or has no room; on every rank.
         """
-        with _reported(_report_to_cache, {"cache": cache}):
+        with reporting(partial(report_to_cache, {"cache": cache})):
             self._check(x, cache.sequences)
             with checks_of("RingLatentAttention"):
                 cache.check_layer(layer)

@@ -15,7 +15,7 @@ from ring_attention_pytorch.geometry.segments import Segment
 from ring_attention_pytorch.nn.feedforward import feed_forward
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.agreement import report_to_group, typed
+from ring_attention_pytorch.ranks.agreement import report_to_ring_of, typed
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.recurrent.halo import last_tokens, ring_short_conv
 from ring_attention_pytorch.recurrent.layers import ring_gated_delta_rule, ring_mamba2
@@ -34,7 +34,7 @@ class LayerState(NamedTuple):
 class RecurrentLayer(nn.Module):
     """A layer that carries a state along the sequence."""
 
-    @typed(report_to_group("a recurrent layer", agreed=("plan", ...)))
+    @typed(report_to_ring_of("plan"))
     def forward(self, x: Tensor, mask: Tensor | None = None, *, plan: RunPlan) -> Tensor:
         """Compute the layer.
 
@@ -48,7 +48,7 @@ class RecurrentLayer(nn.Module):
         """
         return self._read(x, mask, plan, None, False)[0]
 
-    @typed(report_to_group("a recurrent layer", agreed=("plan", ...)))
+    @typed(report_to_ring_of("plan"))
     def read(
         self, x: Tensor, mask: Tensor | None, plan: RunPlan, before: LayerState | None
     ) -> tuple[Tensor, LayerState]:

@@ -3,7 +3,7 @@
 Backward differentiates the sum of all ranks' results (`comm/exchange.py`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked, checks_of
-from ring_attention_pytorch.comm.exchange import all_gather, all_to_all
+from ring_attention_pytorch.comm.exchange import all_gather_along, all_to_all
 from ring_attention_pytorch.geometry.balance import deal
 from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders, check_documents
 from ring_attention_pytorch.geometry.layouts import (
@@ -25,7 +25,14 @@ from ring_attention_pytorch.geometry.layouts import (
 )
 from ring_attention_pytorch.plan.packing import gather_packings
 from ring_attention_pytorch.plan.placement import attention_ring, current, note_whole
-from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, report_to_group, typed
+from ring_attention_pytorch.ranks.agreement import (
+    Check,
+    Report,
+    agree,
+    error_of,
+    report_to_group,
+    typed,
+)
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.tensor_kinds import check_plain
 
@@ -85,11 +92,8 @@ def unshard_sequence(
         same["the rest of x's shape"] = [*x.shape[:dim], *x.shape[dim + 1 :]]
     agree(ring, "unshard_sequence", same, check=error)
     segments = all_segments(layout, ring.size, length)
-    lengths = [count(s) for s in segments]
     note_whole("unshard_sequence")
-    shapes = [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in lengths]
-    parts = all_gather(x, shapes, ring)
-    return _in_order(torch.cat(parts, dim), segments, dim)
+    return _in_order(all_gather_along(dim, x, map(count, segments), ring), segments, dim)
 
 
 def _check_part(x: Tensor, length: int, dim: int, layout: Layout, ring: Ring) -> None:
@@ -300,7 +304,7 @@ class ShardConfig:
         return replace(shards, layout=layout)
 
 
-def report_to_group_of_module(caller: str) -> Callable[[dict[str, Any], ValueError], None]:
+def report_to_group_of_module(caller: str) -> Report:
     """Make the `report` of `typed` for methods of modules with a `ShardConfig`.
 
     `caller` is the name under which these methods agree with other ranks.

@@ -1,6 +1,6 @@
 """Checks of tensors and options, and the values that must match on all ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -217,7 +217,7 @@ def check_lengths(
             "cross attention has neither"
         )
     if not cross or _dealt(layout, counted):
-        check_shards(layout, queries)
+        check_shards(layout, queries, ", or say cross=True if the keys are of another sequence")
 
 
 def segments_of_two(
@@ -247,16 +247,21 @@ def one_after_another(lengths: list[int]) -> tuple[Segments, ...]:
     return tuple(by_rank)
 
 
-def check_shards(layout: Layout, lengths: list[int]) -> None:
-    """Raise ValueError if the layout gives ranks other lengths than these."""
+def check_shards(
+    layout: Layout, lengths: Sequence[int], otherwise: str = ""
+) -> tuple[Segments, ...]:
+    """Return every rank's segments; raise ValueError if ranks have other lengths than the layout's.
+
+    `otherwise` is the end of the error: what else can be done.
+    """
     # which also raises if it was dealt for others
-    expected = [count(s) for s in all_segments(layout, len(lengths), sum(lengths))]
-    if lengths != expected:
+    segments = all_segments(layout, len(lengths), sum(lengths))
+    if [*map(count, segments)] != [*lengths]:
         raise ValueError(
-            f"layout={layout!r} puts {expected} of {sum(lengths)} tokens on the "
-            f"ranks, got {lengths}; shard with shard_sequence(x, layout={layout!r}), or say "
-            "cross=True if the keys are of another sequence"
+            f"layout={layout!r} puts {[*map(count, segments)]} of {sum(lengths)} tokens on the "
+            f"ranks, got {[*lengths]}; shard with shard_sequence(x, layout={layout!r}){otherwise}"
         )
+    return segments
 
 
 def check_over_ring(

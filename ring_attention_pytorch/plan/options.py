@@ -314,15 +314,19 @@ def _unknown(given: Mapping[str, Any]) -> str:
     return ", ".join(unknown)
 
 
-def not_default(given: Mapping[str, Any]) -> list[str]:
-    """List the options whose values are not their defaults; all must be given.
+def check_only_plan(given: Mapping[str, Any], group: object) -> None:
+    """Raise ValueError if options or a group are given beside a plan; `given` has all options.
 
-    >>> not_default(DEFAULTS | {"window": 3, "causal": True})
-    ['causal', 'window']
+    >>> check_only_plan(DEFAULTS | {"window": 3, "causal": True}, group=None)
+    Traceback (most recent call last):
+    ValueError: the plan already decides causal, window; pass one or the other
     """
-    names = []
+    decided = []
     for name, default in DEFAULTS.items():
         value = given[name]
         if value is not default and (isinstance(value, Tensor) or value != default):
-            names.append(name)
-    return names
+            decided.append(name)
+    if group is not None:
+        decided.append("group")
+    if decided:
+        raise ValueError(f"the plan already decides {', '.join(decided)}; pass one or the other")

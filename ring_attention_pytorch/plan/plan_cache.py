@@ -5,7 +5,7 @@ Each owner of plans has a `PlanCache`:
     whose                                        plans of                     how many
     this process (`find`)                        calls without a plan         8 kinds
     a plan                                       its layers                   256
-    a batch's block (`of_block`)                 calls in it without a plan   all, until it ends
+    a batch's block (`find`, too)                calls in it without a plan   all, until it ends
     a module with `in_graphs=True`               batches, with graphs         4 kinds
     a cache, a batch's block, a routing plan,    all that use it              all, while it exists
     a chunk of a prompt, a group that decodes
@@ -20,16 +20,15 @@ import atexit
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
 from functools import lru_cache
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ring_attention_pytorch.plan.options import Call
-from ring_attention_pytorch.plan.placement import current, placed
+from ring_attention_pytorch.plan.placement import Placement, current, placed
 from ring_attention_pytorch.plan.proposal import Proposal, memory_left
 from ring_attention_pytorch.ranks.agreement import with_type_name
 from ring_attention_pytorch.ranks.ring import Ring
@@ -149,37 +148,19 @@ def cache_key(
     return key
 
 
-# a call's key in a batch's block, and whether it is one without the batch's mask; or none
-KeyInBlock: TypeAlias = tuple[Hashable, bool] | None
+class Found(NamedTuple):
+    """A rank's part in the agreement on a plan.
 
-
-def of_block(
-    ring: Ring,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    options: Mapping[str, Any],
-    also: Mapping[str, Any],
-) -> tuple[dict[Hashable, Any], KeyInBlock]:
-    """Return the plans of the batch's block, and such a call's key there; None if it has none.
-
-    The batch's own mask is no part of the key: all calls in the block have that one. Nor is the
-    free memory, which differs between ranks and layers.
+    If ranks agreed on the plan earlier in the batch's block, it has only that plan, `agreed`.
     """
-    if (block := current()) is None:
-        return {}, None
-    with suppress(Exception):  # `find` reports it
-        options = placed(ring, qkv[0], options)
-        mask = options.get("key_mask")
-        if mask is not None and mask is block.key_mask:
-            options = {**options, "key_mask": None}
-        key = cache_key(ring, qkv, options, also)
-        if key is not None:
-            return block.plans, (key, mask is None)
-    return block.plans, None
 
-
-# a rank's part in the agreement on a plan: the cache key, a proposal, and its cached plan, if there
-# is one; or the error
-Found: TypeAlias = tuple[Hashable, Proposal, Any, ValueError | None]
+    key: Hashable = None
+    proposal: Proposal = Proposal()
+    plan: Any = None  # the cached one, if there is one
+    error: ValueError | None = None  # instead of a proposal
+    agreed: Any = None
+    block: Placement | None = None  # where a new plan is cached, too
+    key_in_block: Hashable = None
 
 
 def find(
@@ -188,25 +169,33 @@ def find(
     options: Mapping[str, Any],
     also: Mapping[str, Any],
     codec: Codec | None = None,
-    key_in_block: KeyInBlock = None,
 ) -> Found:
-    """Find the proposal for such a call, and its cached plan; or make the proposal.
+    """Find such a call's plan in the batch's block; else its proposal, and its cached plan.
 
-    A `key_in_block` of a batch without a mask is also the key of this cache.
+    The batch's own mask is no part of the key in the block: all calls there have that one. Nor is
+    the free memory, which differs between ranks and layers.
     """
     try:
-        options = placed(ring, qkv[0], options)
-        block_key, without_mask = key_in_block or (None, False)
-        key = block_key if without_mask else cache_key(ring, qkv, options, also)
+        options, block = placed(ring, qkv[0], options), current()
+        mask = options.get("key_mask")
+        of_batch = block is not None and mask is not None and mask is block.key_mask
+        key = cache_key(ring, qkv, {**options, "key_mask": None} if of_batch else options, also)
+        if key is None:
+            block = None
+        elif block is not None and (agreed := block.plans.get(key)) is not None:
+            return Found(agreed=agreed)
+        key_in_block, key = key, None if of_batch else key
         if key and options.get("transport") is None and options.get("memory") is None:
             key = key, memory_left(qkv[0], ring.size)
         cached = None if key is None else _plans.get(key)
         if cached is None:
-            return key, Proposal.of(Call(*qkv, ring.size, codec), options, also), None, None
-        _plans.move_to_end(key)
-        return key, *cached, None
+            proposal, plan = Proposal.of(Call(*qkv, ring.size, codec), options, also), None
+        else:
+            _plans.move_to_end(key)
+            proposal, plan = cached
+        return Found(key, proposal, plan, block=block, key_in_block=key_in_block)
     except Exception as error:  # any exception: all ranks must raise
-        return None, Proposal(), None, with_type_name(error)
+        return Found(error=with_type_name(error))
 
 
 def keep(key: Hashable, proposal: Proposal, plan: Any) -> None:

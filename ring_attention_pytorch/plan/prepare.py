@@ -159,8 +159,8 @@ def settle_transport(
     if name is None:
         name = transport_over_machines(blocks, ring.machines[::degree], shape)
     if name is None:
-        near = machine.every(degree) if q.is_cuda else None
-        name = choose_transport(blocks, shape, at_once, near)
+        known = machine.every(degree) if q.is_cuda else None  # a CPU's speeds are not
+        name = choose_transport(blocks, shape, at_once, known)
     kernel, machine, by_kernel = _of_documents(
         mine, blocks, shape, machine,
         lambda each: seconds_by(name, blocks, shape, at_once, each.every(degree)),

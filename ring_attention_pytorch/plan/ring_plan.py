@@ -24,7 +24,7 @@ from ring_attention_pytorch.plan.masks import Seen, by_sample, positions_seen, r
 from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.packing import whole_packing
 from ring_attention_pytorch.plan.placement import OwnMask, attention_ring, block_of
-from ring_attention_pytorch.plan.plan_cache import find, keep, of_block
+from ring_attention_pytorch.plan.plan_cache import find, keep
 from ring_attention_pytorch.plan.prepare import (
     TransportChoice,
     place_tokens,
@@ -141,10 +141,10 @@ class RingPlan:
             ring, qkv, also = attention_ring(group), (q, k, v), dict(also or {})
             if codec is not None:
                 also["codec"] = str(codec)
-            plans, key_in_block = of_block(ring, qkv, options, also)
-            if (agreed := plans.get(key_in_block)) is not None:
-                return agreed
-            key, mine, cached, error = find(ring, qkv, options, also, codec, key_in_block)
+            found = find(ring, qkv, options, also, codec)
+            if found.agreed is not None:
+                return found.agreed
+            key, mine, cached, error, *_ = found
             own = {**mine.own, "plan": 0 if cached is None else cached.agreed.number}
             notes = agree(ring, "ring attention", mine.must_match, own, error)
             plan: Any = cached
@@ -155,8 +155,8 @@ class RingPlan:
                     plan = cls._agreed(ring, mine, notes)
                 if key is not None:
                     keep(key, mine, plan)
-            if key_in_block is not None:  # later layers in the block don't agree any more
-                plans[key_in_block] = plan
+            if found.block is not None:  # later layers in the block don't agree any more
+                found.block.plans[found.key_in_block] = plan
                 ring.steps.passed_by.add("ring attention")
             return plan
 
@@ -265,7 +265,8 @@ class RingPlan:
 
         Args:
             qkv: tensors with the strides of later ones; values don't matter and are not changed;
-                contiguous ones by default. Calls with other strides are recorded anew.
+                contiguous ones by default, as shared keys are. Calls with other strides are
+                recorded anew.
             sinks: `[h]`, if calls have them.
 
         Raises:
@@ -451,7 +452,7 @@ class RingPlan:
             if key not in passed:
                 check_tensors(self.expected, (q, k, v), sinks, codec)
         except ValueError as error:
-            self.ring.report_failure(f"raised ValueError: {error}")  # ranks may wait for this one
+            self.ring.report_failure(error)  # ranks may wait for this one
             raise ValueError(f"ring attention: {error}") from None
         if block is not None:
             self._shared.placements.add(block)

@@ -28,6 +28,8 @@ _LONGEST_TEXT = 2000  # characters of an error, or of one value
 
 # raises the error of one rank's arguments; or is that error, if it is known already
 Check: TypeAlias = Callable[[], object] | ValueError
+# gets a call's arguments by name, and the error about them
+Report: TypeAlias = Callable[[dict[str, Any], ValueError], object]
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def agree(
     """
     own, error = dict(own or {}), error_of(check)
     if error is not None and caller in ring.steps.passed_by:  # nobody else would come
-        ring.report_failure(f"raised ValueError: {error}")
+        ring.report_failure(error)
         raise ValueError(f"{caller}: {error}")
     problem = ring.problem if error is None else _shortened(str(error))
     if ring.size == 1 and ring.group is None:
@@ -187,11 +189,24 @@ def with_type_name(error: Exception) -> ValueError:
     return ValueError(f"{kind}{error}")
 
 
+@contextmanager
+def reporting(report: Callable[[ValueError], object]) -> Iterator[None]:
+    """Report an error of this block to the ranks that wait for this one, then raise it.
+
+    `report` is the ring's `report_failure`, or an agreement, which raises on all ranks.
+    """
+    try:
+        yield
+    except Exception as error:
+        report(with_type_name(error))
+        raise
+
+
 def report_to_group(
     caller: str,
     agreed: tuple[str, Any] = ("plan", None),
     ring_of: Callable[[Group, int | None], Ring] = as_ring,
-) -> Callable[[dict[str, Any], ValueError], None]:
+) -> Report:
     """Make the `report` of `typed`, for functions with a `group` that agree as `caller`.
 
     They agree only if the argument `agreed[0]` is `agreed[1]`: by default, only without a plan.
@@ -208,10 +223,23 @@ def report_to_group(
             group = group if isinstance(group, Group) else None
             ring = ring_of(group, size if type(size) is int else None)
             agree(ring, caller, {}, check=error)
-        elif isinstance(of_plan := getattr(given.get("plan"), "ring", None), Ring):
-            of_plan.report_failure(f"raised ValueError: {error}")
-        else:  # no plan here, but ranks that have one wait
-            ring_of(None, None).report_failure(f"raised ValueError: {error}")
+        else:
+            report_to_ring_of("plan", ring_of)(given, error)
+
+    return report
+
+
+def report_to_ring_of(name: str, ring_of: Callable[[Group, int | None], Ring] = as_ring) -> Report:
+    """Make the `report` of `typed`, for functions whose argument `name` has a ring.
+
+    Its ranks don't agree on the call. A failure report is written for those that will wait.
+    """
+
+    def report(given: dict[str, Any], error: ValueError) -> None:
+        ring = getattr(given.get(name), "ring", None)
+        if not isinstance(ring, Ring):  # none here, but ranks that have one wait
+            ring = ring_of(None, None)
+        ring.report_failure(error)
 
     return report
 
@@ -244,9 +272,7 @@ def raise_together(ring: Ring, caller: str, check: Check | None) -> None:
         raise Disagreement(f"{caller}: {error}")
 
 
-def typed(
-    report: Callable[[dict[str, Any], ValueError], object], apart: bool = False
-) -> Callable[[Function], Function]:
+def typed(report: Report, apart: bool = False) -> Callable[[Function], Function]:
     """Decorate a function: check the types and names of its arguments, on all ranks together.
 
     `report` gets the arguments by name, and the error about them. It raises that error on all ranks

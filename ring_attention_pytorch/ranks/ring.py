@@ -251,9 +251,9 @@ class Ring:
         ):
             dist.all_reduce(t, group=self.group)
 
-    def report_failure(self, words: str) -> None:
-        """Write a report for ranks that will wait for this one in vain, because it raises alone."""
-        self.steps.report_failure(words)
+    def report_failure(self, error: ValueError) -> None:
+        """Write a report for ranks that will wait for this one in vain: it alone raises `error`."""
+        self.steps.report_failure(f"raised ValueError: {error}")
 
     @property
     def _agreement_count(self) -> AgreementCount:

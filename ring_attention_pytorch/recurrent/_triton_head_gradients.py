@@ -57,7 +57,9 @@ def head_gradients_kernel(
     Value heads that share the key head are summed for q and k. Gradients of sums of gates are of
     this block alone: `[blocks, n, h]`.
     """
-    block, chunk, key_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    program, blocks = tl.program_id(0), tl.cdiv(K, BK)
+    count = tl.num_programs(0) // (blocks * KEY_HEADS)  # of chunks
+    block, chunk, key_head = program % blocks, program // blocks % count, program // blocks // count
     run, number = tl.load(chunks + 2 * chunk), tl.load(chunks + 2 * chunk + 1)
     start, end = tl.load(borders + run) + number * CHUNK, tl.load(borders + run + 1)
     t = start + tl.arange(0, CHUNK)

@@ -15,7 +15,8 @@ def follow_kernel(
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Store the state before each run: S, M S + U, and so on."""
-    block, head, chain = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    program, blocks = tl.program_id(0), tl.cdiv(V, BV)
+    block, head, chain = program % blocks, program // blocks % HEADS, program // blocks // HEADS
     rows, columns = tl.arange(0, BK), block * BV + tl.arange(0, BV)
     square = (rows < K)[:, None] & (rows < K)[None, :]
     inside = (rows < K)[:, None] & (columns < V)[None, :]
@@ -42,7 +43,8 @@ def return_kernel(
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of U of the maps that are followed, and of the first states."""
-    block, head, chain = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    program, blocks = tl.program_id(0), tl.cdiv(V, BV)
+    block, head, chain = program % blocks, program // blocks % HEADS, program // blocks // HEADS
     rows, columns = tl.arange(0, BK), block * BV + tl.arange(0, BV)
     square = (rows < K)[:, None] & (rows < K)[None, :]
     inside = (rows < K)[:, None] & (columns < V)[None, :]

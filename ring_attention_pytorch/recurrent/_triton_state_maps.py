@@ -17,7 +17,8 @@ def maps_kernel(
     CHUNK: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Store U, from a state of 0, and M, from the states of I without values: `[K, V + K]`."""
-    block, head, run = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    program, blocks = tl.program_id(0), tl.cdiv(V, BV) + tl.cdiv(K, BV)
+    block, head, run = program % blocks, program // blocks % HEADS, program // blocks // HEADS
     first, end = tl.load(spans + 2 * run), tl.load(spans + 2 * run + 1)
     of_u = block < tl.cdiv(V, BV)
     rows = tl.arange(0, BK)
@@ -64,7 +65,8 @@ def adjoint_kernel(
 
     `dv` are the gradients of values by the outputs of their own chunks.
     """
-    block, head, run = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    program, blocks = tl.program_id(0), tl.cdiv(V, BV)
+    block, head, run = program % blocks, program // blocks % HEADS, program // blocks // HEADS
     first, end = tl.load(spans + 2 * run), tl.load(spans + 2 * run + 1)
     rows = tl.arange(0, BK)
     columns = block * BV + tl.arange(0, BV)

@@ -6,14 +6,14 @@ from torch import Tensor
 
 from ring_attention_pytorch.arguments import check_least, checks_of
 from ring_attention_pytorch.comm.exchange import fetch_rows
-from ring_attention_pytorch.ranks.agreement import report_to_group, typed
+from ring_attention_pytorch.ranks.agreement import report_to_ring_of, typed
 from ring_attention_pytorch.recurrent.plan import RunPlan, needs_gradients
 from ring_attention_pytorch.recurrent.runs import before_samples, last_of_samples
 
 _CALLER = "ring_halo"
 
 
-@typed(report_to_group(_CALLER, agreed=("plan", ...)))
+@typed(report_to_ring_of("plan"))
 def ring_halo(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None = None) -> Tensor:
     """Return the `width` tokens before each of this rank's runs, in the run's document.
 
@@ -132,7 +132,7 @@ def _last_route(plan: RunPlan, width: int) -> tuple[list[Tensor], list[Tensor], 
     return sends, [*map(plan.indices, lands)], plan.indices(rows), plan.indices(places)
 
 
-@typed(report_to_group("ring_short_conv", agreed=("plan", ...)))
+@typed(report_to_ring_of("plan"))
 def ring_short_conv(
     x: Tensor,
     weight: Tensor,

@@ -24,7 +24,7 @@ def head_gradients(
     blocks = cdiv(d_k, chosen["BK"])
     dq, dk, dw = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(work.w)
     dg = x.g.new_empty(blocks, 1, n, heads, dtype=torch.float32)
-    head_gradients_kernel[blocks, len(how.chunk_indices), key_heads](
+    head_gradients_kernel[(blocks * len(how.chunk_indices) * key_heads,)](
         x.q, x.k, r.v, x.g, r.h, r.do, r.dh, r.dv, dq, dk, dw, dg, how.chunk_indices,
         how.cu_seqlens, x.scale, n,
         HEADS=heads, KEY_HEADS=key_heads, K=d_k, V=d_v, CHUNK=CHUNK, **chosen,

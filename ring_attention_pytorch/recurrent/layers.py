@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.ranks.agreement import report_to_group, typed
+from ring_attention_pytorch.ranks.agreement import report_to_ring_of, typed
 from ring_attention_pytorch.recurrent.chunks import CHUNK
 from ring_attention_pytorch.recurrent.eager import Grid, recurrence
 from ring_attention_pytorch.recurrent.fla import (
@@ -54,7 +54,7 @@ class Call(NamedTuple):
     chunk: int | None = None  # tokens that the eager kernel computes at once
 
 
-@typed(report_to_group("ring_gated_delta_rule", agreed=("plan", ...)))
+@typed(report_to_ring_of("plan"))
 def ring_gated_delta_rule(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,
@@ -105,7 +105,7 @@ def ring_gated_delta_rule(  # noqa: PLR0913 - a public entry point
     return _delta("ring_gated_delta_rule", call, 3, scale, normalize)
 
 
-@typed(report_to_group("ring_kda", agreed=("plan", ...)))
+@typed(report_to_ring_of("plan"))
 def ring_kda(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,
@@ -140,7 +140,7 @@ def ring_kda(  # noqa: PLR0913 - a public entry point
     return _delta("ring_kda", call, 4, scale, normalize)
 
 
-@typed(report_to_group("ring_mamba2", agreed=("plan", ...)))
+@typed(report_to_ring_of("plan"))
 def ring_mamba2(  # noqa: PLR0913 - a public entry point
     x: Tensor,
     dt: Tensor,

@@ -171,7 +171,7 @@ def _launch(kernel: Any, first: Tensor, *args: Any) -> None:
     from triton import cdiv, next_power_of_2
 
     chains, heads, d_k, d_v = first.shape
-    grid = cdiv(d_v, _COLUMNS), heads, chains
+    programs = cdiv(d_v, _COLUMNS) * heads * chains
     sizes = dict(HEADS=heads, K=d_k, V=d_v, BK=max(16, next_power_of_2(d_k)), BV=_COLUMNS)
     with torch.cuda.device_of(first):
-        kernel[grid](*args, **sizes, num_warps=4, num_stages=1)
+        kernel[(programs,)](*args, **sizes, num_warps=4, num_stages=1)

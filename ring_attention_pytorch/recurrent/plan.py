@@ -18,7 +18,7 @@ from ring_attention_pytorch.geometry.documents import (
 )
 from ring_attention_pytorch.geometry.layouts import Layout, all_segments, check_layout
 from ring_attention_pytorch.geometry.segments import Segments
-from ring_attention_pytorch.plan.checks import DTYPES
+from ring_attention_pytorch.plan.checks import DTYPES, check_shards
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.options import presence
 from ring_attention_pytorch.plan.packing import whole_packing
@@ -243,8 +243,9 @@ class RunPlan:
 
     def error(self, text: str) -> ValueError:
         """Return an error of this rank alone; ranks that wait for it are notified."""
-        self.ring.report_failure(f"raised ValueError: {text}")
-        return ValueError(text)
+        error = ValueError(text)
+        self.ring.report_failure(error)
+        return error
 
     @cached_property
     def number_of(self) -> dict[HeldRun, int]:
@@ -322,12 +323,7 @@ def _segments(
     found: list[tuple[Segments, ...]] = []
 
     def check() -> None:
-        segments = all_segments(layout, ring.size, sum(counts))
-        want = [sum(part.length for part in each) for each in segments]
-        if want != [*counts]:
-            raise ValueError(
-                f"layout {layout!r} of {sum(counts)} tokens has {want} on the ranks, got {counts}"
-            )
+        segments = check_shards(layout, counts)
         check_consecutive(segments)
         check_end(cu_seqlens, sum(counts))
         found.append(segments)

@@ -57,4 +57,4 @@ def _launch(
         HEADS=heads, KEY_HEADS=work.k.shape[2], K=d_k, V=d_v, CHUNK=CHUNK,
         BK=max(16, next_power_of_2(d_k)), CHANNELS=work.g.ndim == 4,
     )  # fmt: skip
-    kernel[blocks, heads, runs](*args, **sizes, **chosen)
+    kernel[(blocks * heads * runs,)](*args, **sizes, **chosen)

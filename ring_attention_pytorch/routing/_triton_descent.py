@@ -8,8 +8,7 @@ import triton.language as tl
 @triton.jit
 def partition_kernel(s, bound, count, top, total, per_eps, n, blocks, BLOCK: tl.constexpr):
     """Count a block's scores >= bound; compute the others' max and sum of exp, over eps."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     cols = block * BLOCK + tl.arange(0, BLOCK)
     held = cols < n
     scores = tl.load(s + row * n + cols, mask=held, other=-float("inf"))
@@ -31,8 +30,9 @@ def slope_kernel(
     s, slopes, window, coef, bound, shift, e, n, windows, steps, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Compute for each score s the sum over steps of coef * exp((s + shift) / e), if s < bound."""
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(n, BLOCK)
+    row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    cols = block * BLOCK + tl.arange(0, BLOCK)
     held = cols < n
     scores = tl.load(s + row * n + cols, mask=held, other=0.0)
     of_row = tl.load(window + cols, mask=held, other=0)

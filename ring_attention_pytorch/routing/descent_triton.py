@@ -38,7 +38,7 @@ def partition(scores: Tensor, a: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if flat.numel():
         bound = -a.reshape(-1).contiguous()
         per_eps = flat.new_tensor([1 / eps])  # a Python number would be passed as float32
-        partition_kernel[rows, blocks](
+        partition_kernel[(rows * blocks,)](
             flat, bound, count, top, total, per_eps, n, blocks, BLOCK=_BLOCK
         )
     rest = (top + total.log()).logsumexp(-1)
@@ -57,8 +57,7 @@ def slope(scores: Tensor, terms: Sequence[Tensor], window: Tensor) -> Tensor:
     total = torch.zeros_like(flat)
     if flat.numel() and steps:
         coef, bound, shift = (term.contiguous() for term in terms)
-        blocks = -(-n // _BLOCK)
-        slope_kernel[len(flat), blocks](
+        slope_kernel[(len(flat) * -(-n // _BLOCK),)](
             flat, total, window, coef, bound, shift, e, n, windows, steps, BLOCK=_BLOCK
         )
     return total.view(scores.shape)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked, checks_of, known_device
-from ring_attention_pytorch.comm.exchange import all_gather
+from ring_attention_pytorch.comm.exchange import all_gather_along
 from ring_attention_pytorch.geometry.layouts import (
     Segments,
     all_segments,
@@ -147,9 +147,9 @@ class RoutingPlan:
 
     def whole(self, x: Tensor) -> Tensor:
         """Gather all ranks' x `[b, ..., n]` as `[b, ..., N]`, in position order; no gradient."""
-        shapes = [(*x.shape[:-1], count(s)) for s in self.segments]
-        parts = all_gather(x.detach(), shapes, self.ring, "routing")
-        return torch.cat(parts, -1).index_select(-1, self.order)
+        lengths = map(count, self.segments)
+        by_rank = all_gather_along(-1, x.detach(), lengths, self.ring, "routing")
+        return by_rank.index_select(-1, self.order)
 
     def homes(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return each position's owner and place on it; owner -1 for negative positions."""

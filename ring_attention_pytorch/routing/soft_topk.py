@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.arguments import check_least, checked, checks_of
-from ring_attention_pytorch.comm.exchange import all_gather, sum_over_ranks
+from ring_attention_pytorch.comm.exchange import all_gather_along, sum_over_ranks
 from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.routing.descent_triton import TRITON
@@ -215,8 +215,7 @@ def soft_topk(
         hidden = scores.double()
         if mask is not None:
             hidden = hidden.masked_fill(~mask, -torch.inf)
-        shapes = [(*scores.shape[:-1], note["n"]) for note in notes]
-        whole = torch.cat(all_gather(hidden, shapes, ring, "routing"), -1)
+        whole = all_gather_along(-1, hidden, [note["n"] for note in notes], ring, "routing")
         real = (whole > -torch.inf).sum(-1)
         solution = fixed_point(whole, counts(k, real), float(eps))
     return _apply(scores, mask, solution, ring)

@@ -10,6 +10,7 @@ from ring_attention_pytorch.geometry.segments import Segment, Segments, whole_pi
 from ring_attention_pytorch.geometry.tiles import Mask, needed_distances, tiles
 
 _T = TypeVar("_T")
+_UNMASKED = Mask()
 
 
 class Workload(NamedTuple):
@@ -39,22 +40,18 @@ class Workload(NamedTuple):
 
 
 def cached(make: Callable[..., _T]) -> Callable[..., _T]:
-    """Cache a function's results by workload; with documents, in these, to be freed with them.
+    """Cache a function's results by workload, as `Mask.once` does; not if samples' masks differ."""
 
-    Nothing is cached for masks that differ between samples, or with a prefix.
-    """
-    cached_make = lru_cache(maxsize=1024)(make)
+    @lru_cache(maxsize=1024)
+    def made(mask: Mask, unmasked: Workload, *args: Any, **kwargs: Any) -> _T:
+        return make(unmasked._replace(visible=mask), *args, **kwargs)
 
     @wraps(make)
     def again(workload: Workload, *args: Any, **kwargs: Any) -> _T:
-        visible = workload.visible
-        if workload.apart or (visible.documents is None and not visible.cacheable):
+        if workload.apart:
             return make(workload, *args, **kwargs)
-        if visible.documents is None:
-            return cached_make(workload, *args, **kwargs)
-        alike = workload._replace(visible=visible._replace(documents=None))
-        key = make, alike, args, *kwargs.items()
-        return visible.documents.once(key, lambda: make(workload, *args, **kwargs))
+        unmasked = Workload(workload.queries, workload.keys, _UNMASKED)
+        return workload.visible.once(made, unmasked, *args, **kwargs)
 
     return again
 

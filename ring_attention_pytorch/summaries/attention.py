@@ -18,13 +18,13 @@ from torch.compiler import is_compiling
 
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.plan.checks import autocast_dtype
-from ring_attention_pytorch.ranks.agreement import report_to_group, typed
+from ring_attention_pytorch.ranks.agreement import report_to_ring_of, typed
 from ring_attention_pytorch.runtime.rowwise import merge
 from ring_attention_pytorch.runtime.torch_func import run_apart
 from ring_attention_pytorch.summaries.plan import SummaryPlan
 
 
-@typed(report_to_group("summary attention", agreed=("plan", ...)))
+@typed(report_to_ring_of("plan"))
 def summary_attn(
     q: Tensor,
     k: Tensor,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.exchange import all_gather
+from ring_attention_pytorch.comm.exchange import all_gather_along
 from ring_attention_pytorch.decoding import tree_attn_decode
 from ring_attention_pytorch.geometry.layouts import count, segment_positions
 from ring_attention_pytorch.ranks.ring import Ring
@@ -147,10 +147,9 @@ class SummaryCache:
         positions = [segment_positions(s, x.device) for s in plan.query_segments]
         late = [at >= self.start for at in positions]
         mine = x[:, late[self.ring.rank]]
-        shapes = [(len(x), int(each.sum()), *x.shape[2:]) for each in late]
-        parts = all_gather(mine, shapes, self.ring)
+        by_rank = all_gather_along(1, mine, [int(each.sum()) for each in late], self.ring)
         order = torch.cat([at[each] for at, each in zip(positions, late)]).argsort()
-        return torch.cat(parts, 1)[:, order]
+        return by_rank[:, order]
 
     def _by_sample(self, mine: slice, far: Tensor) -> tuple[Tensor, Tensor]:
         """Return summaries `[m, ...]` of all samples as `[b, most, ...]`, and their cells or -1."""

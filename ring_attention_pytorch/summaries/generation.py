@@ -39,10 +39,10 @@ class CachedSummaries:
 
     def _plan(self, x: Tensor, chunk: TokenChunk) -> SummaryPlan:
         """Return the plan of a prompt, which all layers with the same cells share."""
-        rule, starts = self.cache.rule, self.cache.starts
-        plan = chunk.plans.get(rule)
-        if plan is None:
+
+        def make() -> SummaryPlan:
+            starts = self.cache.starts
             seen = None if starts is None else chunk.at >= starts
-            made = self.attn.plan_over(self.reading.ring, x, seen, layout=chunk.layout)
-            plan = chunk.plans.keep(rule, made)
-        return plan
+            return self.attn.plan_over(self.reading.ring, x, seen, layout=chunk.layout)
+
+        return chunk.plans.of(self.cache.rule, make)

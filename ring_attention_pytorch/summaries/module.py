@@ -8,14 +8,9 @@ from torch import Tensor
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.sharding import report_to_group_of_module
-from ring_attention_pytorch.ranks.agreement import typed
+from ring_attention_pytorch.ranks.agreement import report_to_ring_of, reporting, typed
 from ring_attention_pytorch.summaries.cache import SummaryCache
 from ring_attention_pytorch.summaries.layer import Summaries
-
-
-def _report(given: dict[str, Any], error: ValueError) -> None:
-    if isinstance(cache := given.get("cache"), SummaryCache):
-        cache.ring.report_failure(f"raised ValueError: {error}")
 
 
 class SummaryAttention(RingAttention):
@@ -80,7 +75,7 @@ class SummaryAttention(RingAttention):
         out = self.summaries.prefill(x, qkv, angles, plan, cache)
         return self.to_out(out.flatten(2)), cache
 
-    @typed(_report)
+    @typed(report_to_ring_of("cache"))
     @torch.no_grad()
     def step(self, x: Tensor, cache: SummaryCache) -> Tensor:
         """Compute attention of the next token `[b, 1, dim]`, and add it to the cache.
@@ -91,8 +86,10 @@ class SummaryAttention(RingAttention):
             ValueError: x is not one token for each sample in the cache.
         """
         want = [len(cache.recent), 1, self.to_out.out_features]
-        if list(x.shape) != want:
-            raise ValueError(f"step: x must be {want}, one token of each sample, got {[*x.shape]}")
+        with reporting(cache.ring.report_failure):
+            if list(x.shape) != want:
+                got = [*x.shape]
+                raise ValueError(f"step: x must be {want}, one token of each sample, got {got}")
         angles = self._angles(torch.tensor([cache.length], device=x.device))
         out = self.summaries.step(x, list(self.project(x, None)), angles, cache)
         return self.to_out(out.flatten(2))

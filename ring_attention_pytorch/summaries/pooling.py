@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import exchange_rows
-from ring_attention_pytorch.ranks.agreement import error_of, report_to_group, typed
+from ring_attention_pytorch.ranks.agreement import error_of, report_to_ring_of, typed
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, softmax_weights
 from ring_attention_pytorch.summaries.plan import Deal, SummaryPlan
 
@@ -28,7 +28,7 @@ def softmax_mean(x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     return torch.einsum("csh,cshd->chd", weights, x), lse
 
 
-@typed(report_to_group("summary attention", agreed=("plan", ...)))
+@typed(report_to_ring_of("plan"))
 def summarize(
     k: Tensor,
     v: Tensor,
@@ -62,7 +62,7 @@ def summarize(
     [0.5, 2.5]
     """
     if (error := error_of(partial(_check, k, v, plan, weights, queries))) is not None:
-        plan.ring.report_failure(f"raised ValueError: {error}")
+        plan.ring.report_failure(error)
         raise ValueError(f"summarize: {error}")
     deal = plan.deal
     if deal is None:

@@ -22,7 +22,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ring_attention_pytorch.comm.exchange import all_gather, scatter_rows
+from ring_attention_pytorch.comm.exchange import all_gather, all_gather_along, scatter_rows
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
@@ -80,8 +80,8 @@ class Selection:
     def _everyones(self, mine: Tensor) -> Tensor:
         """Gather a tensor of summaries from all ranks, `[cells, ...]`; no gradient."""
         bounds = first_cells(self.cells, self.ring.size)
-        shapes = [(b - a, *mine.shape[1:]) for a, b in pairwise(bounds)]
-        return torch.cat(all_gather(mine.detach(), shapes, self.ring))
+        cells = [b - a for a, b in pairwise(bounds)]
+        return all_gather_along(0, mine.detach(), cells, self.ring)
 
     def _chosen(self, q: Tensor, keys: Tensor, terms: ScoreMods) -> Tensor:
         """Return the cells that each query group chooses, `[x, g, select]`; `self.cells`: none."""

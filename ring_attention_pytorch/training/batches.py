@@ -28,7 +28,7 @@ from ring_attention_pytorch.nn.loss import next_tokens
 from ring_attention_pytorch.nn.sharding import unshard_sequence
 from ring_attention_pytorch.plan.packing import local_packing
 from ring_attention_pytorch.plan.placement import Placement, current
-from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
+from ring_attention_pytorch.ranks.agreement import Report, agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.tensor_kinds import check_plain
@@ -51,9 +51,7 @@ _MASKS = ("attention_mask", "key_mask")
 _READ = (*_MASKS, "documents", "cu_seqlens", "position_ids", "labels", "loss_weights")
 
 
-def report_to_ring_of_batch(
-    caller: str, name: str = "batch"
-) -> Callable[[dict[str, Any], ValueError], None]:
+def report_to_ring_of_batch(caller: str, name: str = "batch") -> Report:
     """Return the `report` for `typed`, for functions whose argument `name` is a batch.
 
     It reports an error to the batch's ring, as `caller`; without a batch, to the block's ring.

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import (
     all_gather,
+    all_gather_along,
     all_gather_stacked,
     all_to_all,
     fill_in,
@@ -77,7 +78,9 @@ def test_what_is_gathered_has_the_gradients_of_all_ranks(size):
     def rank_main(ring: Ring) -> list[Tensor]:
         x = drawn(ring.rank, ring.rank + 1, WIDTH).requires_grad_()
         parts = all_gather(x.t(), [(WIDTH, r + 1) for r in range(size)], ring)
-        loss = (ring.rank + 1) * (torch.cat(parts, 1) ** 3).sum()
+        whole = all_gather_along(-1, x.t(), range(1, size + 1), ring)
+        torch.testing.assert_close(whole, torch.cat(parts, 1), rtol=0, atol=0)
+        loss = (ring.rank + 1) * (whole**3).sum()
         return [*parts, *with_gradients(loss, x)]
 
     xs = [drawn(r, r + 1, WIDTH).requires_grad_() for r in range(size)]

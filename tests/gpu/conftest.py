@@ -15,8 +15,12 @@ from tests.support.ranks import Pool, gpu_ranks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():  # thousands of tests, each of which would say so
         here = Path(__file__).parent
-        config.hook.pytest_deselected(items=[item for item in items if here in item.path.parents])
-        items[:] = [item for item in items if here not in item.path.parents]
+        ours = [item for item in items if here in item.path.parents]
+        for item in ours[:1]:  # it says so for all; pytest fails if it has nothing to run
+            item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+        left_out = {*ours[1:]}
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         size = item.callspec.params.get("size", 2) if hasattr(item, "callspec") else 2
         if "nccl" in getattr(item, "fixturenames", ()) and 2 <= size <= gpu_ranks():

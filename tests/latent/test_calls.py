@@ -94,7 +94,7 @@ def test_compiled_code_breaks_its_graph_around_it():
 def test_ranks_that_wait_hear_of_options_beside_a_plan(monkeypatch):
     args = [Case(1).tensors()[name] for name in Case(1).names]
     plan, heard = mla_plan(*args), []
-    monkeypatch.setattr(Ring, "report_failure", lambda _, text: heard.append(text))
+    monkeypatch.setattr(Ring, "report_failure", lambda _, error: heard.append(str(error)))
     with pytest.raises(ValueError, match="already decides window"):
         mla_ring_attn(*args, plan=plan, window=3)
     assert "already decides window" in heard.pop()

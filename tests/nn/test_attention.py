@@ -258,7 +258,7 @@ def test_what_does_not_fit_a_plan_is_reported_to_ranks_that_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reports: list[str] = []
-    monkeypatch.setattr(Ring, "report_failure", lambda ring, words: reports.append(words))
+    monkeypatch.setattr(Ring, "report_failure", lambda _, error: reports.append(str(error)))
     layer, x = RingAttention(8, dim_head=4, heads=2), torch.zeros(1, 3, 8)
     plan = layer.plan(x)
     with pytest.raises(ValueError, match="RingAttention: x must be"):

@@ -305,6 +305,15 @@ def test_a_token_is_drawn_among_the_largest() -> None:
         assert shares(how) == pytest.approx(want, abs=0.02), how
 
 
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_of_equal_logits_the_first_are_among_the_k_largest(k: int) -> None:
+    logits = torch.tensor([[1.0, 3, 3, 2, 3, 3], [2, -torch.inf, -torch.inf, 2, -torch.inf, 0]])
+    drawn = Sampling(4.0, k, None).choose(logits.repeat(400, 1)).view(400, 2)
+    for row, tokens in zip(logits.tolist(), drawn.unbind(1)):
+        best = sorted(range(6), key=lambda token, row=row: (-row[token], token))[:k]
+        assert {*tokens.tolist()} == {token for token in best if row[token] > -torch.inf}
+
+
 @pytest.mark.parametrize(
     ("options", "call", "text"),
     [

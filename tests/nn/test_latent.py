@@ -112,7 +112,8 @@ def test_ranks_that_wait_for_this_one_hear_of_its_tokens(wrong, monkeypatch):
     layer, x, _ = made()
     layer, x = layer.float(), x.float()
     plan, cache, heard = layer.make_plan(x), layer.make_cache(2), []
-    monkeypatch.setattr(Ring, "report_failure", lambda _, text: heard.append(text))
+    layer.decode(x, cache)  # ranks agree on the first calls; afterwards none does
+    monkeypatch.setattr(Ring, "report_failure", lambda _, error: heard.append(str(error)))
     for call in (lambda: layer(wrong(x), plan=plan), lambda: layer.decode(wrong(x), cache)):
         with pytest.raises((ValueError, RuntimeError)) as error:
             call()
@@ -128,6 +129,18 @@ def test_all_ranks_hear_of_tokens_that_are_none_when_a_plan_is_made(change):
             ValueError, match=r"RingLatentAttention: x must be .* \(on rank 1\)"
         ) as told:
             layer.make_plan(change(x) if ring.rank else x, group=ring)
+        return str(told.value)
+
+    assert len({*threads.run(2, main)[0]}) == 1
+
+
+@pytest.mark.parametrize("change", [lambda x: x[1:], lambda x: x[..., 1:], lambda _: "x"])
+def test_all_ranks_hear_of_wrong_tokens_in_the_first_decode(change):
+    layer, x, _ = made()
+
+    def main(ring) -> str:
+        with pytest.raises(ValueError, match=r"x.*\(on rank 1\)") as told:
+            layer.decode(change(x) if ring.rank else x, layer.make_cache(2, group=ring))
         return str(told.value)
 
     assert len({*threads.run(2, main)[0]}) == 1

@@ -88,7 +88,7 @@ SILENT = [
 KEPT = [
     Mutant(
         "what is compiled ahead is a plan's first call", "warm_up.py:_dry_run",
-        "_call(replace(plan), ", "_call(plan, ",
+        "replace(plan, shared=shared)", "plan",
     ),
     Mutant(
         "kernels are compiled one after another", "runtime/launches.py:compile_together",

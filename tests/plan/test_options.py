@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ring_attention_pytorch import RingPlan, ring_attn, ulysses_attn
-from ring_attention_pytorch.plan.options import ROWS, Options, not_default
+from ring_attention_pytorch.plan.options import ROWS, Options, check_only_plan
 from ring_attention_pytorch.runtime.interfaces import FEATURES
 from tests.support import threads
 
@@ -63,7 +63,11 @@ def test_options_that_are_not_given_are_no_options():
     mask = torch.ones(1)
     defaults = {name: getattr(Options, name) for name in ROWS}
     given = dict(causal=False, window=None, scale=1.0, key_mask=mask, layout="contiguous")
-    assert not_default(defaults | given) == ["key_mask", "scale"]
+    with pytest.raises(ValueError, match="decides key_mask, scale; pass"):
+        check_only_plan(defaults | given, None)
+    with pytest.raises(ValueError, match="decides scale, group; pass"):
+        check_only_plan(defaults | {"scale": 1.0}, "a group")
+    check_only_plan({**defaults}, None)
 
 
 def with_another_name(call, ring, wrong):

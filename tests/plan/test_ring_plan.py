@@ -64,7 +64,7 @@ def test_a_plan_with_other_options_is_refused(option):
 def test_ranks_that_wait_hear_of_what_is_given_beside_a_plan(monkeypatch):
     q, bias, heard = torch.randn(2, 6, 4, 8), torch.zeros(2, 6), []
     plan = RingPlan.make(q, q, q, key_bias=bias)
-    monkeypatch.setattr(Ring, "report_failure", lambda _, text: heard.append(text))
+    monkeypatch.setattr(Ring, "report_failure", lambda _, error: heard.append(str(error)))
     for wrong, said in ((dict(window=3), "decides window"), (dict(key_bias=bias / 0), "finite")):
         with pytest.raises(ValueError, match=said):
             ring_attn(q, q, q, plan=plan, **wrong)

@@ -1,6 +1,10 @@
-"""Which cases of a long grid run: some always, and which a seed draws of the others."""
+"""Which tests run: of a long grid some always, and some that a seed draws; none of GPUs without."""
 
 import doctest
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,3 +44,14 @@ def test_a_seed_draws_of_what_does_not_run_always() -> None:
         found.append([case.nodeid for case in left])
     assert [len(names) for names in found] == [13, 13, 13, 37]
     assert found[0] == found[2] != found[1]
+
+
+def test_without_a_gpu_one_test_says_so_for_all() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-rs", "tests/gpu/test_steps_gpu.py"],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": ""},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout
+    assert "SKIPPED [1]" in found.stdout
+    assert found.stdout.count("there is no CUDA device") == 1

@@ -19,6 +19,8 @@ from ring_attention_pytorch.ranks.agreement import (
     agree,
     error_of,
     report_to_group,
+    report_to_ring_of,
+    reporting,
     typed,
 )
 from ring_attention_pytorch.ranks.ring import Ring
@@ -294,15 +296,43 @@ def test_ranks_that_compared_another_number_of_notes_are_out_of_step():
 
 
 def test_a_wrong_type_is_reported_to_the_group_that_was_given():
-    given, reported = [], []
+    given, reports, wrong = [], [], ValueError("bad")
     ring = Ring.alone()
 
     def ring_of(group, size):
         given.append((group, size))
-        return SimpleNamespace(report_failure=reported.append)
+        return SimpleNamespace(report_failure=reports.append)
 
-    report_to_group("here", ring_of=ring_of)({"plan": "a plan"}, ValueError("bad"))
-    assert reported == ["raised ValueError: bad"]
+    report_to_group("here", ring_of=ring_of)({"plan": "a plan"}, wrong)
+    assert reports == [wrong]
     with pytest.raises(AttributeError):  # it agrees, which a stand-in can't
         report_to_group("here", ring_of=ring_of)({"group": ring, "ring_size": 2}, ValueError("x"))
     assert given == [(None, None), (ring, 2)]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(None, []), (ValueError("bad"), ["bad"]), (RuntimeError("full"), ["RuntimeError: full"])],
+)
+def test_any_error_of_a_block_is_reported_and_raised(error, told):
+    reports, raised = [], None
+    try:
+        with reporting(lambda wrong: reports.append(str(wrong))):
+            if error is not None:
+                raise error
+    except Exception as same:
+        raised = same
+    assert raised is error
+    assert reports == told
+
+
+def test_a_wrong_type_is_reported_to_the_ring_of_the_plan_or_to_the_default_one(monkeypatch):
+    reports = []
+    monkeypatch.setattr(Ring, "report_failure", lambda ring, error: reports.append((ring, error)))
+    ring, default, error = Ring.alone(), Ring.alone(), ValueError("bad")
+    report = report_to_ring_of("cache", lambda *_: default)
+    for cache in (SimpleNamespace(ring=ring), "no cache", None):
+        report({"cache": cache}, error)
+    assert [(where is ring, what) for where, what in reports] == [
+        (True, error), (False, error), (False, error),
+    ]  # fmt: skip

@@ -50,7 +50,7 @@ def test_the_striped_layout_is_refused_in_a_sentence() -> None:
             "layout must be the same on every rank",
             lambda r: {"layout": ["contiguous", "zigzag"][r]},
         ),
-        ("of 7 tokens has \\[4, 3\\] on the ranks, got \\[3, 4\\]", lambda r: {"n": 3 + r}),
+        ("puts \\[4, 3\\] of 7 tokens on the ranks, got \\[3, 4\\]", lambda r: {"n": 3 + r}),
         ("batch must be the same on every rank", lambda r: {"b": 1 + r}),
         ("must end with the length of the whole, 8, got 7", lambda _: {"cu_seqlens": [0, 2, 7]}),
         ("cu_seqlens must be the same", lambda r: {"cu_seqlens": [0, 1 + r, 8]}),

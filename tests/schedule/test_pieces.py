@@ -1,6 +1,7 @@
 """Pieces of a schedule: each needed key comes once, in as few tiles as can be."""
 
 from itertools import chain
+from weakref import ref
 
 import pytest
 import torch
@@ -100,3 +101,6 @@ def test_what_comes_but_once_is_not_kept():
         assert (first is again) == (visible.window == 3 or visible.documents is halves)
     alike = Mask(causal=True, documents=of_borders([0, 5, 12]))
     assert rounds_of(Workload(everyone, everyone, alike), 1) is not first
+    gone = ref(alike.documents)
+    del alike
+    assert gone() is None  # nothing that they hold refers to them

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.summaries import SummaryAttention
 from tests.support.reference import relative_error
 from tests.support.summary_reference import summary_attention
@@ -53,3 +54,12 @@ def test_plans_of_other_summaries_are_refused() -> None:
     assert torch.equal(layers[0](x, plan=plan), layers[0](x))
     with pytest.raises(ValueError, match="the plan is for summaries by"):
         layers[1](x, plan=plan)
+
+
+def test_ranks_that_wait_for_a_step_hear_of_its_tokens(monkeypatch):
+    attn, heard = SummaryAttention(8, window=4, stride=2, dim_head=4, heads=2), []
+    _, cache = attn.prefill(torch.randn(1, 5, 8))
+    monkeypatch.setattr(Ring, "report_failure", lambda _, error: heard.append(str(error)))
+    with pytest.raises(ValueError, match="step: x must be") as error:
+        attn.step(torch.randn(1, 2, 8), cache)
+    assert heard == [str(error.value)]
