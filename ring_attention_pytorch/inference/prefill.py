@@ -262,7 +262,7 @@ def prefill(
 def _sent(
     q: Tensor, cache: RingCache, layer: int, chunk: PromptChunk
 ) -> Literal["queries", "keys"] | None:
-    """Return what is sent for attention to the cache; None if it is empty."""
+    """Return whether queries or cached keys are sent; None if the cache is empty."""
     cached = sum(cache.lengths_in(layer))
     if not cached:
         return None

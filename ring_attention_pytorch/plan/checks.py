@@ -252,7 +252,7 @@ def check_shards(
 ) -> tuple[Segments, ...]:
     """Return every rank's segments; raise ValueError if ranks have other lengths than the layout's.
 
-    `otherwise` is the end of the error: what else can be done.
+    `otherwise` ends the error with another way.
     """
     # which also raises if it was dealt for others
     segments = all_segments(layout, len(lengths), sum(lengths))

@@ -13,7 +13,7 @@ def head_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, w and the sums of gates, as fla's `chunk_bwd_dqkwg`.
 
-    Those of q and k are sums over the value heads that share them, in the dtype of q.
+    Value heads that share a key head are summed for q and k, in the dtype of q.
     """
     from triton import cdiv, next_power_of_2
 
