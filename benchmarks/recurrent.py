@@ -6,21 +6,25 @@
     torchrun --nproc-per-node 2 -m benchmarks recurrent --device cpu --lengths 256 --heads 2 4
 
 Shapes are of Qwen3-Next: 16 key heads and 32 value heads of 128. Times are of forward, and with
-backward; "host" is what launching them takes when the device is idle. "share" is the time of fla
-alone on the whole sequence (fla-core, if it is installed; else the eager kernel on the whole),
-divided by the ranks, over the time in the row. "scan" is the exchange of states by itself. With
-`--of` rows are the work of single ranks of so many, on one GPU, whose messages are copies of equal
-size. "fla's context" is fla's own context parallelism. "hybrid" is three of these layers and one
-causal attention of 16 heads of 256, with 2 of keys, by `ring_attn`. Memory is the most beyond the
-tensors, of rank 0. Errors, of one process, are against float64. Where fla refuses its own backward,
-it is timed all the same: what it computes there is wrong, and is not used.
+backward; "host" is what launching them takes when the device is idle, "GPU" how long that is busy
+in them. "share" is the time of fla alone on the whole sequence (fla-core, if it is installed; else
+the eager kernel on the whole), divided by the ranks, over the time in the row. "scan" is the
+exchange of states by itself. With `--of` rows are the work of single ranks of so many, on one GPU,
+whose messages are copies of equal size. "fla's context" is fla's own context parallelism. "hybrid"
+is three of these layers and one causal attention of 16 heads of 256, with 2 of keys, by
+`ring_attn`. Memory is the most beyond the tensors, of rank 0. Errors, of one process, are against
+float64. Where fla refuses its own backward, it is timed all the same: what it computes there is
+wrong, and is not used.
 """
 
+import cProfile
+import pstats
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
+from io import StringIO
 from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
@@ -32,6 +36,7 @@ from torch import Tensor
 from benchmarks.lib.attempts import attempt
 from benchmarks.lib.options import parser
 from benchmarks.lib.rings import joined
+from benchmarks.lib.spans import covered, recorded
 from ring_attention_pytorch import (
     RingPlan,
     RunPlan,
@@ -69,23 +74,35 @@ class Copied(Ring):
         return Exchange(self, sends, receives, [], None)
 
 
-class Times(NamedTuple):
-    """Hold seconds forward and with backward, the host's part of each, and the GiB of both."""
+class Pass(NamedTuple):
+    """Hold seconds of a call: of all, of the host's part, and in which the GPU is busy."""
 
-    forward: float
-    both: float
-    host: tuple[float, float]
+    all: float
+    host: float
+    busy: float
+
+
+class Times(NamedTuple):
+    """Hold a call forward, one with backward, and the GiB of the latter."""
+
+    forward: Pass
+    both: Pass
     memory: float
 
     def said(self, alone: "Times | None", ranks: int) -> str:
         """Return a row's text; `alone` is of the whole sequence on one rank."""
-        host = " ".join(f"{1e3 * each:6.2f}" for each in self.host)
-        text = f"{1e3 * self.forward:8.2f} ms {1e3 * self.both:8.2f} ms, host {host},"
-        text += f" {self.memory:6.2f} GiB"
+        all_of, host, busy = zip(self.forward, self.both)
+        text = f"{_ms(all_of, 8)} ms, host {_ms(host)}, GPU {_ms(busy)} ms, {self.memory:.2f} GiB"
         if alone is None:
             return text
         pairs = (alone.forward, self.forward), (alone.both, self.both)
-        return f"{text}  share {' '.join(f'{one / ranks / our:4.0%}' for one, our in pairs)}"
+        return (
+            f"{text}  share {' '.join(f'{one.all / ranks / our.all:4.0%}' for one, our in pairs)}"
+        )
+
+
+def _ms(seconds: Sequence[float], width: int = 5) -> str:
+    return " ".join(f"{1e3 * each:{width}.2f}" for each in seconds)
 
 
 def inputs(n: int, heads: Sequence[int], d: int, device: str, dtype: torch.dtype) -> list[Tensor]:
@@ -98,28 +115,45 @@ def inputs(n: int, heads: Sequence[int], d: int, device: str, dtype: torch.dtype
     return [q, k, v, g, torch.rand(1, n, value_heads, device=device, dtype=dtype)]
 
 
-def seconds(run: Callable[[], Any], device: str, repeats: int) -> tuple[float, float]:
-    """Return the median time of a call that all ranks make together, and the host's part of it."""
+def seconds(run: Callable[[], Any], device: str, repeats: int) -> Pass:
+    """Return the median times of a call that all ranks make together."""
 
-    def finished() -> float:
+    def wait() -> None:
         if device == "cuda":
             torch.cuda.synchronize()
         if dist.is_initialized():
             dist.barrier()
+
+    def begun() -> float:
+        wait()
         return time.perf_counter()
 
     for _ in range(2):
         run()
     times, hosts = [], []
     for _ in range(repeats):
-        begun = finished()
+        start = begun()
         run()
-        hosts.append(time.perf_counter() - begun)
-        begun = finished()
+        hosts.append(time.perf_counter() - start)
+        start = begun()
         for _ in range(CALLS):
             run()
-        times.append((finished() - begun) / CALLS)
-    return sorted(times)[repeats // 2], sorted(hosts)[repeats // 2]
+        times.append((begun() - start) / CALLS)
+    busy = covered(recorded(run, CALLS, wait)) / CALLS / 1e6 if device == "cuda" else 0.0
+    return Pass(sorted(times)[repeats // 2], sorted(hosts)[repeats // 2], busy)
+
+
+def host_profile(run: Callable[[], Any], calls: int = 20) -> str:
+    """Return the functions that take the host's main thread longest in a call, with the calls."""
+    profiler = cProfile.Profile()
+    run()
+    profiler.enable()
+    for _ in range(calls):
+        run()
+    profiler.disable()
+    text = StringIO()
+    pstats.Stats(profiler, stream=text).strip_dirs().sort_stats("tottime").print_stats(40)
+    return f"{calls} calls\n{text.getvalue()}"
 
 
 def step(function: Layer, tensors: Sequence[Tensor], back: bool) -> Callable[[], Any]:
@@ -138,18 +172,17 @@ def step(function: Layer, tensors: Sequence[Tensor], back: bool) -> Callable[[],
 
 def timed(function: Layer, tensors: Sequence[Tensor], given: Any) -> Times:
     """Measure a layer, forward and with backward."""
-    (forward, host), (both, host_both) = (
+    forward, both = (
         seconds(step(function, tensors, back), given.device, given.repeats)
         for back in (False, True)
     )
     if given.device != "cuda":
-        return Times(forward, both, (host, host_both), 0.0)
+        return Times(forward, both, 0.0)
     run = step(function, tensors, True)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run()
-    memory = (torch.cuda.max_memory_allocated() - before) / 2**30
-    return Times(forward, both, (host, host_both), memory)
+    return Times(forward, both, (torch.cuda.max_memory_allocated() - before) / 2**30)
 
 
 def whole(device: str) -> Layer:
@@ -234,6 +267,8 @@ def measured(length: int, given: Any, ranks: int, rank: int) -> None:
                 if length in given.hybrid:
                     attention, qkv = for_attention(mine[0], layout)
                     row(layout, "hybrid of it", hybrid(layer, attention), [*mine, *qkv], None)
+        if given.profile:
+            report(rank, host_profile(step(layers["ours"], mine, False)))
         if ranks > 1:
             d = given.dim
             m = torch.randn(len(plan.mine), given.heads[1], d, d, device=given.device) / d
@@ -304,6 +339,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--dim", type=int, default=128)
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--of", type=int, default=0, help="ranks, of which one works at a time")
+    options.add_argument("--profile", action="store_true", help="of the host, of forward")
     given = options.parse_args(argv)
     with joined(given.device) if dist.is_torchelastic_launched() else nullcontext():
         rank, ranks = 0, 1
