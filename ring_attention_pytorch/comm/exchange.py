@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.ranks.ring import Exchange, Ring
-from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.schedule.relays import MergeRoute
+from ring_attention_pytorch.ranks.ring import Exchange, Messages, Ring
+from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
+from ring_attention_pytorch.schedule.passing import passes, passes_spare, passing_machines
+from ring_attention_pytorch.schedule.relays import Machines, MergeRoute
 
 Shape = tuple[int, ...]
 _CALL = "sharding"  # the call's name in errors
@@ -69,18 +70,12 @@ def fill_in(rows: Tensor, counts: Sequence[int], ring: Ring, call: str) -> None:
         call: the call's name in errors.
     """
     if ring.size > 1:
-        parts = rows.split(list(counts))
-        with ring.call(call):
-            _start(ring, [parts[ring.rank]] * ring.size, parts).wait()
+        _gather(rows.split(list(counts)), ring, call)
 
 
 def summed_by_owners(rows: Tensor, counts: Sequence[int], ring: Ring, call: str) -> Tensor:
     """Return this rank's rows, summed over all ranks; arguments are as for `fill_in`."""
-    if ring.size == 1:
-        return rows
-    pieces = rows.split(list(counts))
-    shapes = [tuple(pieces[ring.rank].shape)] * ring.size
-    return sum_parts(_swap(ring, shapes, pieces, call))
+    return rows if ring.size == 1 else _sum_on_owners(rows.split(list(counts)), ring, call)
 
 
 def sum_over_ranks(x: Tensor, ring: Ring, call: str = _CALL) -> Tensor:
@@ -144,14 +139,28 @@ class _AllGather(Function):
     def forward(
         ctx: Any, x: Tensor, ring: Ring, shapes: list[Shape], call: str
     ) -> tuple[Tensor, ...]:
-        ctx.ring = ring
-        ctx.shape = tuple(x.shape)
-        return tuple(_swap(ring, shapes, [x.contiguous()] * ring.size, call))
+        ctx.ring, ctx.call = ring, call
+        parts = _rooms(x.contiguous(), ring, shapes)
+        _gather(parts, ring, call)
+        return tuple(parts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        mine = _AllToAll.apply(ctx.ring, [ctx.shape] * len(grads), *grads)
-        return sum_parts(mine), None, None, None
+        return _SumOnOwners.apply(ctx.ring, ctx.call, *grads), None, None, None
+
+
+class _SumOnOwners(Function):
+    """(ring, call, pieces for every rank) -> the sum of all ranks' pieces for this one."""
+
+    @staticmethod
+    def forward(ctx: Any, ring: Ring, call: str, *pieces: Tensor) -> Tensor:
+        ctx.ring, ctx.call = ring, call
+        ctx.shapes = [tuple(piece.shape) for piece in pieces]
+        return _sum_on_owners(pieces, ring, call)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_AllGather.apply(grad, ctx.ring, ctx.shapes, ctx.call)
 
 
 def sum_parts(parts: Sequence[Tensor]) -> Tensor:
@@ -167,14 +176,85 @@ def _swap(
     ring: Ring, shapes: Sequence[Shape], tensors: Sequence[Tensor], call: str
 ) -> list[Tensor]:
     """Send tensor i to rank i; return the received tensors, and a view of the own one."""
-    own = tensors[ring.rank]
-    received = [
+    received = _rooms(tensors[ring.rank], ring, shapes)
+    sends, receives = ([*enumerate(each)] for each in (tensors, received))
+    del sends[ring.rank], receives[ring.rank]
+    with ring.call(call):
+        start_messages(ring, sends, receives).wait()
+    return received
+
+
+def _rooms(own: Tensor, ring: Ring, shapes: Sequence[Shape]) -> list[Tensor]:
+    """Return memory for every rank's tensor, of this rank a view of `own`."""
+    return [
         own.view_as(own) if rank == ring.rank else own.new_empty(shape)
         for rank, shape in enumerate(shapes)
     ]
+
+
+def _gather(parts: Sequence[Tensor], ring: Ring, call: str) -> None:
+    """Receive the other ranks' parts beside this rank's own."""
+    machines = passing_machines(ring.machines, [part.nbytes for part in parts])
     with ring.call(call):
-        _start(ring, tensors, received).wait()
-    return received
+        start_gather(parts, ring, machines)()
+
+
+def start_gather(parts: Sequence[Tensor], ring: Ring, machines: Machines) -> Callable[[], object]:
+    """Send the own part to all ranks, within a call; return a function that receives the others.
+
+    Args:
+        parts: of all ranks, contiguous.
+        ring: the ranks.
+        machines: of the ranks; a part crosses to each once, and is passed on there.
+    """
+    way, own = passes(machines, ring.rank), parts[ring.rank]
+    straight = [(rank, parts[rank]) for rank in way.straight]
+    first = start_messages(ring, [(rank, own) for rank in way.to], straight)
+    if not passes_spare(machines):
+        return first.wait
+
+    def wait() -> None:
+        first.wait()
+        sends, receives = (
+            [(rank, parts[owner]) for rank, owner in each] for each in (way.passed, way.relayed)
+        )
+        start_messages(ring, sends, receives).wait()
+
+    return wait
+
+
+def _sum_on_owners(pieces: Sequence[Tensor], ring: Ring, call: str) -> Tensor:
+    """Return the sum of all ranks' pieces for this one: the way of `start_gather` back.
+
+    A relay adds those of its machine, in the order of ranks, and one sum crosses.
+    """
+    machines = passing_machines(ring.machines, [piece.nbytes for piece in pieces])
+    way, sums = passes(machines, ring.rank), list(pieces)
+    with ring.call(call):
+        if passes_spare(machines):
+            sums = [piece.to(wire_dtype(piece.dtype)) for piece in pieces]
+            _add_received(sums, ring, way.relayed, way.passed)
+        home = [(rank, rank) for rank in way.straight]
+        _add_received(sums, ring, home, [(rank, ring.rank) for rank in way.to])
+    return sums[ring.rank].to(pieces[ring.rank].dtype)
+
+
+def _add_received(
+    sums: list[Tensor],
+    ring: Ring,
+    sends: Sequence[tuple[int, int]],
+    comes: Sequence[tuple[int, int]],
+) -> None:
+    """Send sums of owners, and add those that come to own ones, in the order of ranks.
+
+    `sends` has the receiver and the owner of each, `comes` the sender and the owner.
+    """
+    rooms = [(rank, sums[owner].new_empty(sums[owner].shape)) for rank, owner in comes]
+    start_messages(ring, [(rank, sums[owner]) for rank, owner in sends], rooms).wait()
+    for owner in {owner for _, owner in comes}:
+        parts = {ring.rank: sums[owner]}
+        parts |= {rank: room for (rank, room), (_, of) in zip(rooms, comes) if of == owner}
+        sums[owner] = sum_parts([parts[rank] for rank in sorted(parts)])
 
 
 def _stacked(x: Tensor, ring: Ring, senders: Sequence[int], receivers: Sequence[int]) -> Tensor:
@@ -191,13 +271,9 @@ def _stacked(x: Tensor, ring: Ring, senders: Sequence[int], receivers: Sequence[
     return found
 
 
-def _start(ring: Ring, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Exchange:
-    """Send `sends[i]` to rank i and receive `receives[i]` from it, except for this rank.
-
-    Empty tensors don't travel: both ranks know that they are.
-    """
-    others = [rank for rank in range(ring.size) if rank != ring.rank]
+def start_messages(ring: Ring, sends: Messages, receives: Messages) -> Exchange:
+    """Send tensors to ranks and receive others, but for empty ones: both ranks know which are."""
     return ring.exchange(
-        [(rank, sends[rank].contiguous()) for rank in others if sends[rank].numel()],
-        [(rank, receives[rank]) for rank in others if receives[rank].numel()],
+        [(rank, t.contiguous()) for rank, t in sends if t.numel()],
+        [(rank, t) for rank, t in receives if t.numel()],
     )

@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ring_attention_pytorch.comm.exchange import start_gather, start_messages
 from ring_attention_pytorch.comm.messages import Form, Part
 from ring_attention_pytorch.geometry.layouts import Layout, positions
 from ring_attention_pytorch.geometry.tiles import Tile
@@ -33,7 +34,7 @@ from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.ring import Messages, Ring
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock
 from ring_attention_pytorch.schedule.pieces import all_together
@@ -63,22 +64,16 @@ class PromptChunk(NamedTuple):
     def gather(self, *tensors: Tensor) -> Callable[[], list[list[Tensor]]]:
         """Send tensors `[b, n, ...]` to all ranks; return a function that waits for theirs."""
         ring, me, device = self.ring, self.ring.rank, tensors[0].device
-        every: list[list[Tensor]] = []
-        receives: list[tuple[int, Tensor]] = []
-        for rank, n in enumerate(self.counts):
-            form = Form.of(tensors, n)
-            if rank != me:
-                receives.append((rank, form.empty(device)))
-            every.append([*tensors] if rank == me else form.open(receives[-1][1]))
-        sends = []
-        if receives:
-            form = Form.of(tensors, self.counts[me])
-            message = form.pack(tensors, form.empty(device))
-            sends = [(rank, message) for rank, _ in receives]
-        transfer = ring.exchange(some(sends), some(receives))
+        if ring.size == 1:
+            return lambda: [[*tensors]]
+        forms = [Form.of(tensors, n) for n in self.counts]
+        parts = [form.empty(device) for form in forms]
+        forms[me].pack(tensors, parts[me])
+        every = [form.open(part) for form, part in zip(forms, parts)]
+        arrive = start_gather(parts, ring, ring.machines)
 
         def wait() -> list[list[Tensor]]:
-            transfer.wait()
+            arrive()
             return every
 
         return wait
@@ -93,7 +88,7 @@ class PromptChunk(NamedTuple):
         theirs, mine = form_of(found, self.counts[ahead]), form_of(found, self.counts[me])
         message = theirs.pack(found, theirs.empty(found[0].device))
         came = mine.empty(message.device)
-        transfer = ring.exchange(some([(ahead, message)]), some([(behind, came)]))
+        transfer = start_messages(ring, [(ahead, message)], [(behind, came)])
 
         def wait() -> Found:
             transfer.wait()
@@ -131,11 +126,6 @@ def form_of(found: Found, n: int) -> Form:
 def _order(layout: Layout, ranks: int, length: int, device: torch.device) -> Tensor:
     each = [positions(layout, rank=r, ring_size=ranks, length=length) for r in range(ranks)]
     return torch.cat(each).argsort().to(device)
-
-
-def some(messages: Messages) -> list[tuple[int, Tensor]]:
-    """Leave out empty messages; both sides know which are empty."""
-    return [(rank, t) for rank, t in messages if t.numel()]
 
 
 class CachedKeys(NamedTuple):

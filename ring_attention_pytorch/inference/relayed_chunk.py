@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from ring_attention_pytorch.comm.exchange import start_messages
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.inference.prefill import (
     Attend,
@@ -17,12 +18,11 @@ from ring_attention_pytorch.inference.prefill import (
     PromptChunk,
     Wait,
     form_of,
-    some,
 )
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
-from ring_attention_pytorch.schedule.passing import passes, passes_spare
+from ring_attention_pytorch.schedule.passing import passes_spare
 from ring_attention_pytorch.schedule.relays import members, relay
 
 
@@ -34,27 +34,6 @@ def chunk_over(ring: Ring, layout: LayoutOption, counts: tuple[int, ...]) -> Pro
 
 class RelayedChunk(PromptChunk):
     """A sharded chunk over several machines of several ranks."""
-
-    def gather(self, *tensors: Tensor) -> Callable[[], list[list[Tensor]]]:
-        ring, me, device = self.ring, self.ring.rank, tensors[0].device
-        way = passes(ring.machines, me)
-        forms = [Form.of(tensors, n) for n in self.counts]
-        whole = {rank: form.empty(device) for rank, form in enumerate(forms)}
-        forms[me].pack(tensors, whole[me])
-        first = ring.exchange(
-            some([(rank, whole[me]) for rank in way.to]),
-            some([(rank, whole[rank]) for rank in way.straight]),
-        )
-
-        def wait() -> list[list[Tensor]]:
-            first.wait()
-            ring.exchange(
-                some([(rank, whole[owner]) for rank, owner in way.passed]),
-                some([(rank, whole[owner]) for rank, owner in way.relayed]),
-            ).wait()
-            return [form.open(whole[rank]) for rank, form in enumerate(forms)]
-
-        return wait
 
     def results(self, queries: Sequence[Tensor], attend: Attend) -> Wait:
         machines, me = self.ring.machines, self.ring.rank
@@ -114,7 +93,7 @@ class RelayedChunk(PromptChunk):
             form = form_of(found, self.counts[owner])
             packed.append((rank, form.pack(found, form.empty(device))))
         receives = [(rank, room) for (rank, _), room in zip(comes, rooms)]
-        transfer = self.ring.exchange(some(packed), some(receives))
+        transfer = start_messages(self.ring, packed, receives)
 
         def wait() -> list[Found]:
             transfer.wait()

@@ -136,7 +136,12 @@ def merge_route(machines: Machines, rank: int, nbytes: int) -> MergeRoute | None
         return None
     direct = len(machines) - min(map(machines.count, machines))
     spared = direct - max(len(each.receivers) for each in routes)
-    return routes[rank] if spared * nbytes >= _EXCHANGE else None
+    return routes[rank] if worth_an_exchange(spared * nbytes) else None
+
+
+def worth_an_exchange(nbytes: int) -> bool:
+    """True if so many bytes take longer to cross than one more exchange."""
+    return nbytes >= _EXCHANGE
 
 
 @lru_cache(maxsize=64)

@@ -1,7 +1,12 @@
 """Pieces that ranks exchange are where they belong, and so are gradients: as of whole tensors."""
 
+from unittest import mock
+
 import pytest
 import torch
+from hypothesis import given as drawing
+from hypothesis import settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import (
@@ -13,12 +18,15 @@ from ring_attention_pytorch.comm.exchange import (
     gather_to_merge,
     scatter_rows,
     sum_over_ranks,
+    sum_parts,
     summed_by_owners,
 )
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.schedule import relays
-from ring_attention_pytorch.schedule.relays import merge_route
+from ring_attention_pytorch.schedule.passing import passes_spare
+from ring_attention_pytorch.schedule.relays import members, merge_route, relay
 from tests.support import threads
+from tests.support.over_machines import far, placed
 
 WIDTH = 2
 
@@ -154,3 +162,93 @@ def test_parts_to_merge_are_of_ranks_or_where_several_share_one_of_machines(mach
     want = torch.zeros(1 + int(of.max()), 3, dtype=xs.dtype).index_add_(0, of, xs)
     for found in threads.run(len(machines), rank_main, machines)[0]:
         torch.testing.assert_close(found, want, rtol=1e-14, atol=0)
+
+
+# the machine of each rank, and how many rows it has
+spread = placed.flatmap(
+    lambda machines: st.tuples(st.just(machines), st.tuples(*[st.integers(0, 3)] * len(machines)))
+)
+
+
+def across_once(machines: tuple[int, ...], counts: tuple[int, ...], row: int) -> int:
+    """Bytes that cross when each rank's rows do so once to each machine."""
+    return sum(counts) * row * (len({*machines}) - 1)
+
+
+@settings(max_examples=60, deadline=None)
+@drawing(spread)
+def test_parts_cross_to_a_machine_once_and_so_do_derivatives(drawn_of):
+    machines, counts = drawn_of
+    ranks = range(len(machines))
+    xs = [drawn(rank, rows, WIDTH).requires_grad_() for rank, rows in enumerate(counts)]
+    weights = [[drawn(90 + 9 * r + o, n, WIDTH) for o, n in enumerate(counts)] for r in ranks]
+
+    def loss(parts: list[Tensor], rank: int) -> Tensor:
+        return sum((w * part**3).sum() for w, part in zip(weights[rank], parts, strict=True))
+
+    def rank_main(ring: Ring) -> tuple[list[Tensor], list[int]]:
+        x, crossed = drawn(ring.rank, counts[ring.rank], WIDTH).requires_grad_(), [far(ring)]
+        parts = all_gather(x, [(n, WIDTH) for n in counts], ring)
+        crossed.append(far(ring))
+        (first,) = torch.autograd.grad(loss(parts, ring.rank), x, create_graph=True)
+        crossed.append(far(ring))
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        return [*parts, first, second], [*crossed, far(ring)]
+
+    with mock.patch.object(relays, "_EXCHANGE", 0):
+        found, _ = threads.run(len(machines), rank_main, machines)
+    grads = with_gradients(sum(loss(xs, rank) for rank in ranks), *xs)
+    once = across_once(machines, counts, 8 * WIDTH)
+    for rank, (got, crossed) in enumerate(found):
+        wanted = [*xs, grads[rank], grads[len(xs) + rank]]
+        for each, want in zip(got, wanted, strict=True):
+            torch.testing.assert_close(each, want, rtol=1e-12, atol=1e-12)
+        assert crossed == [0, once, 2 * once, 4 * once]
+
+
+@settings(max_examples=60, deadline=None)
+@drawing(spread, st.sampled_from([torch.float32, torch.bfloat16]))
+def test_rows_of_all_machines_and_their_sums_in_one_order(drawn_of, dtype):
+    machines, counts = drawn_of
+    size, total = len(machines), sum(counts)
+    every = [drawn(rank, total, WIDTH).to(dtype) for rank in range(size)]
+
+    def rank_main(ring: Ring) -> tuple[Tensor, Tensor, int]:
+        whole = torch.full((total, WIDTH), torch.nan, dtype=dtype)
+        own = slice(first := sum(counts[: ring.rank]), first + counts[ring.rank])
+        whole[own] = every[0][own]
+        fill_in(whole, counts, ring, "a test")
+        return whole, summed_by_owners(every[ring.rank], counts, ring, "a test"), far(ring)
+
+    with mock.patch.object(relays, "_EXCHANGE", 0):
+        found, _ = threads.run(size, rank_main, machines)
+    for rank, (whole, summed, crossed) in enumerate(found):
+        assert torch.equal(whole, every[0])
+        parts = {other: every[other] for other in members(machines, machines[rank])}
+        for machine in {*machines} - {machines[rank]}:
+            of_machine = [every[other] for other in members(machines, machine)]
+            parts[relay(machines, machine, rank)] = sum_parts(of_machine)
+        first = sum(counts[:rank])
+        want = sum_parts([parts[other] for other in sorted(parts)])[first : first + counts[rank]]
+        assert torch.equal(summed, want)
+        assert crossed == 2 * across_once(machines, counts, dtype.itemsize * WIDTH)
+
+
+@pytest.mark.parametrize("exchange", [0, 1 << 40])
+def test_small_parts_are_sent_directly(exchange, monkeypatch):
+    machines, x = (0, 0, 1, 1, 1), drawn(0, 4)
+    monkeypatch.setattr(relays, "_EXCHANGE", exchange)
+    _, hub = threads.run(5, lambda ring: sum_over_ranks(x, ring), machines)
+    assert passes_spare(machines)
+    assert hub.exchanges == [1 if exchange else 2] * 5
+
+
+def test_a_machine_s_sum_in_16_bits_may_be_larger_than_the_whole(monkeypatch):
+    """Of float16, in which 80,000 is infinite; the sum is 40,000."""
+    monkeypatch.setattr(relays, "_EXCHANGE", 0)
+
+    def rank_main(ring: Ring) -> Tensor:
+        rows = torch.full((3, 1), 4e4 if ring.rank < 2 else -4e4, dtype=torch.float16)
+        return summed_by_owners(rows, (1, 1, 1), ring, "a test")
+
+    assert threads.run(3, rank_main, (0, 0, 1))[0] == [4e4] * 3

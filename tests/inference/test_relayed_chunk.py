@@ -17,10 +17,10 @@ from ring_attention_pytorch.inference.explain import explain_cache
 from ring_attention_pytorch.inference.prefill import PromptChunk
 from ring_attention_pytorch.inference.relayed_chunk import RelayedChunk, chunk_over
 from tests.support import threads
+from tests.support.over_machines import SHUFFLED, TWO, UNEVEN, far
 from tests.support.reference import dense_attention, relative_error
 
 HEADS, KEY_HEADS, D, D_V = 4, 2, 8, 6
-TWO, UNEVEN, SHUFFLED = (0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 2, 2, 0, 1)
 
 
 def prompt(batch: int, n: int) -> list[torch.Tensor]:
@@ -31,14 +31,6 @@ def prompt(batch: int, n: int) -> list[torch.Tensor]:
 
 def shapes(heads: int) -> list[tuple[int, int]]:
     return [(heads, D), (KEY_HEADS, D), (KEY_HEADS, D_V)]
-
-
-def far(ring: threads.ThreadRing) -> int:
-    """Bytes that all ranks have sent to other machines so far; all of them ask together."""
-    ring.hub.barrier.wait()
-    machines, ways = ring.machines, dict(ring.hub.ways)
-    ring.hub.barrier.wait()
-    return sum(nbytes for (i, j), nbytes in ways.items() if machines[i] != machines[j])
 
 
 def a_cache(ring: threads.ThreadRing, batch: int, **how: Any) -> RingCache:

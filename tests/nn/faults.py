@@ -5,8 +5,8 @@ from tests.faults.mutant import Mutant
 SECOND_ORDER = [
     Mutant(
         "gathering keeps its gradients' gradients", "comm/exchange.py:_AllGather.backward",
-        "_AllToAll.apply(ctx.ring, [ctx.shape] * len(grads), *grads)",
-        "_swap(ctx.ring, [ctx.shape] * len(grads), grads, _CALL)",
+        "_SumOnOwners.apply(ctx.ring, ctx.call, *grads)",
+        "_sum_on_owners(grads, ctx.ring, ctx.call)",
     ),
 ]  # fmt: skip
 
@@ -16,8 +16,8 @@ ORIGINAL = [
         "wide * pos.cos() + turned", "wide * pos.cos().to(t.dtype) + turned",
     ),
     Mutant(
-        "gathered gradients are a rank's own alone", "comm/exchange.py:_AllGather.backward",
-        "sum_parts(mine)", "sum_parts(mine[:1])",
+        "gathered gradients are a rank's own alone", "comm/exchange.py:_sum_on_owners",
+        "return sums[ring.rank]", "return pieces[ring.rank]",
     ),
 ]  # fmt: skip
 

@@ -3,9 +3,10 @@
 from collections import Counter
 
 from hypothesis import given
+from hypothesis import strategies as st
 
-from ring_attention_pytorch.schedule.passing import passes, passes_spare
-from ring_attention_pytorch.schedule.relays import relay
+from ring_attention_pytorch.schedule.passing import passes, passes_spare, passing_machines
+from ring_attention_pytorch.schedule.relays import relay, worth_an_exchange
 from tests.support.over_machines import placed
 
 
@@ -45,3 +46,22 @@ def test_two_ranks_send_messages_in_the_order_in_which_they_are_awaited(machines
 def test_relays_need_machines_of_several_ranks():
     assert not any(map(passes_spare, [(0,), (0, 0), (0, 1), (0, 1, 2)]))
     assert passes_spare((0, 1, 1))
+
+
+@given(placed, st.lists(st.integers(0, 5_000_000), min_size=7, max_size=7))
+def test_messages_are_passed_on_where_that_spares_more_than_an_exchange_takes(machines, sizes):
+    """Bytes of the rank that sends the most to other machines, counted message by message."""
+    sizes = sizes[: len(machines)]
+    chosen = passing_machines(machines, sizes)
+    sent = []
+    for way in (machines, (0,) * len(machines)):
+        each = [0] * len(machines)
+        for rank, size in enumerate(sizes):
+            to = passes(way, rank).to
+            each[rank] = size * sum(machines[rank] != machines[other] for other in to)
+        sent.append(max(each))
+    if passes_spare(machines):
+        passed = worth_an_exchange(sent[1] - sent[0])
+        assert chosen == (machines if passed else (0,) * len(machines))
+    else:
+        assert chosen == machines

@@ -41,6 +41,14 @@ CASES = {
 }  # fmt: skip
 
 
+def far(ring: threads.ThreadRing) -> int:
+    """Bytes that all ranks have sent to other machines so far; all of them ask together."""
+    ring.hub.barrier.wait()
+    machines, ways = ring.machines, dict(ring.hub.ways)
+    ring.hub.barrier.wait()
+    return sum(nbytes for (i, j), nbytes in ways.items() if machines[i] != machines[j])
+
+
 def planned(case: Attention, machines: tuple[int, ...]) -> RingPlan:
     """The plan of rank 0."""
     tensors, _, _, _ = case.data()
