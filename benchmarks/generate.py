@@ -157,7 +157,7 @@ class Clock:
 def watched(clock: Clock) -> Iterator[None]:
     """Watch attention and exchanges in this block."""
     places: list[tuple[Any, str, str]] = [
-        (DecodePlan, "run", "run"), (decode_plan, "all_gather_stacked", "merged"),
+        (DecodePlan, "run", "run"), (decode_plan, "gather_to_merge", "merged"),
         (generation, "report_to_ring_of_first", "told"),
     ]  # fmt: skip
     before = [getattr(place, name) for place, name, _ in places]
