@@ -389,7 +389,8 @@ def _agreed_chunk(
     notes = agree(cache.ring, _CALLER, same, own, check=check)
     counts = tuple(note["tokens"] for note in notes)
     _check_layout(layout, counts)
-    cache.prepare(sum(counts), layer, in_graph=False)
+    with reporting(cache.ring.report_failure):
+        cache.prepare(sum(counts), layer)
     kept = len({note["plan"] for note in notes}) == 1
     return chunk_over(cache.ring, layout, counts), plan if kept else None
 

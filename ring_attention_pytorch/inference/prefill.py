@@ -252,7 +252,7 @@ def prefill(
         if sinks is not None:
             result.add_sinks(sinks)
         out, lse = result.finalize()
-    cache.append(chunk.in_order(keys), None if cache.tied else chunk.in_order(values), layer)
+        cache.append(chunk.in_order(keys), None if cache.tied else chunk.in_order(values), layer)
     return out, lse
 
 

@@ -16,6 +16,7 @@ from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.plan import proposal
 from ring_attention_pytorch.ranks.agreement import Disagreement
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.steps import Steps
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.schedule.passing import passes_spare
 from tests.support import threads
@@ -167,6 +168,22 @@ def test_a_call_takes_the_memory_that_was_said_at_most(machines, tied, before, m
 
     found, _ = threads.run(size, taken, machines)
     assert 0.4 < max(found) <= 1
+
+
+@pytest.mark.parametrize("what", ["_reserve", "append"])
+def test_a_rank_that_alone_gets_no_memory_says_so(what: str, monkeypatch) -> None:
+    reports: list[str] = []
+    monkeypatch.setattr(Steps, "report_failure", lambda _, words: reports.append(words))
+
+    def main(ring: threads.ThreadRing) -> None:
+        cache = a_cache(ring)
+        if ring.rank == 0:
+            setattr(cache, what, mock.Mock(side_effect=RuntimeError("no memory")))
+        ring_attn_with_cache(*Drawn.of(8).shard(ring, "zigzag"), cache, layout="zigzag")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        threads.run(2, main)
+    assert any("no memory" in words for words in reports)
 
 
 def test_a_chunk_without_room_is_refused_before_anything_is_sent() -> None:
