@@ -87,7 +87,7 @@ def report_to_cache(given: dict[str, Any], error: ValueError) -> None:
         report_to_group(_CALLER)({"group": cache.ring}, error)
 
 
-@typed(report_to_cache)
+@typed(report_to_cache, apart=True)
 def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor | None,
