@@ -103,7 +103,7 @@ def best_of(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def among_best(scores: Tensor, k: int) -> Tensor:
-    """Return whether each score of a row is among its k best; of equal ones the first are.
+    """Return whether each score of a row, none NaN, is among its k best; of equal ones the first.
 
     >>> among_best(torch.tensor([1.0, 3.0, 2.0, 2.0]), 2).tolist()
     [False, True, True, False]

@@ -87,7 +87,7 @@ def report_to_cache(given: dict[str, Any], error: ValueError) -> None:
         report_to_group(_CALLER)({"group": cache.ring}, error)
 
 
-@typed(report_to_cache)
+@typed(report_to_cache, apart=True)
 def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor | None,
@@ -153,7 +153,8 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     options = StepOptions(layer, scale, softclamp, window, kernel, check)
     at_once = cache.memory(layer).at_once if cache.circles and k is not None else None
     if layout is not None:
-        out, lse = _sharded_chunk(given, cache, layout, options)
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = _sharded_chunk(given, cache, layout, options)
     elif at_once is not None and q.ndim == 4 and q.shape[1] > at_once:
         out, lse = _in_pieces(given, cache, options)
     elif cache.in_graph:
@@ -264,6 +265,16 @@ def _sharded_chunk(
             plan = plan_chunk((q, k, v), cache, layout, scores, sinks)
             cache.plans.keep(_CHUNK, (_kind_of_chunk(given, layout, scores), plan))
         return prefill((q, k, v), cache, layer, chunk, sinks, plan)
+    return _by_decoding_kernel(given, cache, options, chunk)
+
+
+def _by_decoding_kernel(
+    given: Given, cache: RingCache, options: StepOptions, chunk: PromptChunk
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with a sharded chunk as in decoding, once every rank has all of it."""
+    (q, k, v, sinks, slopes), layer = given, options.layer
+    assert k is not None
+    assert v is not None
     with cache.ring.call("gathering a chunk"):
         every = chunk.gather(q, k, *([] if cache.tied else [v]))()
         q, k, *values = (chunk.in_order([*t]) for t in zip(*every))
@@ -271,10 +282,9 @@ def _sharded_chunk(
     if cache.memory(layer).ring.size > 1:
         return _decode_step(given._replace(q=q, k=k, v=v), cache, options, True, chunk)
     out, lse = ring_attn_with_cache(
-        q, k, None if cache.tied else v, cache, layer=layer, window=scores.window,
-        scale=scores.scale,
-        softclamp=scores.softclamp, sinks=sinks, alibi_slopes=slopes, kernel=options.kernel,
-        return_lse=True,
+        q, k, None if cache.tied else v, cache, layer=layer, window=options.window,
+        scale=options.scale, softclamp=options.softclamp, sinks=sinks, alibi_slopes=slopes,
+        kernel=options.kernel, check=options.check, return_lse=True,
     )  # fmt: skip
     mine = chunk.positions(cache.ring.rank).to(q.device)
     return out[:, mine], lse[..., mine]
@@ -364,6 +374,7 @@ def _agreed_chunk(
     same = {
         "layout": str(layout),
         "layer": layer,
+        "heads of q": [*q.shape[2:3]],
         "dtype": q.dtype,
         "scores": list(scores),
         "given": [t is not None for t in given],
@@ -378,7 +389,8 @@ def _agreed_chunk(
     notes = agree(cache.ring, _CALLER, same, own, check=check)
     counts = tuple(note["tokens"] for note in notes)
     _check_layout(layout, counts)
-    cache.prepare(sum(counts), layer, in_graph=False)
+    with reporting(cache.ring.report_failure):
+        cache.prepare(sum(counts), layer)
     kept = len({note["plan"] for note in notes}) == 1
     return chunk_over(cache.ring, layout, counts), plan if kept else None
 

@@ -7,7 +7,7 @@ import torch
 
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
-_NARROW = 4  # more partial results than this are summed in a wide dtype
+_WIDE = 4  # results as large as their sum in a wide dtype, and a copy of that
 
 
 class ChunkSizes(NamedTuple):
@@ -72,21 +72,24 @@ class ChunkSizes(NamedTuple):
         """Bytes that this rank sends if cached keys stay."""
         return (self.ranks - 1) * (self.message + self.result)
 
-    def memory(self, held: int, fetched: int = 0) -> int:
-        """Return the most bytes that a call allocates, with `held` cached tokens on this rank.
+    def memory(self, held: int, fetched: int = 0, relayed: bool = False) -> int:
+        """Return the most bytes that a call allocates, but for what a kernel needs while it runs.
 
-        `held` counts whole pages, whose keys and values are copied. There is a message from each
-        rank; a result is sent to each other rank, and one is received from it. If cached keys
+        `held` counts cached tokens on this rank in whole pages, whose keys and values are copied.
+        The copies are dropped before the chunk's keys are joined and put in order. If cached keys
         travel, `fetched` tokens of them arrive, and are joined, instead of queries and results.
+        With `relayed` other results are merged here, too.
         """
         copied = held * self.key_heads * (self.head_dim + self.value_dim) * self.copied
-        messages, results = self.ranks * self.message, 2 * self.ranks * self.result
+        messages, results = self.ranks * self.message, 2 * (self.ranks - 1)
+        if relayed:
+            results = 3 * self.ranks
         if fetched:
-            messages = self.ranks * self.keys + (held + 2 * fetched) * self.key
-            results = 2 * self.result
-        if self.ranks + 2 > _NARROW:  # and out in the wide dtype
-            results += 2 * self.result
-        return copied + messages + results
+            messages, results = self.ranks * self.keys + (held + fetched) * self.key, 1
+            copied += fetched * self.key
+        attending = copied + (results + 3) * self.result
+        merging = 2 * self.ranks * self.keys + (results + 3 + _WIDE) * self.result
+        return messages + max(attending, merging)
 
 
 def keys_travel(sizes: ChunkSizes, cached: int, machines: Sequence[int]) -> bool:

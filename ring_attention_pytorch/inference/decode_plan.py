@@ -117,10 +117,7 @@ class DecodePlan:
             return out[:, mine], all_lse[..., mine]
         own = self._own_by_triton if self.asked.kernel == "triton" else self._own_by_pytorch
         purpose = (self.purpose + number) % _PURPOSES
-        with (
-            self.ring.call("attention to a cache", purpose),
-            torch.autocast(q.device.type, enabled=False),
-        ):
+        with self.ring.call("attention to a cache", purpose):
             out, lse = own(*qkv, layer, slopes)
 
             def found(of_rank: Tensor) -> tuple[Tensor, Tensor]:

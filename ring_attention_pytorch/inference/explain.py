@@ -21,7 +21,7 @@ def explain_cache(
         cache: with its present lengths.
         heads: the number of query heads.
         tokens: new tokens per sequence and call: 1 in decoding, more in a chunk of a prompt that
-            is sharded over the ranks.
+            is sharded over the ranks, and has no window, ALiBi or padding.
         dtype: of the queries; None is the cache's, or bfloat16 for a cache of 8 bits.
 
     Returns:
@@ -94,15 +94,19 @@ def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: i
             f"sends {_mib(sent)} a layer, its keys of the chunk and cached ones to each other "
             f"rank{to}: over several machines fewer bytes than queries and results; a longer cache "
             f"would stay where it is\n"
-            f"takes {_mib(chunk.memory(held, cached - here))} at most beside the cache"
+            f"{_taken(chunk.memory(held, cached - here))}"
         )
     sent, to = _chunk_sent(cache.ring, chunk)
     return (
         f"sends {_mib(sent)} a layer while it computes, its part of the chunk to each other "
         f"rank{to} and results home: that depends on the chunk alone; the cached keys, {elsewhere} "
         f"from other ranks, stay where they are\n"
-        f"takes {_mib(chunk.memory(held))} at most beside the cache"
+        f"{_taken(chunk.memory(held, relayed=passes_spare(cache.ring.machines)))}"
     )
+
+
+def _taken(nbytes: int) -> str:
+    return f"takes {_mib(nbytes)} at most beside the cache, and what a kernel needs while it runs"
 
 
 def _results(ring: Ring, nbytes: int) -> tuple[int, str]:

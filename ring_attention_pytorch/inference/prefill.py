@@ -165,8 +165,9 @@ class CachedKeys(NamedTuple):
             for which, arrive in waits:
                 every = arrive()
                 del every[chunk.ring.rank]
-                k, v = (torch.cat([each[i] for each in every], dim=1) for i in (0, -1))
-                samples.append((which, k, v[..., : cache.value_dim]))
+                k, *values = (torch.cat(each, dim=1) for each in zip(*every))
+                v = values[0] if values else k[..., : cache.value_dim]
+                samples.append((which, k, v))
             return CachedKeys(samples, plan)
 
         return wait
@@ -198,13 +199,12 @@ def plan_chunk(
     q, k, v = qkv
     scale, softclamp = scores.scale, scores.softclamp
     fastest = choose(None, KernelRequest.of(q, v, scale=scale, softclamp=softclamp))
-    with torch.autocast(q.device.type, enabled=False):
-        return RingPlan.make(
-            q, k, v, causal=True, layout=layout, scale=scale, softclamp=softclamp, sinks=sinks,
-            kernel=cast(KernelOption, fastest.name), group=cache.ring,
-            transport="ring",  # none is used: all ranks get the chunk's keys, to store them
-            ulysses=1,
-        )  # fmt: skip
+    return RingPlan.make(
+        q, k, v, causal=True, layout=layout, scale=scale, softclamp=softclamp, sinks=sinks,
+        kernel=cast(KernelOption, fastest.name), group=cache.ring,
+        transport="ring",  # none is used: all ranks get the chunk's keys, to store them
+        ulysses=1,
+    )  # fmt: skip
 
 
 def prefill(
@@ -217,10 +217,7 @@ def prefill(
     q, k, v = qkv
     k, v = cache.rounded(k), cache.rounded(v)
     result, all_rows = OutputAccumulator(q, v), slice(0, q.shape[1])
-    with (
-        torch.autocast(q.device.type, enabled=False),
-        cache.ring.call("attention of a chunk to a cache", plan.number),
-    ):
+    with cache.ring.call("attention of a chunk to a cache", plan.number):
         sent = _sent(q, cache, layer, chunk)
         gathered = chunk.gather(
             k, *([] if cache.tied else [v]), *([q] if sent == "queries" else [])
@@ -245,7 +242,7 @@ def prefill(
         if sinks is not None:
             result.add_sinks(sinks)
         out, lse = result.finalize()
-    cache.append(chunk.in_order(keys), None if cache.tied else chunk.in_order(values), layer)
+        cache.append(chunk.in_order(keys), None if cache.tied else chunk.in_order(values), layer)
     return out, lse
 
 

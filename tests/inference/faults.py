@@ -49,6 +49,10 @@ INFERENCE = [
         "found[senders.index(mine)] = x * 0",
     ),
     Mutant(
+        "a chunk's own results without sinks", "inference/decode_plan.py:DecodePlan.run_chunk",
+        "lses.transpose(2, 3), sinks)", "lses.transpose(2, 3))",
+    ),
+    Mutant(
         "a chunk in the order of ranks", "inference/prefill.py:_order", "torch.cat(each).argsort()",
         "torch.cat(each).sort().values",
     ),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
 
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
@@ -14,6 +15,7 @@ from ring_attention_pytorch.ranks.failures import RingError
 from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.module_cases import check_refused
 from tests.support.ranks import unhurried
+from tests.support.reference import dense_attention
 
 
 def misuse(name: str) -> None:
@@ -204,3 +206,20 @@ def test_calls_are_refused_after_others_were_right() -> None:
         with pytest.raises(ValueError, match=why):
             ring_attn_with_cache(cache=cache, **{**right, **wrong})
     assert cache.lengths == [1, 1]
+
+
+@pytest.mark.parametrize("layout", [None, "zigzag"])
+def test_compiled_code_breaks_around_it_once_however_long_the_cache_is(layout) -> None:
+    """Lengths are numbers of the host: traced, each would be compiled for itself."""
+    cache, graphs = RingCache(1, 2, 8, dtype=torch.float64, group=Ring.alone()), CompileCounter()
+
+    def step(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return ring_attn_with_cache(2 * q, k, k, cache, layout=layout) + 1
+
+    compiled, keys = torch.compile(step, backend=graphs), torch.zeros(1, 0, 2, 8).double()
+    for _ in range(4):
+        q, k = torch.randn(1, 1, 4, 8).double(), torch.randn(1, 1, 2, 8).double()
+        keys = torch.cat((keys, k), 1)
+        want, _ = dense_attention(2 * q, keys, keys)
+        torch.testing.assert_close(compiled(q, k) - 1, want)
+    assert graphs.frame_count == 2

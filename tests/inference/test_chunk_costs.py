@@ -25,26 +25,30 @@ def test_messages_and_results_have_the_bytes_of_their_tensors() -> None:
     assert SIZES.sent == 2 * (SIZES.message + SIZES.result)
 
 
-@pytest.mark.parametrize(("ranks", "wide_sums"), [(1, 0), (2, 0), (3, 2), (8, 2)])
-def test_memory_is_copies_messages_results_and_wide_sums_of_many(
-    ranks: int, wide_sums: int
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("relayed", [False, True])
+def test_memory_is_that_of_the_cached_keys_copies_or_later_of_the_chunks_own(
+    ranks: int, relayed: bool
 ) -> None:
     sizes = SIZES._replace(ranks=ranks)
-    fixed = ranks * sizes.message + (2 * ranks + wide_sums) * sizes.result
-    assert sizes.memory(0) == fixed
-    assert sizes.memory(16) == fixed + 16 * 2 * (8 + 6) * 7
+    elsewhere = 3 * ranks if relayed else 2 * (ranks - 1)
+    fixed = ranks * sizes.message + (elsewhere + 3) * sizes.result
+    later = 2 * ranks * sizes.keys + 4 * sizes.result
+    assert sizes.memory(0, relayed=relayed) == fixed + later
+    many = 1 + later // (2 * (8 + 6) * 7)
+    assert sizes.memory(many, relayed=relayed) == fixed + many * 2 * (8 + 6) * 7
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_if_cached_keys_travel_they_are_received_and_joined_and_no_queries_are(tied: bool) -> None:
     sizes = SIZES._replace(tied=tied)
     key = 2 * (8 + 6 * (not tied)) * 2  # bytes of a token, of two heads
-    new, fetched = 2 * 5 * key, 40
+    new, held, fetched = 2 * 5 * key, 16, 400
     assert (sizes.key, sizes.keys) == (key, new)
-    results = 4 * sizes.result  # two of them wide
-    assert sizes.memory(0, fetched) == 3 * new + 2 * fetched * key + results
-    copied = 16 * 2 * (8 + 6) * 7
-    assert sizes.memory(16, fetched) == sizes.memory(0, fetched) + copied + 16 * key
+    messages = 3 * new + (held + fetched) * key
+    copied = held * 2 * (8 + 6) * 7 + fetched * key
+    assert sizes.memory(held, fetched) == messages + copied + 4 * sizes.result
+    assert sizes.memory(0, 1) == 3 * new + key + 2 * 3 * new + 8 * sizes.result
 
 
 def test_who_is_alone_sends_nothing() -> None:

@@ -7,15 +7,20 @@ import pytest
 import torch
 
 from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.inference import prefill
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.chunk_costs import ChunkSizes
-from ring_attention_pytorch.inference.explain import explain_cache
+from ring_attention_pytorch.inference.explain import chunk_sizes, explain_cache
 from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.plan import proposal
+from ring_attention_pytorch.ranks.agreement import Disagreement
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.steps import Steps
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
+from ring_attention_pytorch.schedule.passing import passes_spare
 from tests.support import threads
+from tests.support.counted import Live
 from tests.support.reference import dense_attention, relative_error
 
 HEADS, KEY_HEADS, D, D_V = 4, 2, 8, 6
@@ -109,6 +114,76 @@ def test_what_is_sent_is_what_was_said(size: int) -> None:
         assert nbytes == chunk.sent
         assert f"sends {chunk.sent / 2**20:.2f} MiB a layer while it computes" in told
         assert "MiB at most beside the cache" in told
+
+
+@pytest.mark.parametrize("option", [{}, dict(window=3), dict(kernel="eager")])
+def test_ranks_with_other_numbers_of_heads_hear_so_before_anything_is_sent(option) -> None:
+    def refused(ring: threads.ThreadRing) -> int:
+        cache, (q, k, v) = a_cache(ring), Drawn.of(8).shard(ring, "zigzag")
+        q = q[:, :, : HEADS - 2 * ring.rank]
+        with pytest.raises(Disagreement, match=r"heads of q must be .* \[4\] on rank 0, \[2\]"):
+            ring_attn_with_cache(q, k, v, cache, layout="zigzag", **option)
+        assert cache.lengths == [0]
+        return ring.hub.sent_bytes[ring.rank]
+
+    assert threads.run(2, refused)[0] == [0, 0]
+
+
+@pytest.mark.parametrize("option", [{}, dict(window=9)])
+def test_float16_is_attended_to_under_an_autocast_that_does_not_know_it(option) -> None:
+    """PyTorch's for CPUs raises as soon as it joins tensors of float16."""
+    chunk = Drawn.of(9)
+    want, _ = dense_attention(*chunk, causal=True, **option)
+
+    def error(ring: threads.ThreadRing) -> float:
+        mine = [t.half() for t in chunk.shard(ring, "zigzag")]
+        cache = RingCache(1, KEY_HEADS, D, value_dim=D_V, dtype=torch.float16, group=ring)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = ring_attn_with_cache(*mine, cache, layout="zigzag", **option)
+        at = positions("zigzag", rank=ring.rank, ring_size=2, length=9)
+        return relative_error(out, want[:, at])
+
+    assert max(threads.run(2, error)[0]) < 2e-3
+
+
+@pytest.mark.parametrize("machines", [(0, 0), (0, 1), (0, 0, 1, 1), (0, 0, 0, 1)])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("before", [64, 2048])
+def test_a_call_takes_the_memory_that_was_said_at_most(machines, tied, before, monkeypatch) -> None:
+    """After a short cache, when the chunk's keys count, and after a long one; both ways."""
+    size, heads, n, bf16 = len(machines), 8, 240, torch.bfloat16
+    if any(machines):  # however long the cache is
+        monkeypatch.setattr(prefill, "keys_travel", lambda *_: tied or before == 64)
+
+    def taken(ring: threads.ThreadRing) -> float:
+        cache = RingCache(1, 2, 16, dtype=bf16, page=16, tied=tied, capacity=2304, group=ring)
+        old, q = torch.randn(1, before, 2, 16).to(bf16), torch.randn(1, n // size, heads, 16)
+        cache.append(old, None if tied else old)
+        q, (chunk, held) = q.to(bf16), chunk_sizes(cache, heads, n)
+        k, others = q[:, :, :2], before - cache.local_lengths[0]
+        fetched = others if any(machines) and (tied or before == 64) else 0
+        with Live() as live:
+            ring_attn_with_cache(q, k, None if tied else k, cache, layout="zigzag")
+        return live.most / chunk.memory(held, fetched, passes_spare(machines))
+
+    found, _ = threads.run(size, taken, machines)
+    assert 0.4 < max(found) <= 1
+
+
+@pytest.mark.parametrize("what", ["_reserve", "append"])
+def test_a_rank_that_alone_gets_no_memory_says_so(what: str, monkeypatch) -> None:
+    reports: list[str] = []
+    monkeypatch.setattr(Steps, "report_failure", lambda _, words: reports.append(words))
+
+    def main(ring: threads.ThreadRing) -> None:
+        cache = a_cache(ring)
+        if ring.rank == 0:
+            setattr(cache, what, mock.Mock(side_effect=RuntimeError("no memory")))
+        ring_attn_with_cache(*Drawn.of(8).shard(ring, "zigzag"), cache, layout="zigzag")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        threads.run(2, main)
+    assert any("no memory" in words for words in reports)
 
 
 def test_a_chunk_without_room_is_refused_before_anything_is_sent() -> None:

@@ -109,16 +109,16 @@ def test_what_is_new_and_the_fewest_bytes_of_the_cache_cross_once(machines, tied
 @pytest.mark.parametrize("machines", [TWO, UNEVEN, SHUFFLED])
 @pytest.mark.parametrize("kind", ["window", "tied", "alibi_slopes", "padding"])
 def test_a_chunk_by_the_decoding_kernel_comes_back_as_one_result_too(machines, kind):
-    """A rank gets the results for its own queries alone, in the accumulator's dtype."""
+    """A rank gets the results for its own queries alone, and merges sinks into these once."""
     size, each, tied = len(machines), 8, kind == "tied"
     sizes = ChunkSizes(size, 1, each, HEADS, KEY_HEADS, D, D_V, 8, 8, copied=8, tied=tied)
     q, k, v = prompt(1, 2 * size * each)
     v = k[..., :D_V] if tied else v
-    slopes = torch.rand(HEADS).double()
+    slopes, sinks = torch.rand(HEADS).double(), torch.randn(HEADS).double()
     terms = dict(window=dict(window=9), tied=dict(window=9), alibi_slopes=dict(alibi_slopes=slopes))
-    given = terms.get(kind, {})
+    given = {"sinks": sinks, **terms.get(kind, {})}
     hidden = torch.arange(2 * size * each)[None] >= (3 if kind == "padding" else 0)
-    want, _ = dense_attention(q, k, v, causal=True, key_mask=hidden, **given)
+    want, want_lse = dense_attention(q, k, v, causal=True, key_mask=hidden, **given)
 
     def main(ring: threads.ThreadRing) -> tuple[float, int]:
         cache, worst = a_cache(ring, 1, tied=tied), 0.0
@@ -128,8 +128,9 @@ def test_a_chunk_by_the_decoding_kernel_comes_back_as_one_result_too(machines, k
             before = far(ring)
             at = first + positions("zigzag", rank=ring.rank, ring_size=size, length=size * each)
             mine = q[:, at], k[:, at], None if tied else v[:, at]
-            out = ring_attn_with_cache(*mine, cache, layout="zigzag", **given)
-            worst = max(worst, relative_error(out, want[:, at]))
+            out, lse = ring_attn_with_cache(*mine, cache, layout="zigzag", return_lse=True, **given)
+            errors = relative_error(out, want[:, at]), relative_error(lse, want_lse[..., at])
+            worst = max(worst, *errors)
         return worst, far(ring) - before
 
     parts = size * (len({*machines}) - 1)
