@@ -53,7 +53,8 @@ def battery() -> Iterable[Callable[[], object]]:
         yield partial(tell, 2, Story(seed, sequences=3, given=("starts",), steps=30))
     chunks = ("prefill", "attend", "rollback")
     yield partial(tell, 3, Story(deeds=chunks, steps=30))
-    yield partial(tell, 3, Story(deeds=chunks, steps=12, options={"window": 4}))
+    windowed = Story(deeds=chunks, given=("sinks",), steps=12, options={"window": 4})
+    yield partial(tell, 3, windowed)
     for size, story in _small_caches():
         yield partial(tell, size, story)
 
