@@ -39,8 +39,8 @@ def top_keys(
     Returns:
         The best scores `[..., k]`, descending, and their positions, int64 `[..., k]`: the same on
         all ranks. Where fewer keys are visible the rest is -inf, at position -1. Of equal scores
-        the earlier position is first; NaN comes before all numbers. Scores are differentiable: backward sums all ranks' gradients
-        of a score on its owner. Positions have no gradient.
+        the earlier position is first; NaN comes before all numbers. Scores are differentiable:
+        backward sums all ranks' gradients of a score on its owner. Positions have no gradient.
 
     Raises:
         ValueError: shapes don't fit one another, or differ between ranks; on all ranks.
