@@ -134,9 +134,10 @@ def _check(scores: Tensor, positions: Tensor, k: int) -> None:
                 f"{name} must be dense and have values, no DTensor, got {type(t).__name__}, "
                 f"{t.layout} on {t.device}; pass this rank's part"
             )
-    if scores.ndim < 1 or not scores.is_floating_point():
+    if scores.ndim < 1 or not scores.is_floating_point() or scores.itemsize < 2:
         raise ValueError(
-            f"scores must be floating [..., m], got {scores.dtype} {list(scores.shape)}"
+            "scores must be floating [..., m] of 16, 32 or 64 bits, "
+            f"got {scores.dtype} {list(scores.shape)}"
         )
     if positions.dtype != torch.int64 or list(positions.shape) != [scores.shape[-1]]:
         raise ValueError(

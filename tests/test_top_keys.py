@@ -99,6 +99,7 @@ def test_a_rank_without_keys_takes_part():
     ("given", "said"),
     [
         ((torch.zeros(2, 3).long(), torch.arange(3), 1), "scores must be floating"),
+        ((torch.zeros(2, 3, dtype=torch.float8_e5m2), torch.arange(3), 1), ".* of 16, 32 or 64"),
         ((torch.zeros(2, 3), torch.arange(2), 1), r"positions must be int64 \[3\]"),
         ((torch.zeros(2, 3), torch.arange(3.0), 1), r"positions must be int64 \[3\]"),
         ((torch.zeros(2, 3), torch.arange(3), 0), "k must be at least 1, got 0"),

@@ -329,6 +329,8 @@ def check_scores(scores: Tensor, k: Count, mask: Tensor | None) -> None:
         )
     if isinstance(k, Tensor) and list(k.shape) != shape[:-1]:
         raise ValueError(f"k must be {shape[:-1]}, one of each sample, got {list(k.shape)}")
+    if isinstance(k, Tensor) and (k.is_complex() or k.dtype == torch.bool):
+        raise ValueError(f"k must be integers or floating, got {k.dtype}")
     if mask is not None and (mask.dtype != torch.bool or list(mask.shape) != shape):
         raise ValueError(f"mask must be bool {shape}, got {mask.dtype} {list(mask.shape)}")
     check_count("k", k)

@@ -156,6 +156,8 @@ def in_process(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         (dict(k=0), "k must be at least 1"),
         (dict(k=1.5), "k as a share must be above 0 and at most 1"),
         (dict(k=torch.ones(3)), r"k must be \[2\]"),
+        (dict(k=torch.ones(2, dtype=torch.complex64)), "k must be integers or floating"),
+        (dict(k=torch.ones(2, dtype=torch.bool)), "k must be integers or floating"),
         (dict(eps=0.0), "eps must be positive"),
         (dict(mask=torch.ones(2, 4, dtype=torch.bool)), r"mask must be bool \[2, 5\]"),
         (dict(k=4), "k must be the same on every rank"),
