@@ -70,24 +70,28 @@ def test_on_several_ranks_too(nccl: Callable, size: int, push: bool) -> None:
         check(SOME, errors)
 
 
-def of_chunks() -> float:
+def of_chunks(window: int | None, layout: str) -> float:
     """The worst error of chunks that are spread over ranks, of heads as wide as cuDNN's."""
     draw, worst = torch.Generator().manual_seed(0), 0.0
     q, k, v = (torch.randn(1, 700, h, 64, generator=draw).bfloat16() for h in (4, 2, 2))
-    cache = RingCache(1, 2, 64, page=16, dtype=q.dtype, device="cuda")
-    want, _ = dense_attention(q.double(), k.double(), v.double(), causal=True)
+    cache = RingCache(1, 2, 64, page=16, dtype=q.dtype, device="cuda", windows=[window])
+    want, _ = dense_attention(q.double(), k.double(), v.double(), causal=True, window=window)
     for start, stop in ((0, 256), (256, 512), (512, 700)):
         place = dict(rank=cache.ring.rank, ring_size=cache.ring.size, length=stop - start)
-        mine = start + positions("zigzag", **place)
+        mine = start + positions(layout, **place)
         shards = [t[:, mine].cuda() for t in (q, k, v)]
-        out = ring_attn_with_cache(*shards, cache, layout="zigzag")
+        out = ring_attn_with_cache(*shards, cache, layout=layout, window=window)
         worst = max(worst, relative_error(out.double().cpu(), want[:, mine]))
     return worst
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_chunks_over_ranks_are_dense(nccl: Callable, size: int) -> None:
-    assert max(nccl(size).run(of_chunks)) < LIMITS[torch.bfloat16]
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_chunks_over_ranks_are_dense(
+    nccl: Callable, size: int, window: int | None, layout: str
+) -> None:
+    assert max(nccl(size).run(of_chunks, window, layout)) < LIMITS[torch.bfloat16]
 
 
 def chunk_memory() -> tuple[int, int]:
