@@ -75,15 +75,16 @@ def mla_attn_with_cache(  # noqa: PLR0913 - a public entry point
             )
     d = codec.d_nope + codec.d_rope
     up_k, up_v = w_up.split((codec.d_nope, codec.d_v), dim=1)
-    absorbed = einsum(q_nope, up_k, "b n h d, h d r -> b n h r")
-    result = ring_attn_with_cache(
-        torch.cat((absorbed, q_rope), dim=-1),
-        rearrange(torch.cat((latent, k_rope), dim=-1), "b n w -> b n 1 w"),
-        None if cache.tied else rearrange(latent, "b n r -> b n 1 r"),
-        cache,
-        layer=layer,
-        layout=layout,
-        scale=d**-0.5 if scale is None else scale,
-    )
-    assert isinstance(result, Tensor)  # lse was not asked for
-    return einsum(result, up_v, "b n h r, h v r -> b n h v")
+    with torch.autocast(q_nope.device.type, enabled=False):
+        absorbed = einsum(q_nope, up_k, "b n h d, h d r -> b n h r")
+        result = ring_attn_with_cache(
+            torch.cat((absorbed, q_rope), dim=-1),
+            rearrange(torch.cat((latent, k_rope), dim=-1), "b n w -> b n 1 w"),
+            None if cache.tied else rearrange(latent, "b n r -> b n 1 r"),
+            cache,
+            layer=layer,
+            layout=layout,
+            scale=d**-0.5 if scale is None else scale,
+        )
+        assert isinstance(result, Tensor)  # lse was not asked for
+        return einsum(result, up_v, "b n h r, h v r -> b n h v")

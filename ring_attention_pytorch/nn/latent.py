@@ -123,6 +123,8 @@ class RingLatentAttention(nn.Module):
     def decode(self, x: Tensor, cache: RingCache, layer: int = 0) -> Tensor:
         """Append tokens to a cache of latents, and compute the layer for them; no gradients.
 
+        Attention is computed in the cache's dtype.
+
         Args:
             x: `[sequences, n, dim]`, the same on every rank.
             cache: from `make_cache`, or another one of latents (`mla_attn_with_cache`).
@@ -141,7 +143,10 @@ class RingLatentAttention(nn.Module):
             begins = (cache.lengths_of[layer] - cache.starts).unsqueeze(1)
             places = begins + torch.arange(x.shape[1], device=x.device)
             given = self._projected(x, places)
-        return self.to_out(mla_attn_with_cache(*given, cache, layer=layer).flatten(2))
+        taken = cache.taken_as(x.dtype)
+        q_nope, q_rope, latent, k_rope, up = (t.to(taken) for t in given)
+        out = mla_attn_with_cache(q_nope, q_rope, latent, k_rope, up, cache, layer=layer)
+        return self.to_out(out.flatten(2).to(x.dtype))
 
     @checked
     def make_cache(self, sequences: int, **options: Any) -> RingCache:

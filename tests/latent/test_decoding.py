@@ -48,6 +48,15 @@ def test_generation_equals_attention_to_expanded_keys(size, tied):
         assert relative_error(out, want) < 1e-12
 
 
+def test_under_autocast_no_product_is_in_fewer_bits_than_the_cache():
+    """As `ring_attn_with_cache`, which is given tensors in the cache's dtype."""
+    want, _ = dense_attention(*expanded(dict(zip(CASE.names, given()))), causal=True)
+    cache = RingCache(2, 1, RANK + D_ROPE, value_dim=RANK, tied=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = mla_attn_with_cache(*(t.float() for t in given()), cache)
+    assert relative_error(out, want) < 1e-5
+
+
 def test_a_token_takes_its_latent_once_in_a_tied_cache():
     kinds = dict(value_dim=512, capacity=64, dtype=torch.bfloat16)
     assert RingCache(1, 1, 576, tied=True, **kinds).nbytes == 64 * 576 * 2

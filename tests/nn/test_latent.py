@@ -90,6 +90,20 @@ def test_decoding_equals_the_whole_sequence(size):
         assert relative_error(found, want) < 1e-10
 
 
+@pytest.mark.parametrize("cast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+def test_tokens_are_decoded_under_autocast_and_in_a_cache_of_another_dtype(cast, kept):
+    layer, x, _ = made()
+    want = layer(x, plan=layer.make_plan(x, causal=True))
+    layer, x = layer.float(), x.float()
+    with torch.autocast("cpu", cast, enabled=cast is not None):
+        cache = layer.make_cache(2, dtype=kept)
+        found = torch.cat([layer.decode(some, cache) for some in x.split(6, dim=1)], 1)
+    assert found.dtype == (cast or torch.float32)
+    exact = cast is None and kept == torch.float32
+    assert relative_error(found, want) < (1e-6 if exact else 1.5e-2)
+
+
 def test_tokens_of_another_width_are_refused():
     layer, x, _ = made()
     with pytest.raises(ValueError, match=r"x must be \[batch, tokens, 8\]"):
