@@ -57,6 +57,12 @@ def test_under_autocast_no_product_is_in_fewer_bits_than_the_cache():
     assert relative_error(out, want) < 1e-5
 
 
+def test_there_are_no_gradients_nor_a_part_of_them() -> None:
+    """The up-projection of values is applied after attention, which has none."""
+    cache = RingCache(2, 1, RANK + D_ROPE, value_dim=RANK, dtype=torch.float64, tied=True)
+    assert not mla_attn_with_cache(*(t.requires_grad_() for t in given()), cache).requires_grad
+
+
 def test_a_token_takes_its_latent_once_in_a_tied_cache():
     kinds = dict(value_dim=512, capacity=64, dtype=torch.bfloat16)
     assert RingCache(1, 1, 576, tied=True, **kinds).nbytes == 64 * 576 * 2
