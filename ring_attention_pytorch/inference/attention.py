@@ -52,6 +52,11 @@ class Given(NamedTuple):
     sinks: Tensor | None
     alibi_slopes: Tensor | None
 
+    @property
+    def names(self) -> list[str]:
+        """The names of those that are given."""
+        return [name for name, t in self._asdict().items() if t is not None]
+
 
 class StepOptions(NamedTuple):
     """The layer, and the options of a call."""
@@ -342,10 +347,10 @@ def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) 
     same = {
         "q": list(q.shape),
         "dtype": q.dtype,
-        "scores": list(scores),
+        **scores._asdict(),
         "kernel": kernel,
         "check": options.check,
-        "given": [t is not None for t in given],
+        "given": given.names,
         "padded on the left": cache.has_starts,
         _STATE: cache.state_note(layer),
     }
@@ -378,8 +383,8 @@ def _agreed_chunk(
         "layer": layer,
         "heads of q": [*q.shape[2:3]],
         "dtype": q.dtype,
-        "scores": list(scores),
-        "given": [t is not None for t in given],
+        **scores._asdict(),
+        "given": given.names,
         "kernel": options.kernel,
         _STATE: cache.state_note(layer),
     }
