@@ -21,7 +21,8 @@ def explain_cache(
         cache: with its present lengths.
         heads: the number of query heads.
         tokens: new tokens per sequence and call: 1 in decoding, more in a chunk of a prompt that
-            is sharded over the ranks, and has no window, ALiBi or padding.
+            is sharded over the ranks; with no ALiBi or padding, nor a window in a layer that keeps
+            all tokens.
         dtype: of the queries; None is the cache's, or bfloat16 for a cache of 8 bits.
 
     Returns:
@@ -44,10 +45,10 @@ def explain_cache(
     numbers = cache.head_dim + (0 if cache.tied else cache.value_dim)
     token = cache.key_heads * (numbers * cache.dtype.itemsize + scales)
     of_queries = dtype or _of_queries(cache)
+    sent = "nothing" if tokens == 1 else "the chunk's keys alone"
     circles = [
         f"layers with a window of {circle.pools.window} tokens keep "
-        f"{circle.turns * cache.pages.page} "
-        "of each sequence on every rank, and send nothing"
+        f"{circle.turns * cache.pages.page} of each sequence on every rank, and send {sent}"
         for circle in cache.circles
     ]
     lines = [
@@ -78,7 +79,13 @@ def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: i
     if ranks == 1:
         return "sends nothing: this rank is alone"
     if all(cache.memory(layer) is not cache.pools for layer in range(cache.layers)):
-        return "sends nothing: every rank holds all that it reads"
+        if tokens == 1:
+            return "sends nothing: every rank holds all that it reads"
+        sent, to = _keys_sent(cache.ring, chunk_sizes(cache, heads, tokens, dtype)[0], 0)
+        return (
+            f"sends {_mib(sent)} a layer, its keys of the chunk to each other rank{to}: every rank "
+            "holds all that it reads"
+        )
     elsewhere = _mib(keys * (ranks - 1) // ranks)
     if tokens == 1:
         sent, to = _results(cache.ring, cache.sequences * heads * (cache.value_dim + 1) * wide)

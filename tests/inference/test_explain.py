@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.lib import prefill
-from ring_attention_pytorch import RingCache, explain_cache
+from ring_attention_pytorch import RingCache, explain_cache, ring_attn_with_cache
 from ring_attention_pytorch.inference.explain import chunk_sizes
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.schedule import relays
@@ -87,6 +87,19 @@ def test_windows_and_who_is_alone_send_nothing() -> None:
     text = explain_cache(cache, 1)
     assert "sends nothing: this rank is alone" in text
     assert "a window of 3 tokens keep 7 of each sequence on every rank, and send nothing" in text
+
+
+@pytest.mark.parametrize("machines", [(0, 0, 0, 0), (0, 0, 1, 1)])
+def test_windows_send_the_keys_of_a_chunk(machines) -> None:
+    def said_and_sent(ring: threads.ThreadRing) -> tuple[str, int]:
+        cache = RingCache(1, 8, 64, windows=[3], group=ring)
+        k = torch.zeros(1, 64, 8, 64)
+        ring_attn_with_cache(k, k, k, cache, layout="zigzag", window=3)
+        return explain_cache(cache, 8, 256), ring.hub.sent_bytes[ring.rank]
+
+    for text, nbytes in threads.run(4, said_and_sent, machines)[0]:
+        assert mib(text, "sends") == pytest.approx(nbytes / 2**20, abs=0.01)
+        assert "send the chunk's keys alone" in text
 
 
 def test_tokens_of_a_chunk_are_counted_up_and_kept_ones_in_whole_pages() -> None:
