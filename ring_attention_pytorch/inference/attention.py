@@ -265,14 +265,20 @@ def _sharded_chunk(
     chunk, plan = _agreed_chunk(given, cache, layout, options)
     assert k is not None
     assert v is not None
-    everywhere = cache.memory(layer).window is not None  # all that queries see of the cache
-    unmasked = everywhere or scores.window is None
-    if unmasked and slopes is None and options.kernel is None and not cache.has_starts:
+    plain = slopes is None and options.kernel is None
+    if plain and _sees_all(cache, layer, scores.window):
         if plan is None:
             plan = plan_chunk((q, k, v), cache, layout, scores, sinks)
             cache.plans.keep((_CHUNK, scores.window), (_kind_of_chunk(given, layout, scores), plan))
         return prefill((q, k, v), cache, layer, chunk, sinks, plan)
     return _by_decoding_kernel(given, cache, options, chunk)
+
+
+def _sees_all(cache: RingCache, layer: int, window: int | None) -> bool:
+    """True if queries of a chunk see all cached tokens, or all of a window that every rank has."""
+    if window is None or cache.memory(layer).window is None:
+        return window is None and not cache.padding
+    return cache.padding <= max(0, min(cache.lengths_in(layer)) - window)
 
 
 def _by_decoding_kernel(

@@ -69,6 +69,7 @@ class PagedStorage:
         self._lengths = [[0] * self.sequences for _ in range(self.layers)]
         self.captured = False  # CUDA graphs hold addresses of this cache, and advance lengths
         self.has_starts = False  # `starts` were set at least once
+        self.padding = 0  # the largest of `starts`
         self._reserved = 0  # every sequence has pages for this many tokens
         self.plans: PlanCache[Any] = PlanCache()  # of attention to it
         self._paged = [layer for layer, window in enumerate(windows.of) if window is None]
@@ -293,6 +294,7 @@ class PagedStorage:
         """Set the padding of each sequence."""
         self.pools.starts.copy_(torch.tensor(list(starts), dtype=torch.int32))
         self.lineage.pad(starts)
+        self.padding = max(starts)
         self._copy_to_device()
 
     def _copy_to_device(self) -> None:

@@ -70,6 +70,7 @@ def battery() -> Iterable[Callable[[], object]]:
     yield prefill.test_a_chunk_without_room_is_refused_before_anything_is_sent
     yield patched(prefill.test_however_short_a_chunk_the_fastest_kernel_attends_to_the_cache)
     yield partial(prefill.test_what_is_sent_is_what_was_said, 2)
+    yield partial(prefill.test_left_padding_before_the_window_changes_nothing, 5, 5)
 
     def generate(size: int, case: Case) -> None:
         found, _ = threads.run(size, case.over)

@@ -26,6 +26,10 @@ INFERENCE = [
         "the oldest keys that are kept are a window's", "inference/prefill.py:_windows",
         "t[len(t) - n :]", "t[:n]",
     ),
+    Mutant(
+        "padding in a window is seen", "inference/attention.py:_sees_all", "- window)",
+        "- window + 1)",
+    ),
     Mutant("a page too far", PAGES + "owner", "token // self.page", "(token + 1) // self.page"),
     Mutant(
         "what is forgotten stays on the device", STORAGE + "_apply", "self.lengths_of.copy_(",

@@ -1,6 +1,6 @@
 """Chunks of a prompt over ranks: what they compare, send and refuse. Values are told by stories."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -44,7 +44,7 @@ class Drawn(NamedTuple):
         return [t[:, mine] for t in self]
 
 
-def a_cache(ring: Ring, **sizes: int) -> RingCache:
+def a_cache(ring: Ring, **sizes: Any) -> RingCache:
     return RingCache(
         1, KEY_HEADS, D, value_dim=D_V, page=2, dtype=torch.float64, group=ring, **sizes
     )
@@ -144,6 +144,29 @@ def test_a_layer_with_a_window_has_each_rank_compute_its_own_queries(layout, win
     errors, nbytes = zip(*threads.run(3, error)[0])
     assert max(errors) < 1e-12
     assert max(nbytes) == 2 * sent  # to two ranks, of four tokens at most
+
+
+@pytest.mark.parametrize(("padding", "window"), [(4, 5), (5, 5), (9, 5), (0, None), (1, None)])
+def test_left_padding_before_the_window_changes_nothing(padding: int, window: int | None) -> None:
+    """Of 9 tokens the chunk's first query sees 5. Else the chunk is computed as in decoding."""
+    whole = Drawn.of(9 + 8)
+    mask = torch.arange(9 + 8)[None] >= padding
+    want, _ = dense_attention(*whole, causal=True, window=window, key_mask=mask)
+
+    def found(ring: threads.ThreadRing) -> tuple[float, bool]:
+        cache = a_cache(ring, windows=[window])
+        cache.hide_before([padding])
+        cache.append(*(t[:, :9] for t in whole[1:]))
+        mine = 9 + positions("zigzag", rank=ring.rank, ring_size=ring.size, length=8)
+        out = ring_attn_with_cache(
+            *(t[:, mine] for t in whole), cache, layout="zigzag", window=window
+        )
+        planned = cache.plans.get(("chunk", window)) is not None
+        return relative_error(out, want[:, mine]), planned
+
+    for error, planned in threads.run(2, found)[0]:
+        assert error < 1e-12
+        assert planned == (padding <= (4 if window else 0))
 
 
 @pytest.mark.parametrize("option", [{}, dict(window=3), dict(kernel="eager")])
