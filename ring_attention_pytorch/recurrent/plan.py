@@ -41,6 +41,7 @@ from ring_attention_pytorch.recurrent.runs import (
     distances,
     gathers,
 )
+from ring_attention_pytorch.runtime.streams import capturing
 from ring_attention_pytorch.tensor_kinds import check_plain
 
 _CALLER = "recurrent layers"
@@ -211,10 +212,16 @@ class RunPlan:
         """Agree with the other ranks on values, in the first call with them.
 
         Raises:
-            ValueError: they differ; the same text on all ranks.
+            ValueError: they differ, or this call is captured in a CUDA graph; the same text on all
+                ranks.
         """
         key = caller, repr(same)
         if key not in self._agreed:
+            if self.device.type == "cuda" and capturing(self.device):
+                raise self.error(
+                    f"{caller}: the first call of a kind can't be captured in a CUDA graph, because "
+                    "tables are made in it; call it once before the capture, with this plan"
+                )
             agree(self.ring, caller, same)
             self._agreed.add(key)
 
