@@ -219,8 +219,8 @@ class RunPlan:
         if key not in self._agreed:
             if self.device.type == "cuda" and capturing(self.device):
                 raise self.error(
-                    f"{caller}: the first call of a kind can't be captured in a CUDA graph, because "
-                    "tables are made in it; call it once before the capture, with this plan"
+                    f"{caller}: a CUDA graph can't capture the first call of a kind, in which "
+                    "tables are made; call it once before the capture, with this plan"
                 )
             agree(self.ring, caller, same)
             self._agreed.add(key)

@@ -229,7 +229,7 @@ def in_a_graph() -> list[int]:
     stamps, numbers = Stamps(CPU, timeout=100.0), []
     for captured in (False, True, False):
         stamps.device = torch.device("cuda" if captured else "cpu")
-        with mock.patch.object(guard, "capturing", lambda device: True):
+        with mock.patch.object(guard, "capturing", return_value=True):
             stamps.compare([stamps.of(1)], 1, [(1, torch.ones(1))])
         numbers.append(int(stamps._flags[4]))
     stamps._overdue._drop_those_that_came()
