@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.recurrent.chunks import CHUNK, Chunks, How, Inputs, Returned
+from ring_attention_pytorch.runtime.launches import launch_alike
 
 CHOSEN = dict(BK=64, BV=64, num_warps=8, num_stages=2)
 
@@ -24,9 +25,9 @@ def head_gradients(
     blocks = cdiv(d_k, chosen["BK"])
     dq, dk, dw = torch.empty_like(x.q), torch.empty_like(x.k), torch.empty_like(work.w)
     dg = x.g.new_empty(blocks, 1, n, heads, dtype=torch.float32)
-    head_gradients_kernel[(blocks * len(how.chunk_indices) * key_heads,)](
-        x.q, x.k, r.v, x.g, r.h, r.do, r.dh, r.dv, dq, dk, dw, dg, how.chunk_indices,
-        how.cu_seqlens, x.scale, n,
+    launch_alike(
+        head_gradients_kernel, blocks * len(how.chunk_indices) * key_heads, x.q, x.k, r.v,
+        x.g, r.h, r.do, r.dh, r.dv, dq, dk, dw, dg, how.chunk_indices, how.cu_seqlens, x.scale, n,
         HEADS=heads, KEY_HEADS=key_heads, K=d_k, V=d_v, CHUNK=CHUNK, **chosen,
     )  # fmt: skip
     return dq, dk, dw, dg.sum(0)

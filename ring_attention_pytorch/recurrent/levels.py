@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ring_attention_pytorch.runtime.launches import launch_alike
 from ring_attention_pytorch.runtime.torch_func import differentiable_grads
 
 _MOST = 128  # the largest d_k whose map fits beside a state
@@ -133,7 +134,7 @@ class _Follow(Function):
         rows, values = _in_rows(m), _in_rows(u)
         _launch(
             follow_kernel, first, rows, values, first.contiguous(), states, levels.table,
-            levels.offsets, levels.depths, len(first), *rows.stride()[:3], *values.stride()[:3],
+            levels.offsets, levels.depths, len(first), **_strides(M=rows, U=values),
         )  # fmt: skip
         ctx.levels = levels
         ctx.save_for_backward(m, u, first, states)
@@ -153,7 +154,7 @@ class _Follow(Function):
         dfirst = states.new_empty(first.shape)
         _launch(
             return_kernel, first, rows, grads.contiguous(), du, dfirst, levels.table,
-            levels.offsets, levels.depths, len(first), *rows.stride()[:3],
+            levels.offsets, levels.depths, len(first), **_strides(M=rows),
         )  # fmt: skip
         if ctx.needs_input_grad[0]:
             at = torch.cat(levels.places)
@@ -167,11 +168,18 @@ def _in_rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _launch(kernel: Any, first: Tensor, *args: Any) -> None:
+def _strides(**maps: Tensor) -> dict[str, int]:
+    names = "RUN", "HEAD", "ROW"
+    return {f"{which}_{n}": by for which, t in maps.items() for n, by in zip(names, t.stride())}
+
+
+def _launch(kernel: Any, first: Tensor, *args: Any, **strides: int) -> None:
     from triton import cdiv, next_power_of_2
 
     chains, heads, d_k, d_v = first.shape
-    programs = cdiv(d_v, _COLUMNS) * heads * chains
-    sizes = dict(HEADS=heads, K=d_k, V=d_v, BK=max(16, next_power_of_2(d_k)), BV=_COLUMNS)
     with torch.cuda.device_of(first):
-        kernel[(programs,)](*args, **sizes, num_warps=4, num_stages=1)
+        launch_alike(
+            kernel, cdiv(d_v, _COLUMNS) * heads * chains, *args, **strides,
+            HEADS=heads, K=d_k, V=d_v, BK=max(16, next_power_of_2(d_k)), BV=_COLUMNS,
+            num_warps=4, num_stages=1,
+        )  # fmt: skip

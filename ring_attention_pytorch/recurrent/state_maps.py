@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.recurrent.chunks import CHUNK, Chunks
+from ring_attention_pytorch.runtime.launches import launch_alike
 
 MAPS = dict(BV=64, num_warps=4, num_stages=2)
 ADJOINTS = dict(BV=64, num_warps=4, num_stages=2)
@@ -53,8 +54,8 @@ def _launch(
     d_k, heads, d_v = work.w.shape[3], *work.u.shape[2:]
     width = chosen["BV"]
     blocks = cdiv(d_v, width) + (cdiv(d_k, width) if columns > d_v else 0)
-    sizes = dict(
+    launch_alike(
+        kernel, blocks * heads * runs, *args,
         HEADS=heads, KEY_HEADS=work.k.shape[2], K=d_k, V=d_v, CHUNK=CHUNK,
-        BK=max(16, next_power_of_2(d_k)), CHANNELS=work.g.ndim == 4,
+        BK=max(16, next_power_of_2(d_k)), **chosen, CHANNELS=work.g.ndim == 4,
     )  # fmt: skip
-    kernel[(blocks * heads * runs,)](*args, **sizes, **chosen)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -64,6 +64,26 @@ class Launch:
         if made is not None:  # the interpreter compiles nothing
             self._rest = (*_addressed(self.fixed), *self.constants.values())
             self._compiled = _launcher(made, self.programs)
+
+
+_ALIGNMENT = 16  # bytes: Triton compiles another variant for addresses that are no multiples
+
+
+def launch_alike(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
+    """Launch a kernel on the current stream by the `Launch` of earlier arguments like these.
+
+    Tensors are alike in device, dtype and alignment, which Triton would find out more slowly.
+    """
+    kinds: list[Hashable] = [
+        (arg.dtype, arg.data_ptr() % _ALIGNMENT) if isinstance(arg, Tensor) else type(arg)
+        for arg in args
+    ]
+    _launch_of(kernel, programs, args[0].device, *kinds, **options)(*args)
+
+
+@lru_cache(maxsize=1024)
+def _launch_of(kernel: Any, programs: int, *_: Hashable, **options: Any) -> Launch:
+    return Launch(kernel, programs, **options)
 
 
 def _addressed(args: tuple[Any, ...]) -> list[Any]:

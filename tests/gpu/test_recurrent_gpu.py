@@ -150,6 +150,26 @@ def test_a_step_in_a_cuda_graph(nccl, kernel, size) -> None:
     assert max(max(errors) for errors in of_ranks) < 1e-3
 
 
+@needs_fla
+def test_tensors_may_begin_anywhere() -> None:
+    """Of the same call aligned there are kernels already."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    shapes = [(1, N, KEY_HEADS, D)] * 2 + [(1, N, HEADS, D)] + [(1, N, HEADS)] * 2
+    values = [torch.rand(shape, generator=draw, device="cuda") / 8 for shape in shapes]
+    plan, found = RunPlan.make(values[0]), []
+    for offset in (0, 0, 1):
+        given = []
+        for t in (*values, values[2]):
+            room = torch.empty(t.numel() + offset, device="cuda", dtype=torch.bfloat16)
+            given.append(room[offset:].view(t.shape).copy_(t))
+        leaves = [t.requires_grad_() for t in given[:5]]
+        q, k, v, g, beta = leaves
+        out, _ = ring_gated_delta_rule(q, k, v, -g, beta, plan=plan, kernel="fla")
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, given[5])])
+    for results in zip(*found):
+        assert torch.equal(*results[1:])
+
+
 def test_mamba_2() -> None:
     draw = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(1, N, HEADS, D, generator=draw, device="cuda").bfloat16()
