@@ -56,12 +56,11 @@ class Sent(NamedTuple):
     @classmethod
     def of(cls, plan: RunPlan, final: bool, how: How) -> "Sent":
         """Make it for a call with final states or without."""
-        rank, size = plan.ring.rank, plan.ring.size
-        here = range(size) if gathers(size) else (rank,)
-        numbers = [plan.runs.sent(each, final) for each in here]
-        counts, place = tuple(map(len, numbers)), here.index(rank)
-        runs, first = plan.indices(numbers[place]), sum(counts[:place])
-        return cls(runs, how.spans[runs], counts, slice(first, first + len(runs)))
+        route = plan.route(final)
+        spans, before = how.spans[route.sent], sum(route.counts[: plan.ring.rank])
+        if gathers(plan.ring.size):
+            return cls(route.sent, spans, route.counts, slice(before, before + len(spans)))
+        return cls(route.sent, spans, (len(spans),), slice(None))
 
 
 class Scan(NamedTuple):

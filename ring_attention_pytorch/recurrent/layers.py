@@ -28,7 +28,7 @@ from ring_attention_pytorch.recurrent.fla import (
 from ring_attention_pytorch.recurrent.fla_passes import Call as Passes
 from ring_attention_pytorch.recurrent.fla_passes import two_passes
 from ring_attention_pytorch.recurrent.fla_rules import in_two_passes
-from ring_attention_pytorch.recurrent.levels import in_full_precision
+from ring_attention_pytorch.recurrent.levels import first_states, in_full_precision, last_states
 from ring_attention_pytorch.recurrent.plan import RunPlan, needs_gradients
 from ring_attention_pytorch.recurrent.scan import scanned
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
@@ -249,7 +249,7 @@ def _agree(name: str, call: Call, passes: bool) -> None:
     """Agree with the other ranks on all that decides results and exchanges."""
     tensors = call.q, call.k, call.v, call.g, call.beta, call.initial
     same = {
-        "heads and their sizes": [*call.v.shape[2:], *call.k.shape[2:]],
+        "heads and their sizes": (*call.v.shape[2:], *call.k.shape[2:]),
         "dtype": call.v.dtype,
         "kernel": f"{call.kernel} in two passes" if passes else call.kernel,
         "scale": call.scale,
@@ -286,17 +286,14 @@ def _from_states(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
     if not call.final and call.initial is None:
         return _kernel(call, state)[0], None
     route = call.plan.route(call.final)
-    last = state.new_zeros(call.plan.runs.batch, *state.shape[1:])
-    if call.initial is not None:
-        last = call.initial.to(state.dtype)
-        numbers, samples = route.starts
-        first = state.new_zeros(route.chains, *state.shape[1:])
-        state = first.index_copy(0, numbers, last[samples])[route.mine]
+    initial = None if call.initial is None else call.initial.to(state.dtype)
+    state = first_states(state, route.chains, route.starts, initial)[route.mine]
     out, ended = _kernel(call, state)
     if route.ends is None:
         return out, None
     samples, _, places = route.ends
-    return out, last.index_copy(0, samples, ended[route.sent][places])
+    ended = ended[route.sent][places]
+    return out, last_states(call.plan.runs.batch, samples, ended, initial)
 
 
 def _widened(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:

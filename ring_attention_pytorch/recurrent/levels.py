@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.runtime.launches import launch_alike
+from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.torch_func import differentiable_grads
 
 _MOST = 128  # the largest d_k whose map fits beside a state
@@ -112,8 +112,13 @@ def followed(m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:
 
 def kernel_fits(m: Tensor, u: Tensor) -> bool:
     """Return whether the kernel can follow these maps."""
-    is_available = u.is_cuda and find_spec("triton") is not None
-    return is_available and m.ndim == 4 and u.dtype == torch.float32 and m.shape[-1] <= _MOST
+    return (
+        u.is_cuda
+        and has_triton()
+        and m.ndim == 4
+        and u.dtype == torch.float32
+        and m.shape[-1] <= _MOST
+    )
 
 
 def _plain(m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:
@@ -121,6 +126,26 @@ def _plain(m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:
     for places in levels.places:
         states.append(mapped(m[places], u[places], states[-1][: len(places)]))
     return torch.cat(states)
+
+
+def first_states(
+    like: Tensor, rows: int, starts: tuple[Tensor, Tensor], initial: Tensor | None
+) -> Tensor:
+    """Return `[rows, ...]` states, 0 where no sample begins.
+
+    `starts` are the rows that begin with a sample's `initial` state, and these samples.
+    """
+    first = like.new_zeros(rows, *like.shape[1:])
+    if initial is None:
+        return first
+    at, samples = starts
+    return first.index_copy(0, at, initial[samples])
+
+
+def last_states(batch: int, samples: Tensor, states: Tensor, initial: Tensor | None) -> Tensor:
+    """Return `[batch, ...]`: the states after these samples; one without tokens keeps its first."""
+    last = states.new_zeros(batch, *states.shape[1:]) if initial is None else initial
+    return last.index_copy(0, samples, states)
 
 
 class _Follow(Function):

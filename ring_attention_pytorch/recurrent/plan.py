@@ -1,6 +1,6 @@
 """The plan of recurrent layers: the runs of all ranks, and how states and halos travel."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -208,14 +208,14 @@ class RunPlan:
             f"{sum(counts)} are sent from here, {each:.3g} MB each; {then}"
         )
 
-    def agree_once(self, caller: str, **same: Any) -> None:
+    def agree_once(self, caller: str, **same: Hashable) -> None:
         """Agree with the other ranks on values, in the first call with them.
 
         Raises:
             ValueError: they differ, or this call is captured in a CUDA graph; the same text on all
                 ranks.
         """
-        key = caller, repr(same)
+        key = caller, *same.items()
         if key not in self._agreed:
             if self.device.type == "cuda" and capturing(self.device):
                 raise self.error(
@@ -303,14 +303,14 @@ class RunPlan:
         return self._made[key]
 
 
-def needs_gradients(*tensors: Tensor | None) -> list[bool]:
+def needs_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
     """Return for each tensor whether backward comes to it; ranks must agree on that.
 
     >>> needs_gradients(torch.ones(1, requires_grad=True), torch.ones(1), None)
-    [True, False, False]
+    (True, False, False)
     """
     grad = torch.is_grad_enabled()
-    return [grad and t is not None and t.requires_grad for t in tensors]
+    return tuple([grad and t is not None and t.requires_grad for t in tensors])
 
 
 def runs_of_batch(batch: Any, device: torch.device, samples: int) -> RunPlan:

@@ -74,7 +74,7 @@ def launch_alike(kernel: Any, programs: int, *args: Any, **options: Any) -> None
 
     Tensors are alike in device, dtype and alignment, which Triton would find out more slowly.
     """
-    kinds: list[Hashable] = [
+    kinds: list[Any] = [
         (arg.dtype, arg.data_ptr() % _ALIGNMENT) if isinstance(arg, Tensor) else type(arg)
         for arg in args
     ]
