@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ring_attention_pytorch.ranks.agreement import report_to_ring_of, typed
 from ring_attention_pytorch.recurrent.chunks import CHUNK
@@ -32,6 +33,7 @@ from ring_attention_pytorch.recurrent.levels import first_states, in_full_precis
 from ring_attention_pytorch.recurrent.plan import RunPlan, needs_gradients
 from ring_attention_pytorch.recurrent.scan import scanned
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.runtime.torch_func import run_apart
 
 KernelName = Literal["eager", "fla"]
 _CHUNK, _CHUNK_OF_CHANNELS = 64, 16  # tokens; gates of each channel take memory for all pairs
@@ -216,8 +218,8 @@ def _delta(
         raise call.plan.error(f"{name}: kernel='fla': {why}")
     kernel: KernelName = call.kernel or ("eager" if why else "fla")
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    call = call._replace(kernel=kernel, scale=scale, normalize=normalize)
-    call = call._replace(g=call.g.to(accumulation_dtype(v.dtype)))
+    g = call.g.to(accumulation_dtype(v.dtype))
+    call = call._replace(g=g, kernel=kernel, scale=scale, normalize=normalize)
     out, last = computed(name, call)
     return out.to(v.dtype), last
 
@@ -327,7 +329,10 @@ def _two_passes(call: Call) -> tuple[Tensor, Tensor | None]:
     given = call.q, call.k, call.v, finite(call.g), call.beta, initial
     back = any(needs_gradients(*given))
     plan = call.plan.in_pieces(CHUNK)
-    return two_passes(*given, Passes(plan, call.scale, call.normalize, call.final, back))
+    passes = Passes(plan, call.scale, call.normalize, call.final, back)
+    if is_compiling():
+        return run_apart(two_passes, *given, passes)
+    return two_passes(*given, passes)
 
 
 def _diagonal(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
