@@ -211,13 +211,14 @@ def _scanned(work: Chunks, call: Call, how: How, initial: Tensor | None) -> Scan
     store_maps(work, sent.spans, maps[sent.own])
     if len(maps) and gathers(plan.ring.size):
         fill_in(maps, sent.counts, plan.ring, _CALLER)
-    u = maps[..., :d_v].detach().requires_grad_(call.back)
+    u, m = maps.split((d_v, d_k), -1)
+    u.requires_grad_(call.back)
     first = None if initial is None else initial.detach().requires_grad_(call.back)
     with torch.set_grad_enabled(call.back):
         if gathers(plan.ring.size):
-            before, last = scanned_as_gathered(maps, u, plan, first, call.final)
+            before, last = scanned_as_gathered(m, u, plan, first, call.final)
         else:
-            all_m, all_u = (_of_all(t, sent.runs, len(plan.mine)) for t in (maps[..., d_v:], u))
+            all_m, all_u = (_of_all(t, sent.runs, len(plan.mine)) for t in (m, u))
             before, last = scanned(all_m, all_u, plan, first, call.final)
     return Scan(before, last, u, first, sent)
 

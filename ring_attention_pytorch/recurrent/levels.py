@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.runtime.launches import launch_alike
+from ring_attention_pytorch.runtime.launches import launch_alike, power_of_2
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.torch_func import differentiable_grads
 
@@ -199,12 +199,10 @@ def _strides(**maps: Tensor) -> dict[str, int]:
 
 
 def _launch(kernel: Any, first: Tensor, *args: Any, **strides: int) -> None:
-    from triton import cdiv, next_power_of_2
-
     chains, heads, d_k, d_v = first.shape
     with torch.cuda.device_of(first):
         launch_alike(
-            kernel, cdiv(d_v, _COLUMNS) * heads * chains, *args, **strides,
-            HEADS=heads, K=d_k, V=d_v, BK=max(16, next_power_of_2(d_k)), BV=_COLUMNS,
+            kernel, -(-d_v // _COLUMNS) * heads * chains, *args, **strides,
+            HEADS=heads, K=d_k, V=d_v, BK=power_of_2(d_k), BV=_COLUMNS,
             num_warps=4, num_stages=1,
         )  # fmt: skip

@@ -91,17 +91,17 @@ def scanned(
 
 
 def scanned_as_gathered(
-    maps: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool
+    m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `ring_scan` of maps that all ranks have, for up to 16; M has no gradient.
+    """Compute `ring_scan` of maps that all ranks have, for up to 16: this rank's gradients of them.
 
     Args:
-        maps: `[all, h, d_k, d_v + d_k]`, U beside M of all that travel, in the order of ranks.
-        u: `[all, h, d_k, d_v]`, the same U, which gets this rank's gradient.
+        m, u: `[all, h, d_k, d_k]` and `[all, h, d_k, d_v]`, of all that travel, in the order of
+            ranks.
         The rest: as for `ring_scan`.
     """
     with in_full_precision(u.device):
-        travelling = (maps[..., u.shape[3] :], u) if len(u) else None
+        travelling = (m, u) if len(u) else None
         return _followed(travelling, u, plan, initial, plan.route(final))
 
 

@@ -106,6 +106,15 @@ def _launcher(made: Any, programs: int) -> Callable[..., None]:
     return launch
 
 
+def power_of_2(n: int) -> int:
+    """Return the least power of two from 16, the least that `tl.dot` takes, that is at least n.
+
+    >>> [power_of_2(n) for n in (1, 16, 17)]
+    [16, 16, 32]
+    """
+    return max(16, 1 << (n - 1).bit_length())
+
+
 def can_begin_early(device: torch.device) -> bool:
     """True if a device's kernels can begin before the previous one has ended: `launch_pdl`.
 
