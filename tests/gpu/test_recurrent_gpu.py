@@ -166,8 +166,7 @@ def test_tensors_may_begin_anywhere() -> None:
         q, k, v, g, beta = leaves
         out, _ = ring_gated_delta_rule(q, k, v, -g, beta, plan=plan, kernel="fla")
         found.append([out.detach(), *torch.autograd.grad(out, leaves, given[5])])
-    for results in zip(*found):
-        assert torch.equal(*results[1:])
+    assert max(relative_error(got, want) for _, want, got in zip(*found)) < 5e-3
 
 
 def test_mamba_2() -> None:
