@@ -217,13 +217,17 @@ class RunPlan:
         """
         key = caller, *same.items()
         if key not in self._agreed:
-            if self.device.type == "cuda" and capturing(self.device):
-                raise self.error(
-                    f"{caller}: a CUDA graph can't capture the first call of a kind, in which "
-                    "tables are made; call it once before the capture, with this plan"
-                )
+            self._check_capture()
             agree(self.ring, caller, same)
             self._agreed.add(key)
+
+    def _check_capture(self) -> None:
+        """Raise ValueError if a CUDA graph is being captured: tables can't be made then."""
+        if self.device.type == "cuda" and capturing(self.device):
+            raise self.error(
+                f"{_CALLER}: a CUDA graph can't capture the first call of a kind, in which tables "
+                "are made; call it once before the capture, with this plan"
+            )
 
     def check_tokens(self, caller: str, **tensors: Tensor | None) -> None:
         """Raise ValueError if any tensor is not `[b, n, ...]` of the plan's tokens and device."""
@@ -298,6 +302,7 @@ class RunPlan:
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return `make()`, cached by this key."""
         if key not in self._made:
+            self._check_capture()
             with torch.inference_mode(False):  # training could not use what it made
                 self._made[key] = make()
         return self._made[key]
