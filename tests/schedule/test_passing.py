@@ -5,7 +5,12 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ring_attention_pytorch.schedule.passing import passes, passes_spare, passing_machines
+from ring_attention_pytorch.schedule.passing import (
+    merging_machines,
+    passes,
+    passes_spare,
+    passing_machines,
+)
 from ring_attention_pytorch.schedule.relays import relay, worth_an_exchange
 from tests.support.over_machines import placed
 
@@ -65,3 +70,13 @@ def test_messages_are_passed_on_where_that_spares_more_than_an_exchange_takes(ma
         assert chosen == (machines if passed else (0,) * len(machines))
     else:
         assert chosen == machines
+
+
+def test_ranks_send_directly_where_another_exchange_takes_longer_than_what_it_spares():
+    """Two machines of 8: 7 of 8 messages at 45 GB/s, beside 0.1 ms.
+
+    A lone rank sends one of 3 messages if these are passed on, which takes two more exchanges.
+    """
+    for machines, least in (((0,) * 8 + (1,) * 8, 643_000), ((0, 0, 0, 1), 4_500_000)):
+        assert merging_machines(machines, least - 1000) is None
+        assert merging_machines(machines, least + 1000) == machines
