@@ -73,7 +73,7 @@ def merging_machines(machines: Machines, nbytes: int) -> Machines | None:
     near = [*map(machines.count, machines)]
     direct = max(nbytes * (len(machines) - n) for n in near)
     pieces = max(nbytes * (len(machines) - n) // n for n in near)
-    relayed = max(nbytes * (len({*machines}) - 1) // n for n in near)
+    relayed = nbytes * (len({*machines}) - 1)  # of a rank that is alone; for others pieces decide
     spared = max(direct - pieces, (direct - relayed) // 2)
     return machines if worth_an_exchange(spared) else None
 

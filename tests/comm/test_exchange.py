@@ -256,6 +256,8 @@ def test_a_machine_s_sum_in_16_bits_may_be_larger_than_the_whole(monkeypatch):
     def rank_main(ring: Ring) -> list[float]:
         rows = torch.full((3, 1), 4e4 if ring.rank < 2 else -4e4, dtype=torch.float16)
         summed = summed_by_owners(rows, (1, 1, 1), ring, "a test")
-        return [summed.item(), *sum_over_ranks(rows, ring).flatten().tolist()]
+        total = sum_over_ranks(rows, ring)
+        assert total.dtype == summed.dtype == rows.dtype
+        return [summed.item(), *total.flatten().tolist()]
 
     assert threads.run(3, rank_main, (0, 0, 1))[0] == [[4e4] * 4] * 3
