@@ -39,8 +39,8 @@ def top_keys(
     Returns:
         The best scores `[..., k]`, descending, and their positions, int64 `[..., k]`: the same on
         all ranks. Where fewer keys are visible the rest is -inf, at position -1. Of equal scores
-        the earlier position is first. Scores are differentiable: backward sums all ranks' gradients
-        of a score on its owner. Positions have no gradient.
+        the earlier position is first; NaN comes before all numbers. Scores are differentiable:
+        backward sums all ranks' gradients of a score on its owner. Positions have no gradient.
 
     Raises:
         ValueError: shapes don't fit one another, or differ between ranks; on all ranks.
@@ -83,8 +83,8 @@ def _best(scores: Tensor, positions: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def best_of(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k best of a row, at most all, in descending order, and their indices.
 
-    Of equal scores the first comes first, which `torch.topk` leaves open. Rows of fewer than k
-    scores above -inf end with -inf, and any index.
+    Of equal scores the first comes first, which `torch.topk` leaves open. NaN is the best, as in
+    `torch.sort`. Rows of fewer than k scores above -inf end with -inf, and any index.
 
     >>> best_of(torch.tensor([1.0, 3.0, 2.0, 3.0]), 3)
     (tensor([3., 3., 2.]), tensor([1, 3, 2]))
@@ -103,26 +103,28 @@ def best_of(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def among_best(scores: Tensor, k: int) -> Tensor:
-    """Return whether each score of a row, none NaN, is among its k best; of equal ones the first.
+    """Return whether each score of a row is among its k best; of equal ones the first.
+
+    NaN is the best.
 
     >>> among_best(torch.tensor([1.0, 3.0, 2.0, 2.0]), 2).tolist()
     [False, True, True, False]
     """
     least = scores.topk(k, dim=-1).values[..., -1:]
-    above, equal = scores > least, scores == least
+    nan = least.isnan()
+    above = ~((scores <= least) | nan)
+    equal = (scores == least) | (scores.isnan() & nan)
     return above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
 
 
 def _by_threshold(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Do the same for many: all above the k-th, and the first that equal it."""
-    ranked = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
-    taken = among_best(ranked, k)
+    taken = among_best(scores, k)
     place = torch.where(taken, taken.cumsum(-1) - 1, k)  # the others land behind
     at = torch.arange(scores.shape[-1], device=scores.device).expand(place.shape)
     chosen = at.new_zeros(*place.shape[:-1], k + 1).scatter_(-1, place, at)[..., :k]
-    inner = ranked.gather(-1, chosen).sort(dim=-1, descending=True, stable=True).indices
-    order = chosen.gather(-1, inner)
-    return scores.gather(-1, order), order
+    values, inner = scores.gather(-1, chosen).sort(dim=-1, descending=True, stable=True)
+    return values, chosen.gather(-1, inner)
 
 
 def _check(scores: Tensor, positions: Tensor, k: int) -> None:
@@ -132,9 +134,10 @@ def _check(scores: Tensor, positions: Tensor, k: int) -> None:
                 f"{name} must be dense and have values, no DTensor, got {type(t).__name__}, "
                 f"{t.layout} on {t.device}; pass this rank's part"
             )
-    if scores.ndim < 1 or not scores.is_floating_point():
+    if scores.ndim < 1 or not scores.is_floating_point() or scores.itemsize < 2:
         raise ValueError(
-            f"scores must be floating [..., m], got {scores.dtype} {list(scores.shape)}"
+            "scores must be floating [..., m] of 16, 32 or 64 bits, "
+            f"got {scores.dtype} {list(scores.shape)}"
         )
     if positions.dtype != torch.int64 or list(positions.shape) != [scores.shape[-1]]:
         raise ValueError(

@@ -55,8 +55,17 @@ def test_the_best_of_a_row_are_the_first_of_equal_ones():
         pairs = zip(values.flatten(0, 1).tolist(), at.flatten(0, 1).tolist())
         want = [by_hand(row, k) for row in whole.flatten(0, 1).tolist()]
         assert [[*zip(*pair)] for pair in pairs] == want, (way, k)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 40])
+def test_nan_comes_before_all_numbers_however_many_are_chosen(k):
+    some = [0.0, torch.inf, torch.nan, -torch.inf, torch.inf, 7.0, torch.nan]
+    row = torch.tensor(some + [-1.0] * 33)
+    want = row.sort(descending=True, stable=True)
     for way in (best_of, _by_threshold):
-        assert way(torch.tensor([0.0, torch.nan, torch.inf]), 1)[0].isnan()  # not hidden by it
+        found = [t[: min(k, 6)] for t in way(row, k)]
+        assert found[1].tolist() == want.indices[: len(found[1])].tolist(), way
+        torch.testing.assert_close(found[0], want.values[: len(found[0])], equal_nan=True)
 
 
 def test_gradients_come_to_the_owner_of_a_score():
@@ -90,6 +99,7 @@ def test_a_rank_without_keys_takes_part():
     ("given", "said"),
     [
         ((torch.zeros(2, 3).long(), torch.arange(3), 1), "scores must be floating"),
+        ((torch.zeros(2, 3, dtype=torch.float8_e5m2), torch.arange(3), 1), ".* of 16, 32 or 64"),
         ((torch.zeros(2, 3), torch.arange(2), 1), r"positions must be int64 \[3\]"),
         ((torch.zeros(2, 3), torch.arange(3.0), 1), r"positions must be int64 \[3\]"),
         ((torch.zeros(2, 3), torch.arange(3), 0), "k must be at least 1, got 0"),

@@ -11,7 +11,7 @@ from benchmarks.lib.rings import ranks
 from ring_attention_pytorch import ring_attn
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
-from ring_attention_pytorch.inference.explain import chunk_sizes
+from ring_attention_pytorch.inference.explain import chunk_memory
 from ring_attention_pytorch.ranks.ring import Ring
 
 HEADS, KEY_HEADS, D = 32, 8, 128
@@ -65,8 +65,7 @@ def drawn(n: int, device: torch.device) -> list[Tensor]:
 
 def memory(cache: RingCache, chunk: int, chunks: Callable[[], None], device: torch.device) -> Row:
     """Return MiB of the cache on this rank, what chunks take beside it, and what was planned."""
-    sizes, held = chunk_sizes(cache, HEADS, chunk)
-    found: Row = {"cache_mib": cache.nbytes, "planned_mib": sizes.memory(held)}
+    found: Row = {"cache_mib": cache.nbytes, "planned_mib": chunk_memory(cache, HEADS, chunk)}
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -40,7 +40,7 @@ _UNSEEN = (
     "back what it appended, then capture"
 )
 _STATE = "what the cache holds"
-_CHUNK = "chunk"  # cache key of the last chunk's kind and plan
+_CHUNK = "chunk"  # with the window, cache key of the last chunk's kind and plan
 _TOKENS = "q", "k", "q_nope", "latent", "x"  # arguments `[sequences, tokens, ...]` of a call
 
 
@@ -276,10 +276,12 @@ def _sharded_chunk(
     chunk, plan = _agreed_chunk(given, cache, layout, options)
     assert k is not None
     assert v is not None
-    if scores.window is None and slopes is None and options.kernel is None and not cache.has_starts:
+    everywhere = cache.memory(layer).window is not None  # all that queries see of the cache
+    unmasked = everywhere or scores.window is None
+    if unmasked and slopes is None and options.kernel is None and not cache.has_starts:
         if plan is None:
             plan = plan_chunk((q, k, v), cache, layout, scores, sinks)
-            cache.plans.keep(_CHUNK, (_kind_of_chunk(given, layout, scores), plan))
+            cache.plans.keep((_CHUNK, scores.window), (_kind_of_chunk(given, layout, scores), plan))
         return prefill((q, k, v), cache, layer, chunk, sinks, plan)
     return _by_decoding_kernel(given, cache, options, chunk)
 
@@ -397,7 +399,7 @@ def _agreed_chunk(
         "kernel": options.kernel,
         _STATE: cache.state_note(layer),
     }
-    kind, plan = cache.plans.get(_CHUNK) or (None, None)
+    kind, plan = cache.plans.get((_CHUNK, scores.window)) or (None, None)
     if kind != _kind_of_chunk(given, layout, scores):
         plan = None
     own = {"tokens": q.shape[1] if q.ndim > 1 else 0, "plan": plan.number if plan else 0}

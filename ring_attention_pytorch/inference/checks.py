@@ -28,6 +28,8 @@ def check_options(scores: Scores, kernel: str | None, check: str | None) -> None
     """Raise ValueError if an option is out of range."""
     if scores.window is not None and scores.window < 0:
         raise ValueError(f"window must not be negative, got {scores.window}")
+    if scores.window is not None and scores.window >= 1 << 62:
+        raise ValueError(f"window must be less than 2 ** 62, got {scores.window}; None sees all")
     if not isfinite(scores.scale):
         raise ValueError(f"scale must be finite, got {scores.scale}")
     if scores.softclamp is not None and not 0 < scores.softclamp < inf:

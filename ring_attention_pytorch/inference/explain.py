@@ -30,7 +30,8 @@ def explain_cache(
 
     Returns:
         Text: a line each for the memory, the keys that are read, and the bytes sent and why. With
-        several tokens also one for the memory that a call allocates.
+        several tokens also one for the memory that a call allocates. A kernel's own needs are not
+        in it: of unequal head sizes CPUs copy the smaller keys or values to the larger one.
 
     Raises:
         ValueError: heads are not a multiple of the cache's, tokens are less than one, or its
@@ -89,28 +90,22 @@ def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: i
             f"sends {_mib(sent)} a layer, its results for all queries {to}: that depends on the "
             f"new tokens alone; the cached keys, {elsewhere} from other ranks, stay where they are"
         )
-    chunk, held = chunk_sizes(cache, heads, tokens, dtype)
-    cached = sum(cache.lengths)
-    if keys_travel(chunk, cached, cache.ring.machines):
-        here = sum(cache.local_lengths)
-        sent, to = _keys_sent(cache.ring, chunk, here)
+    chunk, _ = chunk_sizes(cache, heads, tokens, dtype)
+    taken = _mib(chunk_memory(cache, heads, tokens, dtype))
+    taken = f"takes {taken} at most beside the cache, and what a kernel needs while it runs"
+    if keys_travel(chunk, sum(cache.lengths), cache.ring.machines):
+        sent, to = _keys_sent(cache.ring, chunk, sum(cache.local_lengths))
         return (
             f"sends {_mib(sent)} a layer, its keys of the chunk and cached ones to each other "
             f"rank{to}: over several machines fewer bytes than queries and results; a longer cache "
-            f"would stay where it is\n"
-            f"{_taken(chunk.memory(held, cached - here))}"
+            f"would stay where it is\n{taken}"
         )
     sent, to = _chunk_sent(cache.ring, chunk)
     return (
         f"sends {_mib(sent)} a layer while it computes, its part of the chunk to each other "
         f"rank{to} and results home: that depends on the chunk alone; the cached keys, {elsewhere} "
-        f"from other ranks, stay where they are\n"
-        f"{_taken(chunk.memory(held, relayed=passes_spare(cache.ring.machines)))}"
+        f"from other ranks, stay where they are\n{taken}"
     )
-
-
-def _taken(nbytes: int) -> str:
-    return f"takes {_mib(nbytes)} at most beside the cache, and what a kernel needs while it runs"
 
 
 def _results(ring: Ring, nbytes: int) -> tuple[int, str]:
@@ -160,6 +155,18 @@ def chunk_sizes(
     chunk = ChunkSizes.of(cache, heads, tokens, dtype or _of_queries(cache))
     page = cache.pages.page
     return chunk, sum(-(-length // page) * page for length in cache.local_lengths)
+
+
+def chunk_memory(
+    cache: RingCache, heads: int, tokens: int, dtype: torch.dtype | None = None
+) -> int:
+    """Return the most bytes that a call with a chunk allocates, but for a kernel's own needs."""
+    chunk, held = chunk_sizes(cache, heads, tokens, dtype)
+    cached, machines = sum(cache.lengths), cache.ring.machines
+    fetched = 0
+    if keys_travel(chunk, cached, machines):
+        fetched = cached - sum(cache.local_lengths)
+    return chunk.memory(held, fetched, passes_spare(machines))
 
 
 def _of_queries(cache: RingCache) -> torch.dtype:

@@ -13,11 +13,12 @@ pages. Cached keys stay; queries and results are sent, overlapped with compute:
 Over several machines cached keys are sent instead of queries and results, as long as they are
 fewer bytes (`chunk_costs.keys_travel`).
 
-If scores depend on positions in the cached part too (window, ALiBi, padding), the whole chunk is
-computed as in decoding.
+A layer that keeps only its window has it on every rank: own queries see it as keys before the
+chunk, and only the chunk's keys are sent. If scores depend on positions elsewhere too (another
+window, ALiBi, padding), the whole chunk is computed as in decoding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Literal, NamedTuple, cast
 
@@ -27,6 +28,7 @@ from torch import Tensor
 from ring_attention_pytorch.comm.exchange import start_gather, start_messages
 from ring_attention_pytorch.comm.messages import Form, Part
 from ring_attention_pytorch.geometry.layouts import Layout, positions
+from ring_attention_pytorch.geometry.segments import Segment, segment_positions
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.chunk_costs import ChunkSizes, keys_travel
@@ -197,10 +199,12 @@ def plan_chunk(
     the kernel with the fewest launches.
     """
     q, k, v = qkv
-    scale, softclamp = scores.scale, scores.softclamp
-    fastest = choose(None, KernelRequest.of(q, v, scale=scale, softclamp=softclamp))
+    scale, softclamp, window = scores
+    request = KernelRequest.of(q, v, scale=scale, softclamp=softclamp, window=window)
+    fastest = choose(None, request)
     return RingPlan.make(
         q, k, v, causal=True, layout=layout, scale=scale, softclamp=softclamp, sinks=sinks,
+        window=window,
         kernel=cast(KernelOption, fastest.name), group=cache.ring,
         transport="ring",  # none is used: all ranks get the chunk's keys, to store them
         ulysses=1,
@@ -225,6 +229,8 @@ def prefill(
         cached = None if sent is None else CachedKeys.of(cache, layer, plan, q.dtype)
         fetched = cached.gather(cache, layer, chunk) if cached and sent == "keys" else None
         _attend_chunk(plan, q, plan.keys(k, v), result)
+        for which, block in _windows(cache, layer, plan, q.dtype):
+            _attend_chunk(plan, q[which], block, result.samples(which))
         if cached is not None:
             result.add(all_rows, *cached.attend(q))
         every = gathered()  # k, v and q of each rank
@@ -249,9 +255,9 @@ def prefill(
 def _sent(
     q: Tensor, cache: RingCache, layer: int, chunk: PromptChunk
 ) -> Literal["queries", "keys"] | None:
-    """Return whether queries or cached keys are sent; None if the cache is empty."""
+    """Return whether queries or cached keys are sent; None if no rank has keys that others lack."""
     cached = sum(cache.lengths_in(layer))
-    if not cached:
+    if not cached or cache.memory(layer).window is not None:
         return None
     sizes = ChunkSizes.of(cache, q.shape[2], sum(chunk.counts), q.dtype)
     return "keys" if keys_travel(sizes, cached, cache.ring.machines) else "queries"
@@ -260,6 +266,32 @@ def _sent(
 def _results(fetched: Callable[[], CachedKeys], q: Tensor) -> list[Found]:
     """Wait for the other ranks' cached keys, and attend to them."""
     return [fetched().attend(q)]
+
+
+def _windows(
+    cache: RingCache, layer: int, plan: RingPlan, dtype: torch.dtype
+) -> Iterator[tuple[slice, KVBlock]]:
+    """Yield samples, and the keys in a layer's window, at positions before the chunk's.
+
+    None if the layer keeps all tokens. Segments have the stride of the queries.
+    """
+    pools, window, lengths = cache.memory(layer), plan.visible.window, cache.lengths_in(layer)
+    if pools.window is None or window is None:
+        return
+    stride = max(segment.stride for of_rank in plan.blocks.queries for segment in of_rank)
+    held = [pools.local(i, layer, length)[:2] for i, length in enumerate(lengths)]
+    seen = [min(length, window) for length in lengths]
+    step = len(seen) if len({*seen}) == 1 else 1
+    for first in range(0, len(seen), step):
+        n, which = seen[first], slice(first, first + step)
+        starts = range(min(n, stride))
+        segments = tuple(Segment(at - n, stride, -(-(n - at) // stride)) for at in starts)
+        order = segment_positions(segments, cache.device) + n
+        k, v = (
+            torch.stack([t[len(t) - n :].to(dtype) for t in each])[:, order]
+            for each in zip(*held[which])
+        )
+        yield which, KVBlock(k, v, None, segments)
 
 
 def _attend_chunk(plan: RingPlan, q: Tensor, keys: KVBlock, result: OutputAccumulator) -> None:

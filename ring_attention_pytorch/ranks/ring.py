@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
@@ -159,6 +159,17 @@ class Ring:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ring":
         """Return this very object: process groups can't be copied."""
         return self
+
+    def __copy__(self) -> "Ring":
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        """Raise TypeError, as a process group does; the text names the alternative."""
+        raise TypeError(
+            "a plan or cache of ring attention can't be pickled, since it has this process's "
+            "group: make it anew in the other process; a RingCache's tokens travel by state_dict() "
+            "and load_state_dict()"
+        )
 
     @property
     def several(self) -> bool:

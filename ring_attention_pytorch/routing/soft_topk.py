@@ -180,7 +180,8 @@ def soft_topk(
         k: int, a number; float in (0, 1], a share of each sample's real scores; or a tensor
             `[...]`, a number per sample, not necessarily an integer.
         eps: softness; if it is below the distances of scores, gates are nearly 0 or 1.
-        mask: bool `[..., n]`, True where the score is real; elsewhere the gate is 0.
+        mask: bool `[..., n]`, True where the score is real; elsewhere, and where a score is -inf,
+            the gate is 0.
         group: the ranks that share the scores; None is the default group, or this process alone.
 
     Returns:
@@ -229,14 +230,13 @@ def _apply(
         a=solution.a.unsqueeze(-1), coef=solution.coef.unsqueeze(-2),
         bound=solution.bound.unsqueeze(-2), shift=solution.shift.unsqueeze(-2),
     )  # fmt: skip
-    hidden = shown = scores.double()
+    real = scores != -torch.inf
     if mask is not None:
-        hidden, shown = (scores.double().masked_fill(~mask, x) for x in (-torch.inf, 0.0))
+        real = real & mask
+    hidden, shown = (scores.double().masked_fill(~real, x) for x in (-torch.inf, 0.0))
     window = torch.zeros(scores.shape[-1], dtype=torch.long, device=scores.device)
     a = threshold(hidden, one_window, window, ring, by)
-    p = gates(shown, a, solution.eps)
-    if mask is not None:
-        p = p.masked_fill(~mask, 0.0)
+    p = gates(shown, a, solution.eps).masked_fill(~real, 0.0)
     return p.to(scores.dtype)
 
 
@@ -329,6 +329,8 @@ def check_scores(scores: Tensor, k: Count, mask: Tensor | None) -> None:
         )
     if isinstance(k, Tensor) and list(k.shape) != shape[:-1]:
         raise ValueError(f"k must be {shape[:-1]}, one of each sample, got {list(k.shape)}")
+    if isinstance(k, Tensor) and (k.is_complex() or k.dtype == torch.bool):
+        raise ValueError(f"k must be integers or floating, got {k.dtype}")
     if mask is not None and (mask.dtype != torch.bool or list(mask.shape) != shape):
         raise ValueError(f"mask must be bool {shape}, got {mask.dtype} {list(mask.shape)}")
     check_count("k", k)

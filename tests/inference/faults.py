@@ -22,6 +22,10 @@ INFERENCE = [
         "a chunk's plan takes the kernel of few tokens for the cache",
         "inference/prefill.py:plan_chunk", "kernel=cast(KernelOption, fastest.name)", "kernel=None",
     ),
+    Mutant(
+        "the oldest keys that are kept are a window's", "inference/prefill.py:_windows",
+        "t[len(t) - n :]", "t[:n]",
+    ),
     Mutant("a page too far", PAGES + "owner", "token // self.page", "(token + 1) // self.page"),
     Mutant(
         "what is forgotten stays on the device", STORAGE + "_apply", "self.lengths_of.copy_(",

@@ -13,6 +13,7 @@ from ring_attention_pytorch.ranks.ring import Ring
     ("change", "kernel", "check", "why"),
     [
         (dict(window=-1), None, None, "window must not be negative, got -1"),
+        (dict(window=1 << 70), None, None, "window must be less than 2"),
         (dict(scale=float("nan")), None, None, "scale must be finite, got nan"),
         (dict(softclamp=0.0), None, None, "softclamp must be None, or positive and finite"),
         ({}, "sdpa", None, "kernel must be None, 'triton' or 'eager', got 'sdpa'"),

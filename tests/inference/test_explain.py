@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from benchmarks.lib import prefill
 from ring_attention_pytorch import RingCache, explain_cache
 from ring_attention_pytorch.inference.explain import chunk_sizes
 from ring_attention_pytorch.ranks.ring import Ring
@@ -65,6 +66,23 @@ def test_a_chunk_is_also_told_what_it_takes() -> None:
     for text in of_ranks(2, tokens=64):
         assert "its part of the chunk to each other rank and results home" in text
         assert mib(text, "takes") > mib(text, "sends") > 0
+
+
+@pytest.mark.parametrize("machines", [(0, 0, 0, 0), (0, 0, 1, 1)])
+@pytest.mark.parametrize("before", [64, 4096])
+def test_the_benchmark_of_prompts_plans_the_memory_that_is_explained(machines, before) -> None:
+    """With cached keys that travel, with results that relays merge, and on one machine."""
+    n, sizes = 64, (prefill.KEY_HEADS, prefill.D)
+
+    def planned(ring: Ring) -> tuple[float, str]:
+        cache = RingCache(1, *sizes, dtype=torch.bfloat16, group=ring)
+        k = torch.zeros(1, before, *sizes, dtype=torch.bfloat16)
+        cache.append(k, k)
+        found = prefill.memory(cache, n, lambda: None, cache.device)
+        return found["planned_mib"], explain_cache(cache, prefill.HEADS, n)
+
+    for figure, text in threads.run(4, planned, machines)[0]:
+        assert figure == pytest.approx(mib(text, "takes"), abs=0.06)
 
 
 def test_windows_and_who_is_alone_send_nothing() -> None:

@@ -88,7 +88,7 @@ def test_however_short_a_chunk_the_fastest_kernel_attends_to_the_cache(monkeypat
     def kernels(ring: threads.ThreadRing) -> list[str]:
         shards, cache = Drawn.of(8).shard(ring, "zigzag"), a_cache(ring)
         ring_attn_with_cache(*shards, cache, layout="zigzag")
-        _, plan = cache.plans.get("chunk")
+        _, plan = cache.plans.get(("chunk", None))
         return [plan.kernel.name, choose(None, KernelRequest.of(shards[0], shards[2])).name]
 
     few = mock.Mock()
@@ -114,6 +114,36 @@ def test_what_is_sent_is_what_was_said(size: int) -> None:
         assert nbytes == chunk.sent
         assert f"sends {chunk.sent / 2**20:.2f} MiB a layer while it computes" in told
         assert "MiB at most beside the cache" in told
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("window", [0, 3, 5])
+def test_a_layer_with_a_window_has_each_rank_compute_its_own_queries(layout, window) -> None:
+    """Sequences of 9 and of no tokens; only keys are sent."""
+    n, draw = 11, torch.Generator().manual_seed(window)
+    sizes = (HEADS, D), (KEY_HEADS, D), (KEY_HEADS, D_V)
+    whole = [torch.randn(2, 9 + n, *size, generator=draw).double() for size in sizes]
+    wants = [dense_attention(*(t[:, at:] for t in whole), causal=True, window=window)[0]
+             for at in (0, 9)]  # fmt: skip
+    want = torch.stack((wants[0][0, 9:], wants[1][1]))
+    sent = ChunkSizes(3, 2, 4, HEADS, KEY_HEADS, D, D_V, itemsize=8, wide=8, copied=8).keys
+
+    def error(ring: threads.ThreadRing) -> tuple[float, int]:
+        cache = RingCache(
+            2, KEY_HEADS, D, value_dim=D_V, windows=[5], spare=2, page=2, dtype=torch.float64,
+            group=ring,
+        )  # fmt: skip
+        cache.append(*(t[:, :9] for t in whole[1:]))
+        cache.free(1)
+        mine = positions(layout, rank=ring.rank, ring_size=3, length=n)
+        shard, before = [t[:, 9 + mine] for t in whole], ring.hub.sent_bytes[ring.rank]
+        out = ring_attn_with_cache(*shard, cache, layout=layout, window=window)
+        assert cache.lengths == [9 + n, n]
+        return relative_error(out, want[:, mine]), ring.hub.sent_bytes[ring.rank] - before
+
+    errors, nbytes = zip(*threads.run(3, error)[0])
+    assert max(errors) < 1e-12
+    assert max(nbytes) == 2 * sent  # to two ranks, of four tokens at most
 
 
 @pytest.mark.parametrize("option", [{}, dict(window=3), dict(kernel="eager")])

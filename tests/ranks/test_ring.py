@@ -1,9 +1,13 @@
 """Rings: places in a group and in parts of a ring, and messages among them."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from ring_attention_pytorch import RingCache, RingPlan, ring_attn
 from ring_attention_pytorch.ranks.ring import Ring, SubRing, as_ring
 from tests.support import threads
 
@@ -81,3 +85,14 @@ def test_a_part_of_a_ring_sends_to_its_places_and_agrees_on_nothing():
 
     results, _ = threads.run(4, main)
     assert results == [(1, 2.0), (0, 3.0), (0, 0.0), (1, 1.0)]
+
+
+def test_what_has_a_group_says_how_to_make_it_elsewhere_when_it_is_pickled() -> None:
+    q = torch.randn(1, 6, 2, 4)
+    plan, cache = RingPlan.make(q, q, q, causal=True), RingCache(1, 1, 4)
+    for it in (plan.ring, plan, plan.for_layer(1), cache):
+        with pytest.raises(TypeError, match=r"can't be pickled, .*make it anew"):
+            pickle.dumps(it)
+    assert copy.copy(plan.ring) is copy.deepcopy(plan).ring is plan.ring
+    out = ring_attn(q, q, q, plan=copy.deepcopy(plan))
+    assert out.equal(ring_attn(q, q, q, plan=copy.copy(plan)))

@@ -85,6 +85,19 @@ def test_a_mask_hides_scores_and_k_is_of_each_sample(k: float) -> None:
     assert not grad[~mask].any()
 
 
+@pytest.mark.parametrize("k", [1, 2, 3, 0.5])
+def test_a_score_of_minus_infinity_is_as_if_masked(k: float) -> None:
+    """Also where all real ones are chosen, when the threshold is infinite, too."""
+    s = torch.tensor([[2.0, -torch.inf, 1.0, -torch.inf], [3.0] + 3 * [-torch.inf]])
+    s = s.double().requires_grad_()
+    dout = torch.randn_like(s)
+    for gates in (soft_topk, lambda s, **how: coordinate_descent(s, n_iters=9, **how)):
+        got, want = gates(s, k=k), gates(s.nan_to_num(neginf=0.0), k=k, mask=s > -torch.inf)
+        grads = [torch.autograd.grad(p, s, dout)[0] for p in (got, want)]
+        assert got.equal(want)
+        assert torch.allclose(*grads, rtol=1e-12, atol=1e-12)
+
+
 def test_gradients_are_those_of_finite_differences() -> None:
     s = torch.randn(2, 12, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(2, 12) < 0.8
@@ -143,6 +156,8 @@ def in_process(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         (dict(k=0), "k must be at least 1"),
         (dict(k=1.5), "k as a share must be above 0 and at most 1"),
         (dict(k=torch.ones(3)), r"k must be \[2\]"),
+        (dict(k=torch.ones(2, dtype=torch.complex64)), "k must be integers or floating"),
+        (dict(k=torch.ones(2, dtype=torch.bool)), "k must be integers or floating"),
         (dict(eps=0.0), "eps must be positive"),
         (dict(mask=torch.ones(2, 4, dtype=torch.bool)), r"mask must be bool \[2, 5\]"),
         (dict(k=4), "k must be the same on every rank"),
