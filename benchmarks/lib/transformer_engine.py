@@ -10,6 +10,7 @@ as by "zigzag" again (`each_in_zigzag`); so all lengths are multiples of twice t
 import os
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise, product
 from typing import Any, NamedTuple
@@ -122,6 +123,7 @@ def engine(
     """
     if not has("transformer_engine"):
         return {}
+    import_module("transformer_engine.pytorch")  # it can't load cuDNN after PyTorch has done so
     able = MODES if dist.get_world_size() >= 4 else MODES[:-1]
     return {
         f"TransformerEngine {mode}, {kernel}": attention(asked, mode, kernel)
