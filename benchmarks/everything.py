@@ -44,7 +44,8 @@ TRIALS = {  # options for CPUs, by module, else by the file of rows, else by ben
     "peers": f"{SMALL} --rounds 1",
     "decode": "--device cpu --keys 256 --batch 1",
     "prefill": "--device cpu --prefill 256 64",
-    "recurrent": "--device cpu --lengths 128 64 --hybrid 64 --heads 2 4 --dim 16 --repeats 1",
+    "recurrent": "--device cpu --lengths 128 64 --hybrid 64 --heads 2 4 --dim 16 --repeats 1 "
+    "--profile",
     "parts": "--device cpu --tokens 64 --heads 4 2 --text 16 --dim 16 --rounds 2",
     "latents": "--device cpu --tokens 64 --heads 4 --sizes 16 8 16 32 --rounds 2",
     "curves": f"{TINY} --by ring",
@@ -130,7 +131,7 @@ def neighbours(names: Sequence[str]) -> list[Entry]:
     which = f"ring --mask causal --kernels {' '.join(names)} --no-peers --repeats 4"
     magi = Entry("MagiAttention's grid", "magi", f"masks --magi --kernels {' '.join(names)}", 180)
     return [
-        Entry("recurrent layers", "", "recurrent", 420),
+        Entry("recurrent layers", "", "recurrent --graphs", 540),
         Entry("latent keys", "latents", "latents", 150),
         Entry("parts", "", "parts --only shared diffusion errors", 240),
         Entry("few tokens", "ring", "few --tokens 2048 4096 --graphs --peers", 180),
@@ -162,7 +163,7 @@ def one_gpu() -> list[Entry]:
     """Return what one GPU tells."""
     return [
         Entry("parts", "", "parts", 300, alone=True),
-        Entry("recurrent layers", "", "recurrent --of 2", 420, alone=True),
+        Entry("recurrent layers", "", "recurrent --of 2 --graphs", 540, alone=True),
         *machines(),
         Entry("latent keys", "latents", "latents", 120),
         Entry("losses", "curves", LOSSES, 240),

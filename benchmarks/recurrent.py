@@ -3,6 +3,7 @@
     python -m benchmarks recurrent                                       # one GPU: kernels, errors
     python -m benchmarks recurrent --of 2                                # and the work of one rank
     torchrun --nproc-per-node 2 -m benchmarks recurrent                  # the sequence over two
+    torchrun --nproc-per-node 2 -m benchmarks recurrent --graphs         # and in CUDA graphs
     torchrun --nproc-per-node 2 -m benchmarks recurrent --device cpu --lengths 256 --heads 2 4
 
 Shapes are of Qwen3-Next: 16 key heads and 32 value heads of 128. Times are of forward, and with
@@ -12,9 +13,10 @@ the eager kernel on the whole), divided by the ranks, over the time in the row. 
 exchange of states by itself. With `--of` rows are the work of single ranks of so many, on one GPU,
 whose messages are copies of equal size. "fla's context" is fla's own context parallelism. "hybrid"
 is three of these layers and one causal attention of 16 heads of 256, with 2 of keys, by
-`ring_attn`. Memory is the most beyond the tensors, of rank 0. Errors, of one process, are against
-float64. Where fla refuses its own backward, it is timed all the same: what it computes there is
-wrong, and is not used.
+`ring_attn`. With `--graphs` a whole call, forward or with backward, is also one CUDA graph; its
+share is of fla in a graph. Memory is the most beyond the tensors, of rank 0, of a call without a
+graph. Errors, of one process, are against float64. Where fla refuses its own backward, it is timed
+all the same: what it computes there is wrong, and is not used.
 """
 
 import cProfile
@@ -22,7 +24,6 @@ import pstats
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from importlib.util import find_spec
 from io import StringIO
 from itertools import product
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from benchmarks.lib.attempts import attempt
 from benchmarks.lib.options import parser
-from benchmarks.lib.rings import joined
+from benchmarks.lib.rings import captured, joined
 from benchmarks.lib.spans import covered, recorded
 from ring_attention_pytorch import (
     RingPlan,
@@ -52,7 +53,15 @@ LENGTHS = [2**15, 2**13, 2**17]
 CALLS = 3  # back to back, between two waits for all ranks
 FLA = "fla's context"
 ATTENTION = 16, 2, 256  # heads, of keys, their size, in a hybrid
-Layer = Callable[..., Tensor]
+GRAPH = ", a graph"  # of a row's name
+Function = Callable[..., Tensor]
+
+
+class Layer(NamedTuple):
+    """Hold a layer as a function of its tensors, and what must be around its calls."""
+
+    run: Function
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 class Copied(Ring):
@@ -156,7 +165,7 @@ def host_profile(run: Callable[[], Any], calls: int = 20) -> str:
     return f"{calls} calls\n{text.getvalue()}"
 
 
-def step(function: Layer, tensors: Sequence[Tensor], back: bool) -> Callable[[], Any]:
+def step(function: Function, tensors: Sequence[Tensor], back: bool) -> Callable[[], Any]:
     """Return a call of forward, or of forward and backward."""
     leaves = [t.detach().requires_grad_(back) for t in tensors]
     cotangent: list[Tensor] = []
@@ -170,19 +179,20 @@ def step(function: Layer, tensors: Sequence[Tensor], back: bool) -> Callable[[],
     return run
 
 
-def timed(function: Layer, tensors: Sequence[Tensor], given: Any) -> Times:
-    """Measure a layer, forward and with backward."""
-    forward, both = (
-        seconds(step(function, tensors, back), given.device, given.repeats)
-        for back in (False, True)
-    )
-    if given.device != "cuda":
-        return Times(forward, both, 0.0)
-    run = step(function, tensors, True)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    return Times(forward, both, (torch.cuda.max_memory_allocated() - before) / 2**30)
+def timed(layer: Layer, tensors: Sequence[Tensor], given: Any, graph: bool = False) -> Times:
+    """Measure a layer, forward and with backward, as a graph or launched one by one."""
+    with layer.around():
+        runs = [step(layer.run, tensors, back) for back in (False, True)]
+        if graph:
+            runs = [captured(run) for run in runs]
+        forward, both = (seconds(run, given.device, given.repeats) for run in runs)
+        if given.device != "cuda":
+            return Times(forward, both, 0.0)
+        run = step(layer.run, tensors, True)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return Times(forward, both, (torch.cuda.max_memory_allocated() - before) / 2**30)
 
 
 def whole(device: str) -> Layer:
@@ -190,13 +200,14 @@ def whole(device: str) -> Layer:
     if device == "cuda" and find_spec("fla"):
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        return lambda *t: chunk_gated_delta_rule(*t, use_qk_l2norm_in_kernel=True)[0]
+        options: Any = dict(use_qk_l2norm_in_kernel=True)
+        return Layer(lambda *t: chunk_gated_delta_rule(*t, **options)[0], refusals_lifted)
 
     def eager(*tensors: Tensor) -> Tensor:
         plan = RunPlan.make(tensors[0], group=Ring.alone())
         return ring_gated_delta_rule(*tensors, plan=plan, normalize=True)[0]
 
-    return eager
+    return Layer(eager)
 
 
 def context(length: int, layout: str, device: str) -> Layer | None:
@@ -212,7 +223,7 @@ def context(length: int, layout: str, device: str) -> Layer | None:
     except TypeError:  # before 0.6 it has no zigzag
         return None
     options: Any = dict(use_qk_l2norm_in_kernel=True, cp_context=made)
-    return lambda *t: chunk_gated_delta_rule(*t, **options)[0]
+    return Layer(lambda *t: chunk_gated_delta_rule(*t, **options)[0], refusals_lifted)
 
 
 def refusals_lifted() -> AbstractContextManager[object]:
@@ -226,7 +237,7 @@ def refusals_lifted() -> AbstractContextManager[object]:
 
 def ours(plan: RunPlan) -> Layer:
     """Return the layer over the ring."""
-    return lambda *t: ring_gated_delta_rule(*t, plan=plan, normalize=True)[0]
+    return Layer(lambda *t: ring_gated_delta_rule(*t, plan=plan, normalize=True)[0])
 
 
 def hybrid(layer: Layer, attention: RingPlan) -> Layer:
@@ -234,26 +245,25 @@ def hybrid(layer: Layer, attention: RingPlan) -> Layer:
 
     def run(*tensors: Tensor) -> Tensor:
         *of_layer, q, k, v = tensors
-        outs = [layer(*of_layer).sum() for _ in range(3)]
+        outs = [layer.run(*of_layer).sum() for _ in range(3)]
         return torch.stack([*outs, ring_attn(q, k, v, plan=attention).sum()])
 
-    return run
+    return layer._replace(run=run)
+
+
+def scan(plan: RunPlan, given: Any) -> tuple[Layer, list[Tensor]]:
+    """Return the exchange of states by itself, and its tensors."""
+    d = given.dim
+    m = torch.randn(len(plan.mine), given.heads[1], d, d, device=given.device) / d
+    return Layer(lambda *t: ring_scan(*t, plan=plan)[0]), [m, m]
 
 
 def measured(length: int, given: Any, ranks: int, rank: int) -> None:
     """Print the times of one length."""
     tensors = inputs(length, given.heads, given.dim, given.device, torch.bfloat16)
-    with refusals_lifted():
-        alone = timed(whole(given.device), tensors, given)
-    report(rank, f"{length:7} tokens, whole         {alone.said(None, 1)}")
+    alone = row(f"{length:7} tokens, whole", whole(given.device), tensors, given, {}, 1)
     if given.of:
         of_ranks(tensors, alone, given)
-
-    def row(layout: str, name: str, layer: Layer, of: Sequence[Tensor], to: Times | None) -> None:
-        found = attempt(lambda: timed(layer, of, given))
-        text = found if isinstance(found, str) else found.said(to, ranks)
-        report(rank, f"  {layout:10} {name:15} {text}")
-
     for layout in ("zigzag", "contiguous") if ranks > 1 else ("contiguous",):
         at = positions(layout, rank=rank, ring_size=ranks, length=length).to(given.device)
         mine = [t[:, at].contiguous() for t in tensors]
@@ -262,36 +272,42 @@ def measured(length: int, given: Any, ranks: int, rank: int) -> None:
         for name, layer in layers.items():
             if layer is None:
                 continue
-            with refusals_lifted() if name == FLA else nullcontext():
-                row(layout, name, layer, mine, alone)
-                if length in given.hybrid:
-                    attention, qkv = for_attention(mine[0], layout)
-                    row(layout, "hybrid of it", hybrid(layer, attention), [*mine, *qkv], None)
+            row(f"  {layout:10} {name}", layer, mine, given, alone, ranks)
+            if length in given.hybrid:
+                attention, qkv = for_attention(mine[0], layout)
+                of_both = hybrid(layer, attention), [*mine, *qkv]
+                row(f"  {layout:10} hybrid of it", *of_both, given, {}, ranks)
         if given.profile:
-            report(rank, host_profile(step(layers["ours"], mine, False)))
+            report(host_profile(step(layers["ours"].run, mine, False)))
         if ranks > 1:
-            d = given.dim
-            m = torch.randn(len(plan.mine), given.heads[1], d, d, device=given.device) / d
-            row(layout, "scan", lambda *t: ring_scan(*t, plan=plan)[0], [m, m], None)  # noqa: B023
+            row(f"  {layout:10} scan", *scan(plan, given), given, {}, ranks)
 
 
-def of_ranks(tensors: Sequence[Tensor], alone: Times, given: Any) -> None:
+def row(
+    name: str, layer: Layer, of: Sequence[Tensor], given: Any, alone: dict[str, Times], ranks: int
+) -> dict[str, Times]:
+    """Print and return the times of a layer, by how it is launched.
+
+    `alone` are those of the whole sequence on one rank, for the share.
+    """
+    times = {}
+    for mode in ("", GRAPH)[: 1 + given.graphs]:
+        found = attempt(lambda mode=mode: timed(layer, of, given, bool(mode)))
+        if not isinstance(found, str):
+            times[mode], found = found, found.said(alone.get(mode), ranks)
+        report(f"{name + mode:38} {found}")
+    return times
+
+
+def of_ranks(tensors: Sequence[Tensor], alone: dict[str, Times], given: Any) -> None:
     """Print the times of single ranks, in one process, beside the same tokens by themselves."""
     n, ranks = tensors[0].shape[1], given.of
     mine = [t[:, : n // ranks].contiguous() for t in tensors]
-    with refusals_lifted():
-        text = timed(whole(given.device), mine, given).said(alone, ranks)
-    report(0, f"  these tokens alone         {text}")
+    row("  these tokens alone", whole(given.device), mine, given, alone, ranks)
     for layout, rank in product(("zigzag", "contiguous"), range(ranks)):
-        ring = Copied(rank, ranks)
-        plan = RunPlan.make(mine[0], layout=layout, group=ring)
-        found = attempt(partial(timed, ours(plan), mine, given))
-        text = found if isinstance(found, str) else found.said(alone, ranks)
-        report(0, f"  {layout:10} rank {rank} of {ranks:<5} {text}")
-        d = given.dim
-        m = torch.randn(len(plan.mine), given.heads[1], d, d, device=given.device) / d
-        scan = timed(lambda *t, plan=plan: ring_scan(*t, plan=plan)[0], [m, m], given)
-        report(0, f"  {layout:10} scan            {scan.said(None, 1)}")
+        plan = RunPlan.make(mine[0], layout=layout, group=Copied(rank, ranks))
+        row(f"  {layout:10} rank {rank} of {ranks}", ours(plan), mine, given, alone, ranks)
+        row(f"  {layout:10} scan", *scan(plan, given), given, {}, ranks)
 
 
 def for_attention(like: Tensor, layout: Any) -> tuple[RingPlan, list[Tensor]]:
@@ -319,13 +335,13 @@ def errors(given: Any) -> None:
         results.append([out.detach(), last.detach(), *grads])
     for name, found in zip(("float32", "bfloat16"), results[1:]):
         parts = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, results[0])]
-        report(0, f"errors in {name} (out, last, dq, dk, dv, dg, dbeta):",
+        report(f"errors in {name} (out, last, dq, dk, dv, dg, dbeta):",
              *(f"{part:.1e}" for part in parts))  # fmt: skip
 
 
-def report(rank: int, *words: str) -> None:
+def report(*words: str) -> None:
     """Print a line on the first rank."""
-    if rank == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print(*words, flush=True)
 
 
@@ -338,14 +354,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     options.add_argument("--heads", type=int, nargs=2, default=[16, 32], help="of keys, of values")
     options.add_argument("--dim", type=int, default=128)
     options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--graphs", action="store_true", help="also as CUDA graphs")
     options.add_argument("--of", type=int, default=0, help="ranks, of which one works at a time")
     options.add_argument("--profile", action="store_true", help="of the host, of forward")
     given = options.parse_args(argv)
+    if given.graphs and given.device != "cuda":
+        options.error("--graphs needs --device cuda")
     with joined(given.device) if dist.is_torchelastic_launched() else nullcontext():
         rank, ranks = 0, 1
         if dist.is_initialized():
             rank, ranks = dist.get_rank(), dist.get_world_size()
-        report(rank, f"{given.device}, {ranks} ranks; times of forward, and with backward")
+        report(f"{given.device}, {ranks} ranks; times of forward, and with backward")
         if ranks == 1:
             errors(given)
         for length in given.lengths:

@@ -123,6 +123,7 @@ def four_gpus() -> Table:
 
 
 ENGINE = [f"TransformerEngine {mode}, cuDNN" for mode in ("p2p", "all_gather", "a2a", "a2a+p2p")]
+ENGINE_4 = [name.replace("cuDNN", "flash-attn 4") for name in ENGINE]
 LENGTHS = (2048, 4096, 8192, 16384, 32768)  # of one GPU
 H200 = dict(SHAPE, gpus=4, mask="causal", mode=ONE_BY_ONE, device="NVIDIA H200")
 
@@ -175,8 +176,9 @@ def fastest(found: dict[str, list[list[Row]]], among: Iterable[str], at: int) ->
     return name.removesuffix(", cuDNN"), speeds[name]
 
 
-SUBJECTS = {f"ours, {KERNELS[kernel]}": ("ours", kernel) for kernel in ("sdpa-cudnn", "triton")}
+SUBJECTS = {f"ours, {name}": ("ours", kernel) for kernel, name in KERNELS.items()}
 SUBJECTS |= {name: (name, None) for name in ENGINE}
+SUBJECTS |= {name: (name, None) for name in ENGINE_4}
 BY_TURNS = H200 | dict(date="2026-11-28")  # ours and TransformerEngine, one run
 
 
@@ -215,6 +217,21 @@ def shapes() -> Table:
     )
 
 
+def two_gpus() -> Table:
+    """All that was measured on two GPUs by turns, but packed documents."""
+    base = BY_TURNS | dict(gpus=2)
+    asked = {thousands(tokens): base | dict(tokens=tokens) for tokens in LENGTHS}
+    eight = base | dict(tokens=8192)
+    return columns(
+        asked
+        | {
+            "8k, 64/8 heads": eight | dict(heads=[64, 8]),
+            "8k, full": eight | dict(heads=[64, 8], mask="full"),
+            "8k, window of 4096": eight | dict(mask="window 4096"),
+        }
+    )
+
+
 def needs() -> Table:
     """The host's time and the memory of a call both ways."""
     table, quoted = [["", "host at 8k, ms", "GiB at 8k", "GiB at 32k", "GiB at 64k"]], []
@@ -242,15 +259,14 @@ def timeline() -> Table:
 
 def documents(gpus: int) -> Table:
     """Packed documents, forward / both."""
-    run = dict(SHAPE, gpus=gpus, tokens=8192, device="NVIDIA H200")
-    names = dict.fromkeys(row["mask"] for row in found("peers", **run))
-    packed = [name for name in names if name.startswith("documents")]
-    return columns(
-        {
-            name.removeprefix("documents ").rpartition(": ")[2]: run | dict(mask=name)
-            for name in packed
-        }
-    )
+    asked: dict[str, dict[str, object]] = {}
+    for heads in ([32, 8], [64, 8]):
+        run = dict(SHAPE, gpus=gpus, tokens=8192, device="NVIDIA H200", heads=heads)
+        for mask in dict.fromkeys(row["mask"] for row in found("peers", **run)):
+            if mask.startswith("documents"):
+                kind = mask.removeprefix("documents ").rpartition(": ")[2]
+                asked[kind + ", 64/8 heads" * (heads[0] == 64)] = run | dict(mask=mask)
+    return columns(asked)
 
 
 def bursts() -> Table:
@@ -378,6 +394,7 @@ PAGES: dict[Path, Tables] = {
         "peers": peers,
         "turns": turns,
         "shapes": shapes,
+        "two gpus": two_gpus,
         "documents": partial(documents, 4),
         "two": partial(documents, 2),
     },

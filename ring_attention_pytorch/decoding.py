@@ -29,7 +29,7 @@ from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, ScoreMods
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import has_triton
-from ring_attention_pytorch.schedule.relays import merge_route
+from ring_attention_pytorch.schedule.passing import merging_machines
 from ring_attention_pytorch.tensor_kinds import check_plain
 
 _FEW_TOKENS, _LARGEST_HEAD = 16, 256  # limits for our kernel as the default
@@ -119,8 +119,8 @@ def _by_message(ring: Ring, given: Given, d_v: int, whole: int) -> Tensor:
         return out
     message = torch.cat((out, rearrange(lse, "b h t -> b t h 1")), dim=-1)
     with ring.call("tree_attn_decode", plan=crc32(f"{d_v} of {whole}".encode())):
-        route = merge_route(ring.machines, ring.rank, message.nbytes)
-        every = gather_to_merge(message, ring, route, merged_messages)
+        machines = merging_machines(ring.machines, message.nbytes)
+        every = gather_to_merge(message, ring, machines, merged_messages)
     return merged(every[..., :-1], every[..., -1])[0]
 
 

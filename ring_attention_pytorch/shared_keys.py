@@ -12,7 +12,6 @@ Each rank gives the same shared keys. Their gradients are sums over ranks, and t
 of them: one more exchange in backward, after the ring's.
 """
 
-from functools import reduce
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from ring_attention_pytorch.attention import (
     attention,
     backward,
 )
-from ring_attention_pytorch.comm.exchange import all_gather_stacked
+from ring_attention_pytorch.comm.exchange import sum_over_ranks
 from ring_attention_pytorch.plan.checks import check_tensors
 from ring_attention_pytorch.plan.placement import check_began_here
 from ring_attention_pytorch.plan.ring_plan import RingPlan
@@ -35,7 +34,6 @@ from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.runtime.merging import merge_attention
 from ring_attention_pytorch.runtime.resolved import resolved
-from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
 from ring_attention_pytorch.runtime.torch_func import (
     Function,
     differentiable_grads,
@@ -158,10 +156,7 @@ class _Total(Function):
 
 
 def _total(ring: Ring, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum over ranks, in their order and in wide numbers, so that all get the same bits."""
-    flat = torch.cat((dk.flatten(), dv.flatten())).to(wire_dtype(dk.dtype))
-    with ring.call(_CALL):
-        parts = all_gather_stacked(flat, ring).to(accumulation_dtype(dk.dtype))
-    total = reduce(torch.add, parts.unbind()).to(dk.dtype)
+    """Sum over ranks, in one message, so that all get the same bits."""
+    total = sum_over_ranks(torch.cat((dk.flatten(), dv.flatten())), ring, _CALL)
     dk_sum, dv_sum = total.split((dk.numel(), dv.numel()))
     return dk_sum.view(dk.shape), dv_sum.view(dv.shape)

@@ -15,7 +15,11 @@ from ring_attention_pytorch.plan.placement import Placement
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads
+from ring_attention_pytorch.schedule import relays
+from ring_attention_pytorch.shared_keys import _total
 from tests.support import threads
+from tests.support.over_machines import SHUFFLED, UNEVEN, far
+from tests.support.over_machines import TWO as TWO_MACHINES
 from tests.support.reference import relative_error
 
 B, N, S, H, G, D, D_V = 2, 23, 5, 4, 2, 8, 3
@@ -90,9 +94,11 @@ def results(ring: Ring, options: dict[str, Any], layout: str) -> list[Tensor]:
     return [out.detach(), lse.detach(), *grads]
 
 
-def errors(size: int, options: dict[str, Any], layout: str) -> list[float]:
+def errors(
+    size: int, options: dict[str, Any], layout: str, machines: tuple[int, ...] = ()
+) -> list[float]:
     """The worst of each result; gradients of shared keys must be the whole's on every rank."""
-    found, _ = threads.run(size, partial(results, options=options, layout=layout))
+    found, _ = threads.run(size, partial(results, options=options, layout=layout), machines)
     want, worst = wanted(options), []
     for name, whole in enumerate(want):
         each = [rank[name] for rank in found]
@@ -134,6 +140,21 @@ def test_heads_are_swapped_for_sequence_and_shared_keys_stay():
     for size in (2, 4):
         worst = errors(size, dict(causal=True, sinks=True, ulysses=2), "zigzag")
         assert max(worst) < 1e-12, worst
+
+
+@pytest.mark.parametrize("machines", [TWO_MACHINES, UNEVEN, SHUFFLED])
+def test_their_gradients_cross_to_a_machine_once(machines, monkeypatch):
+    monkeypatch.setattr(relays, "_EXCHANGE", 0)
+
+    def crossed(ring: threads.ThreadRing) -> int:
+        _total(ring, *drawn()[SHARED])
+        return far(ring)
+
+    number, nbytes = len({*machines}), sum(t.nbytes for t in drawn()[SHARED])
+    found, _ = threads.run(len(machines), crossed, machines)
+    assert found == [number * (number - 1) * nbytes] * len(machines)
+    worst = errors(len(machines), dict(causal=True, sinks=True), "zigzag", machines)
+    assert max(worst) < 1e-12, worst
 
 
 def in_a_block(ring: Ring) -> bool:

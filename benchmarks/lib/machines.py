@@ -17,14 +17,17 @@ import torch
 from benchmarks.lib.jobs import ROOT
 
 
-def start(machines: int, module: str, words: Sequence[str], device: str) -> int:
+def start(
+    machines: int, module: str, words: Sequence[str], device: str, ranks: int | None = None
+) -> int:
     """Run `python -m module words` on so many machines; return the worst exit status.
 
-    A machine has two ranks at least: two GPUs are those of both machines, and one GPU is that of
-    all four ranks. All ranks end before this does, also if it is asked to by SIGTERM.
+    A machine has so many `ranks`. By default it has two at least: two GPUs are those of both
+    machines, and one GPU is that of all four ranks. All ranks end before this does, also if it is
+    asked to by SIGTERM.
     """
     gpus = 2 * machines if device == "cpu" else torch.cuda.device_count()
-    each, running = max(2, gpus // machines), []
+    each, running = ranks or max(2, gpus // machines), []
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     with socket.socket() as free:

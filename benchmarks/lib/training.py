@@ -76,7 +76,7 @@ def llama(rows: Sequence[Row]) -> Lines:
         rows, key=lambda row: (-row["gpus"], row["length"], row["subject"] != "ring")
     ):
         table.append([
-            str(row["gpus"]), f"{row['length'] / 1024:g}k", row["mask"],
+            f"{row['gpus']} {row['device'].split()[1]}", f"{row['length'] / 1024:g}k", row["mask"],
             row["subject"].replace("_", " "), f"{row['tokens_per_second']:,}",
             f"{row['mfu']:.1%}", f"{row['attention']:.0%}", f"{row['peak_gib']:.1f}",
             ", ".join(f"{loss:.3f}" for loss in row["losses"]),

@@ -1,12 +1,16 @@
 """Attention of TransformerEngine over a group, where it imports: each of its modes is a peer.
 
+Its 2.20.2 gives flash-attn 4 a window where it means none, so that causal attention over a group is
+0. Here that is mended.
+
 A rank holds a causal sequence as by our "zigzag". Of packed documents it holds two chunks of each,
 as by "zigzag" again (`each_in_zigzag`); so all lengths are multiples of twice the ranks.
 """
 
 import os
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, partial, wraps
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise, product
 from typing import Any, NamedTuple
@@ -119,6 +123,7 @@ def engine(
     """
     if not has("transformer_engine"):
         return {}
+    import_module("transformer_engine.pytorch")  # it can't load cuDNN after PyTorch has done so
     able = MODES if dist.get_world_size() >= 4 else MODES[:-1]
     return {
         f"TransformerEngine {mode}, {kernel}": attention(asked, mode, kernel)
@@ -159,9 +164,37 @@ def choose(kernel: str) -> None:
         return
     from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
 
+    if kernel == "flash-attn 4":
+        mend_windows()
     os.environ.update(settings(kernel))
     _attention_backends["backend_selection_requires_update"] = True
     last[:] = [kernel]
+
+
+@cache
+def mend_windows() -> None:
+    """Have it give flash-attn 4 no window where it means none."""
+    from transformer_engine.pytorch.attention.dot_product_attention import backends
+
+    for name in ("_flash_attn_fwd_v4", "_flash_attn_bwd_v4"):
+        setattr(backends, name, without_ends(getattr(backends, name)))
+
+
+def without_ends(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Pass on no window instead of -1, which flash-attn 4 takes as one if the other side is not.
+
+    >>> without_ends(dict)(window_size_left=-1, window_size_right=0, causal=True)
+    {'window_size_left': None, 'window_size_right': 0, 'causal': True}
+    """
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        for side in ("window_size_left", "window_size_right"):
+            if (options.get(side) or 0) < 0:
+                options[side] = None
+        return function(*args, **options)
+
+    return call
 
 
 def groups(mode: str) -> Any:

@@ -13,8 +13,13 @@ from torch.autograd import Function
 
 from ring_attention_pytorch.ranks.ring import Exchange, Messages, Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
-from ring_attention_pytorch.schedule.passing import passes, passes_spare, passing_machines
-from ring_attention_pytorch.schedule.relays import Machines, MergeRoute
+from ring_attention_pytorch.schedule.passing import (
+    merging_machines,
+    passes,
+    passes_spare,
+    passing_machines,
+)
+from ring_attention_pytorch.schedule.relays import Machines, members
 
 Shape = tuple[int, ...]
 _CALL = "sharding"  # the call's name in errors
@@ -79,8 +84,14 @@ def summed_by_owners(rows: Tensor, counts: Sequence[int], ring: Ring, call: str)
 
 
 def sum_over_ranks(x: Tensor, ring: Ring, call: str = _CALL) -> Tensor:
-    """Sum all ranks' x, of one shape, in the order of ranks, so that all get the same bits."""
-    return sum_parts(all_gather(x, [tuple(x.shape)] * ring.size, ring, call))
+    """Sum all ranks' x, of one shape, in one order, so that all get the same bits; no gradient."""
+    if ring.size == 1:
+        return x
+    wide = x.to(wire_dtype(x.dtype))
+    machines = merging_machines(ring.machines, wide.nbytes)
+    with ring.call(call):
+        parts = gather_to_merge(wide, ring, machines, lambda near: sum_parts(near.unbind()))
+    return sum_parts(parts.unbind()).to(x.dtype)
 
 
 def all_gather_along(
@@ -92,30 +103,32 @@ def all_gather_along(
     return torch.cat(all_gather(x, shapes, ring, call), dim)
 
 
-def all_gather_stacked(x: Tensor, ring: Ring) -> Tensor:
-    """Return every rank's x, of one shape, `[ranks, *x.shape]`, within a call; no gradient."""
-    ranks = range(ring.size)
-    return x.unsqueeze(0) if ring.size == 1 else _stacked(x, ring, ranks, ranks)
-
-
 def gather_to_merge(
-    x: Tensor, ring: Ring, route: MergeRoute | None, merge: Callable[[Tensor], Tensor]
+    x: Tensor, ring: Ring, machines: Machines | None, merge: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return `[parts, *x.shape]` whose `merge` is that of all ranks' x, within a call; no gradient.
 
-    On one machine a part is a rank's x. On several it is a machine's, if x is large: its ranks
-    merge theirs first, so that a rank gets one message from each other machine. All ranks get the
-    same parts.
+    A part is a rank's x, or with `machines` a machine's: its ranks merge theirs first, and each
+    sends a piece of the result to the others. All ranks get the same parts.
 
     Args:
         x: of one shape on all ranks.
-        route: from `merge_route`.
+        ring: the ranks.
+        machines: from `merging_machines`.
         merge: `[parts, *x.shape]` to `x.shape`.
     """
-    if route is None:
-        return all_gather_stacked(x, ring)
-    merged = merge(_stacked(x, ring, route.near, route.near))
-    return _stacked(merged, ring, route.senders, route.receivers)
+    if machines is None:
+        return _stacked(x, ring, range(ring.size))
+    merged = merge(_stacked(x, ring, members(machines, machines[ring.rank])))
+    found = merged.new_empty((len({*machines}), *x.shape))
+    found[machines[ring.rank]] = merged
+    pieces: dict[int, Tensor] = {}
+    for machine, part in enumerate(found.flatten(1)):
+        ranks = members(machines, machine)
+        pieces |= zip(ranks, part.tensor_split(len(ranks)))
+    parts = [pieces[rank] for rank in range(ring.size)]
+    start_gather(parts, ring, passing_machines(machines, [part.nbytes for part in parts]))()
+    return found
 
 
 class _AllToAll(Function):
@@ -257,16 +270,15 @@ def _add_received(
         sums[owner] = sum_parts([parts[rank] for rank in sorted(parts)])
 
 
-def _stacked(x: Tensor, ring: Ring, senders: Sequence[int], receivers: Sequence[int]) -> Tensor:
-    """Send x to `receivers`, and return the x of `senders`, stacked; this rank is one of these."""
+def _stacked(x: Tensor, ring: Ring, ranks: Sequence[int]) -> Tensor:
+    """Return the x of all `ranks`, stacked; this rank is one of them, and each gets its x."""
     x, mine = x.contiguous(), ring.rank
-    found = x.new_empty((len(senders), *x.shape))
-    rooms = zip(senders, found.unbind())
+    found = x.new_empty((len(ranks), *x.shape))
     transfer = ring.exchange(
-        [(rank, x) for rank in receivers if rank != mine],
-        [(rank, room) for rank, room in rooms if rank != mine],
+        [(rank, x) for rank in ranks if rank != mine],
+        [(rank, room) for rank, room in zip(ranks, found.unbind()) if rank != mine],
     )
-    found[senders.index(mine)] = x
+    found[ranks.index(mine)] = x
     transfer.wait()
     return found
 

@@ -41,6 +41,7 @@ _UNSEEN = (
 )
 _STATE = "what the cache holds"
 _CHUNK = "chunk"  # with the window, cache key of the last chunk's kind and plan
+_TOKENS = "q", "k", "q_nope", "latent", "x"  # arguments `[sequences, tokens, ...]` of a call
 
 
 class Given(NamedTuple):
@@ -53,9 +54,10 @@ class Given(NamedTuple):
     alibi_slopes: Tensor | None
 
     @property
-    def names(self) -> list[str]:
-        """The names of those that are given."""
-        return [name for name, t in self._asdict().items() if t is not None]
+    def optional(self) -> dict[str, str | None]:
+        """Which of the tensors that may be None are given, by name, for ranks to compare."""
+        names = zip(self._fields[1:], self[1:])
+        return {name: None if t is None else "given" for name, t in names}
 
 
 class StepOptions(NamedTuple):
@@ -79,17 +81,30 @@ class StepOptions(NamedTuple):
 def report_to_cache(given: dict[str, Any], error: ValueError) -> None:
     """Let the other ranks hear that this one raises.
 
-    They agree on the first calls with a cache, on each sharded chunk, and with check="always". In
-    another step they wait for this rank's messages, and find the report there.
+    They agree on the first call with a number of tokens, on each sharded chunk, and with
+    check="always". In another step they wait for this rank's messages, and find the report there.
     """
     cache = given.get("cache")
     if not isinstance(cache, RingCache):
         return
-    agrees = not cache.plans or given.get("layout") is not None
-    if not agrees and not _compares_values(given.get("check")):
-        cache.ring.report_failure(error)
-    else:
+    cache.ring.report_failure(error)
+    agrees = given.get("layout") is not None or not _has_plan(cache, given)
+    if agrees or _compares_values(given.get("check")):
         report_to_group(_CALLER)({"group": cache.ring}, error)
+
+
+def _has_plan(cache: RingCache, given: dict[str, Any]) -> bool:
+    """True if ranks have a plan for this number of tokens and this layer's memory.
+
+    If the number is unknown, any plan counts. While a graph is captured, ranks make none.
+    """
+    layer = given.get("layer", 0)
+    pools = cache.memory(layer if type(layer) is int else 0)
+    tensors = (t for name in _TOKENS if isinstance(t := given.get(name), Tensor))
+    tokens = [t.shape[1] for t in tensors if t.ndim > 2]
+    plans = [each for each in cache.plans.values() if isinstance(each, DecodePlan)]
+    known = {plan.asked.shape[1] for plan in plans if plan.pools is pools}
+    return cache.in_graph or (bool(known) and {*tokens[:1]} <= known)
 
 
 @typed(report_to_cache, apart=True)
@@ -153,7 +168,9 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     (torch.Size([1, 1, 4, 4]), [3])
     """
     if cache.tied:
-        v = _of_keys(cache, k, v)
+        call = {"cache": cache, "q": q, "layer": layer, "layout": layout, "check": check}
+        with reporting(partial(report_to_cache, call)), checks_of(_CALLER):
+            v = values_of(cache, k, v)
     given = Given(resolved(q), resolved(k), resolved(v), resolved(sinks), resolved(alibi_slopes))
     options = StepOptions(layer, scale, softclamp, window, kernel, check)
     at_once = cache.memory(layer).at_once if cache.circles and k is not None else None
@@ -167,12 +184,6 @@ def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
     else:
         out, lse = _decode_step(given, cache, options, return_lse)
     return (out, lse) if return_lse and lse is not None else out
-
-
-def _of_keys(cache: RingCache, k: Tensor | None, v: Tensor | None) -> Tensor | None:
-    """Return the values of keys that a tied cache gets; raise ValueError if some are given."""
-    with reporting(partial(report_to_cache, {"cache": cache})), checks_of(_CALLER):
-        return values_of(cache, k, v)
 
 
 def _decode_step(
@@ -356,7 +367,7 @@ def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) 
         **scores._asdict(),
         "kernel": kernel,
         "check": options.check,
-        "given": given.names,
+        **given.optional,
         "padded on the left": cache.has_starts,
         _STATE: cache.state_note(layer),
     }
@@ -390,7 +401,7 @@ def _agreed_chunk(
         "heads of q": [*q.shape[2:3]],
         "dtype": q.dtype,
         **scores._asdict(),
-        "given": given.names,
+        **given.optional,
         "kernel": options.kernel,
         _STATE: cache.state_note(layer),
     }

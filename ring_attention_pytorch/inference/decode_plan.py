@@ -16,12 +16,13 @@ from ring_attention_pytorch.inference.partial import (
 )
 from ring_attention_pytorch.inference.pools import Pools
 from ring_attention_pytorch.inference.prefill import QKV, PromptChunk
-from ring_attention_pytorch.inference.programs import Cut, Processors, Tuning, power_of_2
+from ring_attention_pytorch.inference.programs import Cut, Processors, Tuning
 from ring_attention_pytorch.inference.pushed_rows import PushedRows, pushed_rows
 from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.runtime.launches import Launch, can_begin_early
+from ring_attention_pytorch.runtime.launches import Launch, can_begin_early, power_of_2
 from ring_attention_pytorch.runtime.scaled import SCALED
-from ring_attention_pytorch.schedule.relays import MergeRoute, merge_route
+from ring_attention_pytorch.schedule.passing import merging_machines
+from ring_attention_pytorch.schedule.relays import Machines
 
 PUSH = True  # whether ranks that share memory merge in one kernel; tests compare both
 _LOG2_E = 1.4426950408889634
@@ -137,7 +138,7 @@ class DecodePlan:
     ) -> tuple[Tensor, Tensor]:
         out, lse = self._own_by_pytorch(q, k, v, layer, terms[1])
         message = torch.cat((out, lse.unsqueeze(-1)), dim=-1)
-        every = gather_to_merge(message, self.ring, self.route, merged_messages)
+        every = gather_to_merge(message, self.ring, self.machines, merged_messages)
         out, lse = merged(every[..., :-1], every[..., -1], terms[0])
         return out.to(q.dtype), lse
 
@@ -182,7 +183,7 @@ class DecodePlan:
                 every = gather_to_merge(
                     self._message(q, self.merge_splits, layer, purpose, *parts),
                     self.ring,
-                    self.route,
+                    self.machines,
                     lambda near: self._message(
                         q, self.merge_near, layer, purpose, *self._apart(near)
                     ),
@@ -341,19 +342,19 @@ class DecodePlan:
     @cached_property
     def merge_near(self) -> Launch:
         """Merge the messages of a machine's ranks, where there are several, to one."""
-        near = self.route.near if self.route else ()
-        return self._merger(self.units, len(near), self._between, 1, False, sinks=False)
+        near = 0 if self.machines is None else self.machines.count(self.machines[self.ring.rank])
+        return self._merger(self.units, near, self._between, 1, False, sinks=False)
 
     @cached_property
     def merge_ranks(self) -> Launch:
         """Merge the messages of all ranks, or of all machines, to the result."""
-        parts = len(self.route.senders) if self.route else self.ring.size
+        parts = self.ring.size if self.machines is None else len({*self.machines})
         return self._merger(self.units, parts, self._between, 1, False)
 
     @cached_property
-    def route(self) -> MergeRoute | None:
-        """How results go between machines; None if to all ranks directly."""
-        return merge_route(self.ring.machines, self.ring.rank, 4 * self._between[0])
+    def machines(self) -> Machines | None:
+        """The machines whose ranks merge results before these cross; None if they do not."""
+        return merging_machines(self.ring.machines, 4 * self._between[0])
 
     @property
     def _between(self) -> tuple[int, int]:

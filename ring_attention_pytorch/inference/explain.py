@@ -7,8 +7,12 @@ from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.chunk_costs import ChunkSizes, keys_travel
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.schedule.passing import passes, passes_spare
-from ring_attention_pytorch.schedule.relays import merge_route
+from ring_attention_pytorch.schedule.passing import (
+    merging_machines,
+    passes,
+    passes_spare,
+    passing_machines,
+)
 
 
 @checked
@@ -113,12 +117,16 @@ def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: i
 
 def _results(ring: Ring, nbytes: int) -> tuple[int, str]:
     """Return the bytes that a rank sends to merge results of `nbytes`, and to whom."""
-    route = merge_route(ring.machines, ring.rank, nbytes)
-    if route is None:
+    machines, me = merging_machines(ring.machines, nbytes), ring.rank
+    if machines is None:
         return (ring.size - 1) * nbytes, "to each other rank"
-    others = len(route.receivers)
-    crossing = f"{_mib(others * nbytes)} of it its machine's to {others} of other machines"
-    return (len(route.near) - 1 + others) * nbytes, f"to each rank of its machine, {crossing}"
+    pieces = [nbytes // machines.count(machine) for machine in machines]
+    way = passes(passing_machines(machines, pieces), me)
+    others = sum(machines[rank] != machines[me] for rank in way.to)
+    sent = (machines.count(machines[me]) - 1) * nbytes + len(way.to) * pieces[me]
+    sent += sum(pieces[owner] for _, owner in way.passed)
+    crossing = f"{_mib(others * pieces[me])} of it its piece of what they merge"
+    return sent, f"to each rank of its machine, {crossing} to {others} of others"
 
 
 def _chunk_sent(ring: Ring, chunk: ChunkSizes) -> tuple[int, str]:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from ring_attention_pytorch.runtime.launches import power_of_2
+
 _FULL = 0.7  # this share of the programs that fit at once saturates a GPU's memory
 _TURNS = 8  # programs for each multiprocessor if some are for new tokens; otherwise 2
 _BLOCK = 1 << 15  # bytes of keys and values at a time: such a program fills a multiprocessor
@@ -118,12 +120,3 @@ def splits_of(heads: int, at_once: int, most: int) -> int:
     if each * heads >= _FULL * at_once:
         return each
     return max(1, most // heads)
-
-
-def power_of_2(n: int) -> int:
-    """Return the least power of two from 16 that is at least n.
-
-    >>> [power_of_2(n) for n in (1, 16, 17)]
-    [16, 16, 32]
-    """
-    return max(16, 1 << (n - 1).bit_length())

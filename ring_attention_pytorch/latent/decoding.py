@@ -65,7 +65,7 @@ def mla_attn_with_cache(  # noqa: PLR0913 - a public entry point
     >>> mla_attn_with_cache(q_nope, q_rope, latent, k_rope, w_up, cache).shape
     torch.Size([1, 6, 4, 3])
     """
-    given = {"cache": cache, "layout": layout}
+    given = {"cache": cache, "q_nope": q_nope, "layer": layer, "layout": layout}
     with reporting(partial(report_to_cache, given)), checks_of(_CALLER):
         codec = check_latents(q_nope, q_rope, latent, k_rope, w_up)
         sizes = 1, codec.rank + codec.d_rope, codec.rank

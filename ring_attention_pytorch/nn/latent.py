@@ -136,7 +136,7 @@ class RingLatentAttention(nn.Module):
         Raises:
             ValueError: the cache is another, or has no room; on every rank.
         """
-        with reporting(partial(report_to_cache, {"cache": cache})):
+        with reporting(partial(report_to_cache, {"cache": cache, "x": x, "layer": layer})):
             self._check(x, cache.sequences)
             with checks_of("RingLatentAttention"):
                 cache.check_layer(layer)

@@ -182,9 +182,9 @@ def compare_kernel(
 ):
     """Fill a peer's message with NaN if its stamp is another, or anything was wrong before.
 
-    The number of this exchange is reported to the host.
+    The number of this exchange is reported to the host, unless it is 0.
     """
-    if tl.program_id(0) == 0:
+    if (tl.program_id(0) == 0) & (number > 0):
         report = tl.load(state + REPORT).to(tl.pointer_type(tl.int64))
         tl.store(report + 4, number)
     came = tl.load(stamp.to(tl.pointer_type(tl.int32)))

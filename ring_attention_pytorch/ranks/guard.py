@@ -231,14 +231,18 @@ class Stamps(Guard):
     ) -> None:
         """Fill messages whose stamps are not this tag's with NaN, and all later messages.
 
-        `waiting` is logged if they do not arrive in time.
+        `waiting` is logged if they do not arrive in time, unless a CUDA graph is captured.
         """
         self._number += 1
-        self._overdue.add(self._number, waiting)
+        number = self._number
+        if self.device.type == "cuda" and capturing(self.device):
+            number = 0  # replays come at no known time
+        else:
+            self._overdue.add(number, waiting)
         with torch.cuda.device_of(self.state):
             for stamp, (rank, message) in zip(stamps, messages):
                 self._compare(
-                    self.state, self._number, stamp.data_ptr(), rank, tag % _STAMPS,
+                    self.state, number, stamp.data_ptr(), rank, tag % _STAMPS,
                     message.data_ptr(), message.nbytes,
                 )  # fmt: skip
 

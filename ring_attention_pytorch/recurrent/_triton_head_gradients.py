@@ -46,9 +46,9 @@ def products(
     return b_dq, b_dk, b_dw, scores, turned, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def head_gradients_kernel(
-    q, k, v, g, h, do, dh, dv, dq, dk, dw, dg, chunks, borders, scale, tokens,
+    q, k, v, g, h, do, dh, dv, dq, dk, dw, dg, chunks, borders, scale, tokens: tl.int32,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     CHUNK: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip

@@ -8,10 +8,11 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chains"])
 def follow_kernel(
-    m, u, first, states, places, offsets, depths, chains,
-    m_run, m_head, m_row, u_run, u_head, u_row,
+    m, u, first, states, places, offsets, depths, chains: tl.int32,
+    M_RUN: tl.constexpr, M_HEAD: tl.constexpr, M_ROW: tl.constexpr,
+    U_RUN: tl.constexpr, U_HEAD: tl.constexpr, U_ROW: tl.constexpr,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Store the state before each run: S, M S + U, and so on."""
@@ -27,8 +28,8 @@ def follow_kernel(
     tl.store(states + at + of_state, state, mask=inside)
     for level in range(0, tl.load(depths + chain)):
         place = tl.load(places + level * chains + chain).to(tl.int64)
-        of_m = place * m_run + head * m_head + rows[:, None] * m_row + rows[None, :]
-        of_u = place * u_run + head * u_head + rows[:, None] * u_row + columns[None, :]
+        of_m = place * M_RUN + head * M_HEAD + rows[:, None] * M_ROW + rows[None, :]
+        of_u = place * U_RUN + head * U_HEAD + rows[:, None] * U_ROW + columns[None, :]
         b_m = tl.load(m + of_m, mask=square, other=0.0)
         b_u = tl.load(u + of_u, mask=inside, other=0.0)
         state = tl.dot(b_m, state, input_precision="tf32x3") + b_u
@@ -37,9 +38,10 @@ def follow_kernel(
         tl.store(states + to + of_state, state, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chains"])
 def return_kernel(
-    m, grads, du, dfirst, places, offsets, depths, chains, m_run, m_head, m_row,
+    m, grads, du, dfirst, places, offsets, depths, chains: tl.int32,
+    M_RUN: tl.constexpr, M_HEAD: tl.constexpr, M_ROW: tl.constexpr,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of U of the maps that are followed, and of the first states."""
@@ -60,7 +62,7 @@ def return_kernel(
         total += tl.load(grads + of + of_state, mask=inside, other=0.0)
         to = (place * HEADS + head) * size
         tl.store(du + to + of_state, total, mask=inside)
-        of_m = place * m_run + head * m_head + rows[:, None] + rows[None, :] * m_row  # transposed
+        of_m = place * M_RUN + head * M_HEAD + rows[:, None] + rows[None, :] * M_ROW  # transposed
         b_m = tl.load(m + of_m, mask=square, other=0.0)
         total = tl.dot(b_m, total, input_precision="tf32x3")
     at = (chain * HEADS + head).to(tl.int64) * size

@@ -1,5 +1,7 @@
 """Chunks of runs, the unit of flash-linear-attention's kernels in each step of a delta rule."""
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +10,8 @@ from torch import Tensor
 CHUNK = 64  # tokens
 
 
-class How(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class How:
     """Where runs are, for fla's functions: borders of runs, chunks, and where runs' chunks begin.
 
     Attributes:
@@ -38,17 +41,17 @@ class How(NamedTuple):
         ends = [(first, first + length) for first, length in spans]
         return cls(*(torch.tensor(t, device=device) for t in (borders, chunks, offsets, ends)))
 
-    @property
+    @cached_property
     def given(self) -> dict[str, Any]:
         """The options of all of fla's functions."""
         return dict(cu_seqlens=self.cu_seqlens, chunk_indices=self.chunk_indices)
 
-    @property
+    @cached_property
     def sized(self) -> dict[str, Any]:
         """The options of functions that compute chunks."""
         return dict(self.given, chunk_size=CHUNK)
 
-    @property
+    @cached_property
     def stepped(self) -> dict[str, Any]:
         """The options of functions that follow states."""
         return dict(self.sized, chunk_offsets=self.chunk_offsets)

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import fetch_rows
-from ring_attention_pytorch.recurrent.levels import mapped, packed, unpacked
+from ring_attention_pytorch.recurrent.levels import (
+    first_states,
+    last_states,
+    mapped,
+    packed,
+    unpacked,
+)
 from ring_attention_pytorch.recurrent.plan import RunPlan
 from ring_attention_pytorch.recurrent.runs import HeldRun, Runs, distances
 
@@ -72,21 +78,17 @@ def doubled(
         u = u.index_copy(0, step.at, mapped(own_m, own_u, earlier_u))
         m = m.index_copy(0, step.at, composed(own_m, earlier_m))
     of_m, of_u = _fetched(m, u, route.before, plan)
-    states = u.new_zeros(len(plan.mine), *u.shape[1:])
     if initial is not None:
         whether, samples = route.follow
-        first = _where(whether, initial[samples])
-        of_u = mapped(of_m, of_u, first)
-        runs, samples = route.starts
-        states = states.index_copy(0, runs, initial[samples])
+        of_u = mapped(of_m, of_u, _where(whether, initial[samples]))
+    states = first_states(u, len(plan.mine), route.starts, initial)
     states = states.index_copy(0, route.before.at, of_u)
     if route.last is None or route.ends is None:
         return states, None
-    last = u.new_zeros(plan.runs.batch, *u.shape[1:]) if initial is None else initial
     of_m, ended = _fetched(m, u, route.last, plan)
     if initial is not None:
         ended = mapped(of_m, ended, _where(route.ends, initial[route.last.at]))
-    return states, last.index_copy(0, route.last.at, ended)
+    return states, last_states(plan.runs.batch, route.last.at, ended, initial)
 
 
 def composed(after: Tensor, before: Tensor) -> Tensor:

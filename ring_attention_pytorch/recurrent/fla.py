@@ -7,6 +7,7 @@ same, with a head's gate for each channel.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,7 +24,7 @@ _SMALLEST = -50.0  # of a gate's logarithm: exp of it is 2e-22
 
 def fla_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return why these kernels can't compute a call; None if they can."""
-    if find_spec("fla") is None:
+    if not _installed("fla"):
         return "package fla-core is not installed"
     if {q.dtype, k.dtype, v.dtype} - {*_16_BITS} or len({q.dtype, k.dtype, v.dtype}) > 1:
         return f"fla's kernels need one dtype of 16 bits, got {q.dtype}, {k.dtype}, {v.dtype}"
@@ -115,4 +116,10 @@ def backward_refused(*leading: Tensor | None) -> bool:
         return False
     names = "IS_NVIDIA_HOPPER", "TRITON_ABOVE_3_4_0", "TRITON_ABOVE_3_7_1"
     hopper, since, until = (getattr(chunk_o, name, False) for name in names)
-    return bool(hopper and since and not until) and find_spec("tilelang") is None
+    return bool(hopper and since and not until) and not _installed("tilelang")
+
+
+@cache
+def _installed(package: str) -> bool:
+    """Return whether Python finds a package, which takes it long if it does not."""
+    return find_spec(package) is not None

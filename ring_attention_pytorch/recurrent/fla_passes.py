@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from ring_attention_pytorch.comm.exchange import fill_in, summed_by_owners
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.recurrent.chunks import Chunks, How, Inputs, Returned
-from ring_attention_pytorch.recurrent.fla_rules import Rule, rule_of
+from ring_attention_pytorch.recurrent.fla_rules import Rule, part, rule_of
 from ring_attention_pytorch.recurrent.levels import in_full_precision
 from ring_attention_pytorch.recurrent.plan import RunPlan
 from ring_attention_pytorch.recurrent.runs import gathers
@@ -56,12 +56,11 @@ class Sent(NamedTuple):
     @classmethod
     def of(cls, plan: RunPlan, final: bool, how: How) -> "Sent":
         """Make it for a call with final states or without."""
-        rank, size = plan.ring.rank, plan.ring.size
-        here = range(size) if gathers(size) else (rank,)
-        numbers = [plan.runs.sent(each, final) for each in here]
-        counts, place = tuple(map(len, numbers)), here.index(rank)
-        runs, first = plan.indices(numbers[place]), sum(counts[:place])
-        return cls(runs, how.spans[runs], counts, slice(first, first + len(runs)))
+        route = plan.route(final)
+        spans, before = how.spans[route.sent], sum(route.counts[: plan.ring.rank])
+        if gathers(plan.ring.size):
+            return cls(route.sent, spans, route.counts, slice(before, before + len(spans)))
+        return cls(route.sent, spans, (len(spans),), slice(None))
 
 
 class Scan(NamedTuple):
@@ -183,15 +182,12 @@ def _nothing(x: Inputs) -> Chunks:
 
 def _prepared(x: Inputs, call: Call, how: How) -> tuple[Inputs, tuple[Tensor, ...]]:
     """Return inputs with normalized q and k and summed gates, and the norms' reciprocals."""
-    from fla.modules.norm.l2norm import l2norm_fwd
-    from fla.ops.utils import chunk_local_cumsum
-    from fla.ops.utils.constant import RCP_LN2
-
     norms: tuple[Tensor, ...] = ()
     if call.normalize:
-        (q, of_q), (k, of_k) = l2norm_fwd(x.q), l2norm_fwd(x.k)
+        (q, of_q), (k, of_k) = map(part("modules.norm.l2norm.l2norm_fwd"), (x.q, x.k))
         x, norms = x._replace(q=q, k=k), (of_q, of_k)
-    g = chunk_local_cumsum(x.g, scale=RCP_LN2, **how.sized)
+    base_2 = part("ops.utils.constant.RCP_LN2")
+    g = part("ops.utils.chunk_local_cumsum")(x.g, scale=base_2, **how.sized)
     return x._replace(g=g), norms
 
 
@@ -199,13 +195,10 @@ def _unprepared(
     rule: Rule, x: Inputs, work: Chunks, returned: Returned, norms: tuple[Tensor, ...], how: How
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v, g and beta as they were given."""
-    from fla.modules.norm.l2norm import l2norm_bwd
-    from fla.ops.utils import chunk_local_cumsum
-
     dq, dk, dv, dg, db = rule.gradients(x, work, returned, how)
-    dg = chunk_local_cumsum(dg, reverse=True, **how.sized)
+    dg = part("ops.utils.chunk_local_cumsum")(dg, reverse=True, **how.sized)
     if norms:
-        dq, dk = l2norm_bwd(x.q, norms[0], dq), l2norm_bwd(x.k, norms[1], dk)
+        dq, dk = map(part("modules.norm.l2norm.l2norm_bwd"), (x.q, x.k), norms, (dq, dk))
     return dq, dk, dv, dg, db
 
 
@@ -218,13 +211,14 @@ def _scanned(work: Chunks, call: Call, how: How, initial: Tensor | None) -> Scan
     store_maps(work, sent.spans, maps[sent.own])
     if len(maps) and gathers(plan.ring.size):
         fill_in(maps, sent.counts, plan.ring, _CALLER)
-    u = maps[..., :d_v].detach().requires_grad_(call.back)
+    u, m = maps.split((d_v, d_k), -1)
+    u.requires_grad_(call.back)
     first = None if initial is None else initial.detach().requires_grad_(call.back)
     with torch.set_grad_enabled(call.back):
         if gathers(plan.ring.size):
-            before, last = scanned_as_gathered(maps, u, plan, first, call.final)
+            before, last = scanned_as_gathered(m, u, plan, first, call.final)
         else:
-            all_m, all_u = (_of_all(t, sent.runs, len(plan.mine)) for t in (maps[..., d_v:], u))
+            all_m, all_u = (_of_all(t, sent.runs, len(plan.mine)) for t in (m, u))
             before, last = scanned(all_m, all_u, plan, first, call.final)
     return Scan(before, last, u, first, sent)
 
@@ -236,9 +230,7 @@ def _of_all(x: Tensor, sent: Tensor, runs: int) -> Tensor:
 
 def _states(work: Chunks, before: Tensor, how: How) -> tuple[Tensor, Tensor]:
     """Return the states before chunks, and values after the delta rule."""
-    from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
-
-    h, values, _ = chunk_gated_delta_rule_fwd_h(
+    h, values, _ = part("ops.common.chunk_delta_h.chunk_gated_delta_rule_fwd_h")(
         k=work.k, w=work.w, u=work.u, initial_state=before.detach().contiguous(),
         output_final_state=False, **work.gates, **how.stepped,
     )  # fmt: skip
@@ -249,10 +241,8 @@ def _state_gradients(
     work: Chunks, x: Inputs, after: Tensor | None, do: Tensor, dv: Tensor, how: How
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of states and values; `after` are of states after runs, None is 0."""
-    from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
-
     after = None if after is None else after.contiguous()
-    dh, _, dv = chunk_gated_delta_rule_bwd_dhu(
+    dh, _, dv = part("ops.common.chunk_delta_h.chunk_gated_delta_rule_bwd_dhu")(
         q=work.q, k=work.k, w=work.w, h0=None, dht=after, do=do, dv=dv, scale=x.scale,
         **work.gates, **how.stepped,
     )  # fmt: skip

@@ -6,8 +6,10 @@ fla-core 0.6 and are called unmodified; another version is refused.
 """
 
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Protocol
+from inspect import unwrap
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -35,43 +37,38 @@ class OfHeads:
     """The gated delta rule: a gate for each head."""
 
     def chunks(self, x: Inputs, how: How) -> Chunks:
-        from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
-
-        w, u, a = chunk_gated_delta_rule_fwd_intra(
+        w, u, a = part("ops.gated_delta_rule.chunk_fwd.chunk_gated_delta_rule_fwd_intra")(
             k=x.k, v=x.v, g=x.g, beta=x.beta, **how.sized
         )  # fmt: skip
         return Chunks(x.q, x.k, w, u, x.g, (a,))
 
     def again(self, x: Inputs, kept: tuple[Tensor, ...], how: How) -> Chunks:
-        from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
-
-        w, u = recompute_w_u_fwd(k=x.k, v=x.v, beta=x.beta, A=kept[0], g=x.g, **how.given)
+        w, u = part("ops.gated_delta_rule.wy_fast.recompute_w_u_fwd")(
+            k=x.k, v=x.v, beta=x.beta, A=kept[0], g=x.g, **how.given
+        )
         return Chunks(x.q, x.k, w, u, x.g, kept)
 
     def outputs(self, x: Inputs, v: Tensor, h: Tensor, work: Chunks, how: How) -> Tensor:
-        from fla.ops.common.chunk_o import chunk_fwd_o
-
-        return chunk_fwd_o(q=x.q, k=x.k, v=v, h=h, g=x.g, scale=x.scale, **how.sized)
+        return part("ops.common.chunk_o.chunk_fwd_o")(
+            q=x.q, k=x.k, v=v, h=h, g=x.g, scale=x.scale, **how.sized
+        )
 
     def local(
         self, x: Inputs, v: Tensor, do: Tensor, work: Chunks, how: How
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        from fla.ops.common.chunk_o import chunk_bwd_dv_local
-
-        return chunk_bwd_dv_local(q=x.q, k=x.k, g=x.g, do=do, scale=x.scale, **how.sized), ()
+        return part("ops.common.chunk_o.chunk_bwd_dv_local")(
+            q=x.q, k=x.k, g=x.g, do=do, scale=x.scale, **how.sized
+        ), ()
 
     def gradients(self, x: Inputs, work: Chunks, r: Returned, how: How) -> tuple[Tensor, ...]:
-        from fla.ops.common.chunk_o import chunk_bwd_dqkwg
-        from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd
-
         if on_hopper():
             dq, dk, dw, dg = head_gradients(x, work, r, how)
         else:
-            dq, dk, dw, dg = chunk_bwd_dqkwg(
+            dq, dk, dw, dg = part("ops.common.chunk_o.chunk_bwd_dqkwg")(
                 q=x.q, k=x.k, v=r.v, w=work.w, g=x.g, h=r.h, dv=r.dv, do=r.do, dh=r.dh,
                 scale=x.scale, **how.sized,
             )  # fmt: skip
-        more_k, dv, db, more_g = prepare_wy_repr_bwd(
+        more_k, dv, db, more_g = part("ops.gated_delta_rule.wy_fast.prepare_wy_repr_bwd")(
             k=x.k, v=x.v, beta=x.beta, g=x.g, A=work.kept[0], dw=dw, du=r.dv, **how.given
         )
         return dq, dk.add_(more_k), dv, dg.add_(more_g), db
@@ -81,49 +78,36 @@ class OfChannels:
     """Kimi delta attention: a gate for each channel of a key."""
 
     def chunks(self, x: Inputs, how: How) -> Chunks:
-        from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
-
-        w, u, _, k, of_q, of_k = chunk_kda_fwd_intra(
+        w, u, _, k, of_q, of_k = part("ops.kda.chunk_intra.chunk_kda_fwd_intra")(
             q=x.q, k=x.k, v=x.v, gk=x.g, beta=x.beta, scale=x.scale, **how.sized
         )
         return Chunks(x.q, k, w, u, x.g, (of_q, of_k))
 
     def again(self, x: Inputs, kept: tuple[Tensor, ...], how: How) -> Chunks:
-        from fla.ops.kda.wy_fast import recompute_w_u_fwd
-
-        w, u, q, k = recompute_w_u_fwd(
+        w, u, q, k = part("ops.kda.wy_fast.recompute_w_u_fwd")(
             q=x.q, k=x.k, v=x.v, beta=x.beta, A=kept[1], gk=x.g, **how.given
         )
-        assert q is not None
-        assert k is not None
         return Chunks(q, k, w, u, x.g, kept)
 
     def outputs(self, x: Inputs, v: Tensor, h: Tensor, work: Chunks, how: How) -> Tensor:
-        from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
-
-        return chunk_gla_fwd_o_gk(
+        return part("ops.gla.chunk.chunk_gla_fwd_o_gk")(
             q=x.q, v=v, g=x.g, A=work.kept[0], h=h, scale=x.scale, **how.sized
         )  # fmt: skip
 
     def local(
         self, x: Inputs, v: Tensor, do: Tensor, work: Chunks, how: How
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv
-
-        d_scores, dv = chunk_kda_bwd_dAv(
+        d_scores, dv = part("ops.kda.chunk_bwd.chunk_kda_bwd_dAv")(
             q=x.q, k=x.k, v=v, do=do, A=work.kept[0], scale=x.scale, **how.sized
         )
         return dv, (d_scores,)
 
     def gradients(self, x: Inputs, work: Chunks, r: Returned, how: How) -> tuple[Tensor, ...]:
-        from fla.ops.kda.chunk_bwd import chunk_kda_bwd_wy_dqkg_fused
-        from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra
-
-        dq, dk, dv, db, dg, d_system = chunk_kda_bwd_wy_dqkg_fused(
+        dq, dk, dv, db, dg, d_system = part("ops.kda.chunk_bwd.chunk_kda_bwd_wy_dqkg_fused")(
             q=x.q, k=x.k, v=x.v, v_new=r.v, g=x.g, beta=x.beta, A=work.kept[1], h=r.h, do=r.do,
             dh=r.dh, dv=r.dv, scale=x.scale, **how.stepped,
         )  # fmt: skip
-        dq, dk, db, dg = chunk_kda_bwd_intra(
+        dq, dk, db, dg = part("ops.kda.chunk_intra.chunk_kda_bwd_intra")(
             q=x.q, k=x.k, g=x.g, beta=x.beta, dAqk=r.local[0], dAkk=d_system, dq=dq, dk=dk, db=db,
             dg=dg, **how.sized,
         )  # fmt: skip
@@ -131,6 +115,17 @@ class OfChannels:
         if share > 1:
             dq, dk = (t.unflatten(2, (-1, share)).sum(3) for t in (dq, dk))
         return dq, dk, dv, dg, db
+
+
+@cache
+def part(path: str) -> Any:
+    """Return a function of fla as it launches Triton's kernels.
+
+    By its name fla chooses among backends in each call, which takes the host 10 us. One of them, in
+    inference mode, reads tensors on the host.
+    """
+    module, _, name = path.rpartition(".")
+    return unwrap(getattr(import_module(f"fla.{module}"), name))
 
 
 def on_hopper() -> bool:

@@ -83,7 +83,7 @@ def last_tokens(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None 
 
 def _agree(name: str, x: Tensor, width: int, plan: RunPlan) -> None:
     plan.agree_once(
-        name, width=width, shape=[*x.shape[2:]], dtype=x.dtype, requires_grad=needs_gradients(x)
+        name, width=width, shape=tuple(x.shape[2:]), dtype=x.dtype, requires_grad=needs_gradients(x)
     )
 
 

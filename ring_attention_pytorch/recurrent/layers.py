@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ring_attention_pytorch.ranks.agreement import report_to_ring_of, typed
 from ring_attention_pytorch.recurrent.chunks import CHUNK
@@ -28,10 +29,11 @@ from ring_attention_pytorch.recurrent.fla import (
 from ring_attention_pytorch.recurrent.fla_passes import Call as Passes
 from ring_attention_pytorch.recurrent.fla_passes import two_passes
 from ring_attention_pytorch.recurrent.fla_rules import in_two_passes
-from ring_attention_pytorch.recurrent.levels import in_full_precision
+from ring_attention_pytorch.recurrent.levels import first_states, in_full_precision, last_states
 from ring_attention_pytorch.recurrent.plan import RunPlan, needs_gradients
 from ring_attention_pytorch.recurrent.scan import scanned
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.runtime.torch_func import run_apart
 
 KernelName = Literal["eager", "fla"]
 _CHUNK, _CHUNK_OF_CHANNELS = 64, 16  # tokens; gates of each channel take memory for all pairs
@@ -216,8 +218,8 @@ def _delta(
         raise call.plan.error(f"{name}: kernel='fla': {why}")
     kernel: KernelName = call.kernel or ("eager" if why else "fla")
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    call = call._replace(kernel=kernel, scale=scale, normalize=normalize)
-    call = call._replace(g=call.g.to(accumulation_dtype(v.dtype)))
+    g = call.g.to(accumulation_dtype(v.dtype))
+    call = call._replace(g=g, kernel=kernel, scale=scale, normalize=normalize)
     out, last = computed(name, call)
     return out.to(v.dtype), last
 
@@ -249,7 +251,7 @@ def _agree(name: str, call: Call, passes: bool) -> None:
     """Agree with the other ranks on all that decides results and exchanges."""
     tensors = call.q, call.k, call.v, call.g, call.beta, call.initial
     same = {
-        "heads and their sizes": [*call.v.shape[2:], *call.k.shape[2:]],
+        "heads and their sizes": (*call.v.shape[2:], *call.k.shape[2:]),
         "dtype": call.v.dtype,
         "kernel": f"{call.kernel} in two passes" if passes else call.kernel,
         "scale": call.scale,
@@ -286,17 +288,14 @@ def _from_states(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
     if not call.final and call.initial is None:
         return _kernel(call, state)[0], None
     route = call.plan.route(call.final)
-    last = state.new_zeros(call.plan.runs.batch, *state.shape[1:])
-    if call.initial is not None:
-        last = call.initial.to(state.dtype)
-        numbers, samples = route.starts
-        first = state.new_zeros(route.chains, *state.shape[1:])
-        state = first.index_copy(0, numbers, last[samples])[route.mine]
+    initial = None if call.initial is None else call.initial.to(state.dtype)
+    state = first_states(state, route.chains, route.starts, initial)[route.mine]
     out, ended = _kernel(call, state)
     if route.ends is None:
         return out, None
     samples, _, places = route.ends
-    return out, last.index_copy(0, samples, ended[route.sent][places])
+    ended = ended[route.sent][places]
+    return out, last_states(call.plan.runs.batch, samples, ended, initial)
 
 
 def _widened(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -330,7 +329,10 @@ def _two_passes(call: Call) -> tuple[Tensor, Tensor | None]:
     given = call.q, call.k, call.v, finite(call.g), call.beta, initial
     back = any(needs_gradients(*given))
     plan = call.plan.in_pieces(CHUNK)
-    return two_passes(*given, Passes(plan, call.scale, call.normalize, call.final, back))
+    passes = Passes(plan, call.scale, call.normalize, call.final, back)
+    if is_compiling():
+        return run_apart(two_passes, *given, passes)
+    return two_passes(*given, passes)
 
 
 def _diagonal(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 from math import prod
 from typing import Any, NamedTuple
 
@@ -10,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ring_attention_pytorch.runtime.launches import launch_alike, power_of_2
+from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.torch_func import differentiable_grads
 
 _MOST = 128  # the largest d_k whose map fits beside a state
@@ -111,8 +112,13 @@ def followed(m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:
 
 def kernel_fits(m: Tensor, u: Tensor) -> bool:
     """Return whether the kernel can follow these maps."""
-    is_available = u.is_cuda and find_spec("triton") is not None
-    return is_available and m.ndim == 4 and u.dtype == torch.float32 and m.shape[-1] <= _MOST
+    return (
+        u.is_cuda
+        and has_triton()
+        and m.ndim == 4
+        and u.dtype == torch.float32
+        and m.shape[-1] <= _MOST
+    )
 
 
 def _plain(m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:
@@ -120,6 +126,26 @@ def _plain(m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:
     for places in levels.places:
         states.append(mapped(m[places], u[places], states[-1][: len(places)]))
     return torch.cat(states)
+
+
+def first_states(
+    like: Tensor, rows: int, starts: tuple[Tensor, Tensor], initial: Tensor | None
+) -> Tensor:
+    """Return `[rows, ...]` states, 0 where no sample begins.
+
+    `starts` are the rows that begin with a sample's `initial` state, and these samples.
+    """
+    first = like.new_zeros(rows, *like.shape[1:])
+    if initial is None:
+        return first
+    at, samples = starts
+    return first.index_copy(0, at, initial[samples])
+
+
+def last_states(batch: int, samples: Tensor, states: Tensor, initial: Tensor | None) -> Tensor:
+    """Return `[batch, ...]`: the states after these samples; one without tokens keeps its first."""
+    last = states.new_zeros(batch, *states.shape[1:]) if initial is None else initial
+    return last.index_copy(0, samples, states)
 
 
 class _Follow(Function):
@@ -133,7 +159,7 @@ class _Follow(Function):
         rows, values = _in_rows(m), _in_rows(u)
         _launch(
             follow_kernel, first, rows, values, first.contiguous(), states, levels.table,
-            levels.offsets, levels.depths, len(first), *rows.stride()[:3], *values.stride()[:3],
+            levels.offsets, levels.depths, len(first), **_strides(M=rows, U=values),
         )  # fmt: skip
         ctx.levels = levels
         ctx.save_for_backward(m, u, first, states)
@@ -153,7 +179,7 @@ class _Follow(Function):
         dfirst = states.new_empty(first.shape)
         _launch(
             return_kernel, first, rows, grads.contiguous(), du, dfirst, levels.table,
-            levels.offsets, levels.depths, len(first), *rows.stride()[:3],
+            levels.offsets, levels.depths, len(first), **_strides(M=rows),
         )  # fmt: skip
         if ctx.needs_input_grad[0]:
             at = torch.cat(levels.places)
@@ -167,11 +193,16 @@ def _in_rows(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _launch(kernel: Any, first: Tensor, *args: Any) -> None:
-    from triton import cdiv, next_power_of_2
+def _strides(**maps: Tensor) -> dict[str, int]:
+    names = "RUN", "HEAD", "ROW"
+    return {f"{which}_{n}": by for which, t in maps.items() for n, by in zip(names, t.stride())}
 
+
+def _launch(kernel: Any, first: Tensor, *args: Any, **strides: int) -> None:
     chains, heads, d_k, d_v = first.shape
-    programs = cdiv(d_v, _COLUMNS) * heads * chains
-    sizes = dict(HEADS=heads, K=d_k, V=d_v, BK=max(16, next_power_of_2(d_k)), BV=_COLUMNS)
     with torch.cuda.device_of(first):
-        kernel[(programs,)](*args, **sizes, num_warps=4, num_stages=1)
+        launch_alike(
+            kernel, -(-d_v // _COLUMNS) * heads * chains, *args, **strides,
+            HEADS=heads, K=d_k, V=d_v, BK=power_of_2(d_k), BV=_COLUMNS,
+            num_warps=4, num_stages=1,
+        )  # fmt: skip

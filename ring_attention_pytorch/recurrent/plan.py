@@ -1,6 +1,6 @@
 """The plan of recurrent layers: the runs of all ranks, and how states and halos travel."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ from ring_attention_pytorch.recurrent.runs import (
     distances,
     gathers,
 )
+from ring_attention_pytorch.runtime.streams import capturing
 from ring_attention_pytorch.tensor_kinds import check_plain
 
 _CALLER = "recurrent layers"
@@ -207,16 +208,26 @@ class RunPlan:
             f"{sum(counts)} are sent from here, {each:.3g} MB each; {then}"
         )
 
-    def agree_once(self, caller: str, **same: Any) -> None:
+    def agree_once(self, caller: str, **same: Hashable) -> None:
         """Agree with the other ranks on values, in the first call with them.
 
         Raises:
-            ValueError: they differ; the same text on all ranks.
+            ValueError: they differ, or this call is captured in a CUDA graph; the same text on all
+                ranks.
         """
-        key = caller, repr(same)
+        key = caller, *same.items()
         if key not in self._agreed:
+            self._check_capture()
             agree(self.ring, caller, same)
             self._agreed.add(key)
+
+    def _check_capture(self) -> None:
+        """Raise ValueError if a CUDA graph is being captured: tables can't be made then."""
+        if self.device.type == "cuda" and capturing(self.device):
+            raise self.error(
+                f"{_CALLER}: a CUDA graph can't capture the first call of a kind, in which tables "
+                "are made; call it once before the capture, with this plan"
+            )
 
     def check_tokens(self, caller: str, **tensors: Tensor | None) -> None:
         """Raise ValueError if any tensor is not `[b, n, ...]` of the plan's tokens and device."""
@@ -291,19 +302,20 @@ class RunPlan:
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return `make()`, cached by this key."""
         if key not in self._made:
+            self._check_capture()
             with torch.inference_mode(False):  # training could not use what it made
                 self._made[key] = make()
         return self._made[key]
 
 
-def needs_gradients(*tensors: Tensor | None) -> list[bool]:
+def needs_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
     """Return for each tensor whether backward comes to it; ranks must agree on that.
 
     >>> needs_gradients(torch.ones(1, requires_grad=True), torch.ones(1), None)
-    [True, False, False]
+    (True, False, False)
     """
     grad = torch.is_grad_enabled()
-    return [grad and t is not None and t.requires_grad for t in tensors]
+    return tuple([grad and t is not None and t.requires_grad for t in tensors])
 
 
 def runs_of_batch(batch: Any, device: torch.device, samples: int) -> RunPlan:

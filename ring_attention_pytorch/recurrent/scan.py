@@ -7,15 +7,16 @@ follows the documents that it has tokens of. More ranks compose maps by doubling
 order go the way back: the gradients of a map are summed on its owner.
 """
 
-import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.exchange import all_gather
+from ring_attention_pytorch.comm.exchange import all_gather_along
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.recurrent.doubling import doubled
 from ring_attention_pytorch.recurrent.levels import (
+    first_states,
     followed,
     in_full_precision,
+    last_states,
     mapped,
     packed,
     unpacked,
@@ -67,7 +68,7 @@ def ring_scan(
     plan.check_numbers(_CALLER, u, u=u, m=m, initial=initial)
     wide = accumulation_dtype(u.dtype)
     plan.agree_once(
-        _CALLER, shapes=[m.shape[1:], u.shape[1:]], dtype=wide, final=final,
+        _CALLER, shapes=(m.shape[1:], u.shape[1:]), dtype=wide, final=final,
         initial=initial is not None, requires_grad=needs_gradients(m, u),
     )  # fmt: skip
     first = None if initial is None else initial.to(wide)
@@ -84,29 +85,24 @@ def scanned(
         route, travelling = plan.route(final), None
         if sum(route.counts):
             m, u = (t.index_select(0, route.sent) for t in (m, u))
-            travelling = unpacked(_every(packed(m, u), plan, route), m, u)
+            every = all_gather_along(0, packed(m, u), route.counts, plan.ring, _CALLER)
+            travelling = unpacked(every, m, u)
         return _followed(travelling, u, plan, initial, route)
 
 
 def scanned_as_gathered(
-    maps: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool
+    m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `ring_scan` of maps that all ranks have, for up to 16; M has no gradient.
+    """Compute `ring_scan` of maps that all ranks have, for up to 16: this rank's gradients of them.
 
     Args:
-        maps: `[all, h, d_k, d_v + d_k]`, U beside M of all that travel, in the order of ranks.
-        u: `[all, h, d_k, d_v]`, the same U, which gets this rank's gradient.
+        m, u: `[all, h, d_k, d_k]` and `[all, h, d_k, d_v]`, of all that travel, in the order of
+            ranks.
         The rest: as for `ring_scan`.
     """
     with in_full_precision(u.device):
-        travelling = (maps[..., u.shape[3] :], u) if len(u) else None
+        travelling = (m, u) if len(u) else None
         return _followed(travelling, u, plan, initial, plan.route(final))
-
-
-def _every(maps: Tensor, plan: RunPlan, route: Route) -> Tensor:
-    """Return the maps that travel, of all ranks in order."""
-    shapes = [(count, *maps.shape[1:]) for count in route.counts]
-    return torch.cat(all_gather(maps, shapes, plan.ring, _CALLER))
 
 
 def _followed(
@@ -117,25 +113,21 @@ def _followed(
     route: Route,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the states before this rank's runs and the last ones; u is like a U of this rank."""
-    first = u.new_zeros(route.chains, *u.shape[1:])
-    if initial is not None:
-        numbers, samples = route.starts
-        first = first.index_copy(0, numbers, initial[samples])
-    states = first
+    states = first = first_states(u, route.chains, route.starts, initial)
     if travelling is not None:
         states = followed(*travelling, first, route.levels)
         if not route.levels.places:
             # backward exchanges on all ranks, also on one that needs no other rank's map
             states = states + travelling[1].flatten()[:0].sum()
-    last = None
-    if route.ends is not None:
-        samples, state_places, map_places = route.ends
-        last = u.new_zeros(plan.runs.batch, *u.shape[1:]) if initial is None else initial
-        if travelling is not None:
-            last_m, last_u = travelling[0][map_places], travelling[1][map_places]
-            ended = mapped(last_m, last_u, states[state_places])
-            last = last.index_copy(0, samples, ended)
-    return states.index_select(0, route.mine), last
+    before = states.index_select(0, route.mine)
+    if route.ends is None:
+        return before, None
+    samples, state_places, map_places = route.ends
+    ended = states[state_places]
+    if travelling is not None:
+        m, u = (t[map_places] for t in travelling)
+        ended = mapped(m, u, ended)
+    return before, last_states(plan.runs.batch, samples, ended, initial)
 
 
 def _check(m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None) -> None:

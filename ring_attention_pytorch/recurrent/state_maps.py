@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.recurrent.chunks import CHUNK, Chunks
+from ring_attention_pytorch.runtime.launches import launch_alike, power_of_2
 
 MAPS = dict(BV=64, num_warps=4, num_stages=2)
 ADJOINTS = dict(BV=64, num_warps=4, num_stages=2)
@@ -48,13 +49,11 @@ def gradients_of(work: Chunks, do: Tensor, dv: Tensor, spans: Tensor, scale: flo
 def _launch(
     kernel: Any, work: Chunks, chosen: dict[str, int], columns: int, runs: int, *args: Any
 ) -> None:
-    from triton import cdiv, next_power_of_2
-
     d_k, heads, d_v = work.w.shape[3], *work.u.shape[2:]
     width = chosen["BV"]
-    blocks = cdiv(d_v, width) + (cdiv(d_k, width) if columns > d_v else 0)
-    sizes = dict(
+    blocks = -(-d_v // width) + (-(-d_k // width) if columns > d_v else 0)
+    launch_alike(
+        kernel, blocks * heads * runs, *args,
         HEADS=heads, KEY_HEADS=work.k.shape[2], K=d_k, V=d_v, CHUNK=CHUNK,
-        BK=max(16, next_power_of_2(d_k)), CHANNELS=work.g.ndim == 4,
+        BK=power_of_2(d_k), **chosen, CHANNELS=work.g.ndim == 4,
     )  # fmt: skip
-    kernel[(blocks * heads * runs,)](*args, **sizes, **chosen)

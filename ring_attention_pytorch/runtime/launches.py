@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -66,6 +66,26 @@ class Launch:
             self._compiled = _launcher(made, self.programs)
 
 
+_ALIGNMENT = 16  # bytes: Triton compiles another variant for addresses that are no multiples
+
+
+def launch_alike(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
+    """Launch a kernel on the current stream by the `Launch` of earlier arguments like these.
+
+    Tensors are alike in device, dtype and alignment, which Triton would find out more slowly.
+    """
+    kinds: list[Any] = [
+        (arg.dtype, arg.data_ptr() % _ALIGNMENT) if isinstance(arg, Tensor) else type(arg)
+        for arg in args
+    ]
+    _launch_of(kernel, programs, args[0].device, *kinds, **options)(*args)
+
+
+@lru_cache(maxsize=1024)
+def _launch_of(kernel: Any, programs: int, *_: Hashable, **options: Any) -> Launch:
+    return Launch(kernel, programs, **options)
+
+
 def _addressed(args: tuple[Any, ...]) -> list[Any]:
     return [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
 
@@ -84,6 +104,15 @@ def _launcher(made: Any, programs: int) -> Callable[..., None]:
         run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *args)
 
     return launch
+
+
+def power_of_2(n: int) -> int:
+    """Return the least power of two from 16, the least that `tl.dot` takes, that is at least n.
+
+    >>> [power_of_2(n) for n in (1, 16, 17)]
+    [16, 16, 32]
+    """
+    return max(16, 1 << (n - 1).bit_length())
 
 
 def can_begin_early(device: torch.device) -> bool:

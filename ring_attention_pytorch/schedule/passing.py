@@ -56,6 +56,28 @@ def passing_machines(machines: Machines, sizes: Sequence[int]) -> Machines:
     return machines
 
 
+def merging_machines(machines: Machines, nbytes: int) -> Machines | None:
+    """Return the machines whose ranks merge messages of so many bytes before these cross.
+
+    None if ranks send them directly: where the bytes spared take less time than one more exchange,
+    after which each rank sends a piece of its machine's result, or two, if relays pass pieces on.
+
+    >>> merging_machines((0, 0, 1, 1), 1 << 30)
+    (0, 0, 1, 1)
+    >>> eights = (0,) * 8 + (1,) * 8
+    >>> [merging_machines(eights, 32 * 129 * 4 * sequences) == eights for sequences in (1, 64)]
+    [False, True]
+    """
+    if not passes_spare(machines):
+        return None
+    near = [*map(machines.count, machines)]
+    direct = max(nbytes * (len(machines) - n) for n in near)
+    pieces = max(nbytes * (len(machines) - n) // n for n in near)
+    relayed = nbytes * (len({*machines}) - 1)  # of a rank that is alone; for others pieces decide
+    spared = max(direct - pieces, (direct - relayed) // 2)
+    return machines if worth_an_exchange(spared) else None
+
+
 @lru_cache(maxsize=256)
 def passes(machines: Machines, rank: int) -> Passes:
     """Return a rank's messages.

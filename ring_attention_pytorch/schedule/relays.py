@@ -10,7 +10,6 @@ them is the relay of several owners. Only the ranks' machines decide, in whichev
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -105,60 +104,9 @@ def relay(machines: Machines, machine: int, owner: int) -> int:
     return ranks[members(machines, machines[owner]).index(owner) % len(ranks)]
 
 
-class MergeRoute(NamedTuple):
-    """The ranks that one rank exchanges with to hear of all machines: those `near` it, then others.
-
-    After the ranks of a machine have combined their parts, one of them sends the result. `senders`,
-    one of each machine in their order, include this rank. `receivers` get it from this rank.
-    """
-
-    near: tuple[int, ...]
-    senders: tuple[int, ...]
-    receivers: tuple[int, ...]
-
-
-def merge_route(machines: Machines, rank: int, nbytes: int) -> MergeRoute | None:
-    """Return the two ways of results of so many bytes; None if ranks send to all directly.
-
-    They do if all share a machine, or none do, or if the messages spared between machines take
-    less time than one more exchange. All ranks decide alike.
-
-    >>> merge_route((0, 0, 1, 1), 1, nbytes=1 << 30)
-    MergeRoute(near=(0, 1), senders=(1, 3), receivers=(3,))
-    >>> merge_route((0, 0, 0, 1, 1), 4, nbytes=1 << 30)
-    MergeRoute(near=(3, 4), senders=(1, 4), receivers=(1,))
-    >>> eights = (0,) * 8 + (1,) * 8
-    >>> [merge_route(eights, 3, 32 * 129 * 4 * sequences) is None for sequences in (1, 64)]
-    [True, False]
-    """
-    routes = _merge_routes(machines)
-    if not routes:
-        return None
-    direct = len(machines) - min(map(machines.count, machines))
-    spared = direct - max(len(each.receivers) for each in routes)
-    return routes[rank] if worth_an_exchange(spared * nbytes) else None
-
-
 def worth_an_exchange(nbytes: int) -> bool:
     """True if so many bytes take longer to cross than one more exchange."""
     return nbytes >= _EXCHANGE
-
-
-@lru_cache(maxsize=64)
-def _merge_routes(machines: Machines) -> tuple[MergeRoute, ...]:
-    """Return all ranks' merge routes; none if all ranks share a machine, or none do."""
-    number = len({*machines})
-    if number in (1, len(machines)):
-        return ()
-    routes = []
-    for rank, mine in enumerate(machines):
-        receivers = []
-        for other, machine in enumerate(machines):
-            if machine != mine and relay(machines, mine, other) == rank:
-                receivers.append(other)
-        senders = [relay(machines, machine, rank) for machine in range(number)]
-        routes.append(MergeRoute(members(machines, mine), tuple(senders), tuple(receivers)))
-    return tuple(routes)
 
 
 def legs(pieces: Sequence[Chunks], machines: Machines) -> Legs:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.lib.rings import captured
 from ring_attention_pytorch import (
     RunPlan,
     positions,
@@ -16,6 +17,7 @@ from ring_attention_pytorch import (
     ring_kda,
     ring_mamba2,
     ring_scan,
+    ring_short_conv,
 )
 from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.recurrent_reference import sequential
@@ -78,6 +80,50 @@ def ruled(rule: str, kernel: str, layout: str, zeros: bool) -> list[float]:
     return [relative_error(a, b) for a, b in pairs]
 
 
+def replayed(kernel: str) -> list[float]:
+    """For a pool: errors of a captured step, replayed with two contents, against the step itself.
+
+    A step is a convolution and a delta rule, forward and backward.
+    """
+    ring, device = Ring(None), torch.device("cuda", torch.cuda.current_device())
+    draw = torch.Generator(device).manual_seed(ring.rank)
+    n = N // ring.size
+    plan = RunPlan.make(torch.empty(1, n, device=device), layout="zigzag")
+    shapes = [(1, n, KEY_HEADS, D)] * 2 + [(1, n, HEADS * D)] + [(1, n, HEADS)] * 2
+    given = [torch.empty(shape, device=device).bfloat16().requires_grad_() for shape in shapes]
+    weight = torch.randn(HEADS * D, 4, generator=draw, device=device)
+    cotangent = torch.randn(1, n, HEADS, D, generator=draw, device=device)
+
+    def fill() -> None:
+        with torch.no_grad():
+            for t in given:
+                t.copy_(torch.rand(t.shape, generator=draw, device=device) - 0.5)
+            given[3].sub_(0.5)
+            given[4].add_(0.5)
+
+    def step() -> list[Tensor]:
+        q, k, v, g, beta = given
+        v = ring_short_conv(v, weight, plan=plan).view(cotangent.shape)
+        out, last = ring_gated_delta_rule(
+            q, k, v, g, beta, plan=plan, normalize=True, final=True, kernel=kernel
+        )
+        assert last is not None
+        loss = (out * cotangent).sum() + last.sum()
+        return [out.detach(), last.detach(), *torch.autograd.grad(loss, given)]
+
+    fill()
+    replay = captured(step)  # which makes a step before
+    errors = []
+    for _ in range(2):
+        fill()
+        want = [t.clone() for t in step()]
+        got = replay()
+        errors += [relative_error(a, b) for a, b in zip(got, want)]
+        for t in got:
+            t.fill_(torch.nan)
+    return errors
+
+
 def test_one_kernel_follows_maps(nccl) -> None:
     assert max(max(errors) for errors in nccl(2).run(scanned)) < 1e-5
 
@@ -95,6 +141,32 @@ def test_delta_rules_by_kernels_of_fla(nccl, rule, layout, zeros) -> None:
 def test_delta_rules_in_plain_pytorch(nccl, rule) -> None:
     of_ranks = nccl(2).run(ruled, rule, "eager", "zigzag", True)
     assert max(max(errors) for errors in of_ranks) < 1e-2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kernel", ["eager", pytest.param("fla", marks=needs_fla)])
+def test_a_step_in_a_cuda_graph(nccl, kernel, size) -> None:
+    of_ranks = nccl(size).run(replayed, kernel)
+    assert max(max(errors) for errors in of_ranks) < 1e-3
+
+
+@needs_fla
+def test_tensors_may_begin_anywhere() -> None:
+    """Of the same call aligned there are kernels already."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    shapes = [(1, N, KEY_HEADS, D)] * 2 + [(1, N, HEADS, D)] + [(1, N, HEADS)] * 2
+    values = [torch.rand(shape, generator=draw, device="cuda") / 8 for shape in shapes]
+    plan, found = RunPlan.make(values[0]), []
+    for offset in (0, 0, 1):
+        given = []
+        for t in (*values, values[2]):
+            room = torch.empty(t.numel() + offset, device="cuda", dtype=torch.bfloat16)
+            given.append(room[offset:].view(t.shape).copy_(t))
+        leaves = [t.requires_grad_() for t in given[:5]]
+        q, k, v, g, beta = leaves
+        out, _ = ring_gated_delta_rule(q, k, v, -g, beta, plan=plan, kernel="fla")
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, given[5])])
+    assert max(relative_error(got, want) for _, want, got in zip(*found)) < 5e-3
 
 
 def test_mamba_2() -> None:

@@ -53,8 +53,8 @@ INFERENCE = [
     ),
     Mutant(
         "a rank's own result is another's", "comm/exchange.py:_stacked",
-        "found[senders.index(mine)] = x",
-        "found[senders.index(mine)] = x * 0",
+        "found[ranks.index(mine)] = x",
+        "found[ranks.index(mine)] = x * 0",
     ),
     Mutant(
         "a chunk's own results without sinks", "inference/decode_plan.py:DecodePlan.run_chunk",

@@ -88,7 +88,7 @@ REFUSED = {
     "window": "window must not be negative, got -1",
     "windows differ": "window must be the same on every rank, got null on rank",
     "scales of a chunk": "scale must be the same on every rank, got 0.5 on rank",
-    "sinks of one": 'given must be the same on every rank, got ["q", "k", "v"] on rank',
+    "sinks of one": "sinks must be the same on every rank, got null on rank",
     "softclamp": "softclamp must be None, or positive and finite, got 0.0",
     "endless softclamp": "softclamp must be None, or positive and finite, got inf",
     "scale": "scale must be finite, got nan",
@@ -138,6 +138,55 @@ def test_who_waits_for_a_rank_without_such_tokens_hears_why(pools: Callable) -> 
     first, second = pools(2).run(longer_than_the_cache, 1, unhurried(4.0))
     assert "rank 1 raised ValueError: RingCache: 3 queries without k and v" in first
     assert "ValueError: RingCache: 3 queries" in second
+
+
+def later_calls_that_one_rank_can_not_make() -> list[str]:
+    """Of more tokens than before, by rank 1 alone; what each rank is told of each."""
+    told = []
+    for layout in (None, "zigzag"):
+        for tied, wrong in (
+            (False, {"v": "v"}),
+            (False, {"sinks": torch.zeros(2, 2)}),
+            (False, {"sinks": torch.zeros(1)}),
+            (True, {"v": torch.ones(1, 3, 1, 4)}),
+        ):
+            cache = RingCache(1, 1, 4, tied=tied)
+            for n in (1, 2, 3):
+                q = torch.ones(1, n, 1, 4)
+                given = dict(q=q, k=q, v=None if tied else q, cache=cache, layout=None)
+                if n == 3:
+                    given |= {"layout": layout, **(wrong if dist.get_rank() == 1 else {})}
+                try:
+                    ring_attn_with_cache(**given)
+                except ValueError as error:
+                    told.append(str(error))
+    return told
+
+
+def first_call_of_a_layer_with_a_window() -> str:
+    """Of as many tokens as in another layer; by rank 1 with a wrong v."""
+    cache, q = RingCache(1, 1, 4, layers=2, windows=[None, 3]), torch.ones(1, 1, 1, 4)
+    for layer, v in ((0, q), (0, q), (1, "v" if dist.get_rank() == 1 else q)):
+        try:
+            ring_attn_with_cache(q, q, v, cache, layer=layer)
+        except ValueError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_the_first_call_of_a_layer_with_another_memory_is_refused_on_all_ranks(
+    pools: Callable,
+) -> None:
+    assert all("v='v'" in told for told in pools(2).run(first_call_of_a_layer_with_a_window))
+
+
+def test_a_later_call_of_other_tokens_is_refused_on_all_ranks(pools: Callable) -> None:
+    first, second = pools(2).run(later_calls_that_one_rank_can_not_make)
+    assert len(first) == len(second) == 8
+    for mine, theirs in zip(first, second):
+        assert theirs in mine
+    for number, said in enumerate(("v='v'", "sinks must be", "sinks must be the same", "tied")):
+        assert all(said in told[at] for told in (first, second) for at in (number, 4 + number))
 
 
 def a_wrong_type_in_a_later_step(check: str | None, seconds: float) -> str:

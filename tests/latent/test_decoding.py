@@ -69,16 +69,20 @@ def test_a_token_takes_its_latent_once_in_a_tied_cache():
     assert RingCache(1, 1, 576, **kinds).nbytes == 64 * (576 + 512) * 2
 
 
-def wrong(ring, change) -> str:
+def wrong(ring, change, before: int) -> str:
+    """What a rank is told where rank 1 has changed a call, the first one with so many tokens."""
     cache = RingCache(2, 1, RANK + D_ROPE, value_dim=RANK, dtype=torch.float64, group=ring)
-    args = part(slice(0, 3))
+    for token in range(before):
+        mla_attn_with_cache(*part(slice(token, token + 1)), cache)
+    args = part(slice(before, before + 3))
     with pytest.raises(ValueError, match="mla_attn_with_cache") as error:
         mla_attn_with_cache(*(change(args) if ring.rank else args), cache)
     return str(error.value)
 
 
-def test_all_ranks_raise_for_one():
-    texts, _ = threads.run(2, lambda ring: wrong(ring, lambda a: [*a[:4], a[4][:2]]))
+@pytest.mark.parametrize("before", [0, 2])
+def test_all_ranks_raise_for_one(before):
+    texts, _ = threads.run(2, lambda ring: wrong(ring, lambda a: [*a[:4], a[4][:2]], before))
     assert all("must agree, got" in text for text in texts)
     cache = RingCache(2, 1, RANK, value_dim=RANK, dtype=torch.float64)
     with pytest.raises(ValueError, match="the cache must be of latents"):

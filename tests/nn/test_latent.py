@@ -158,3 +158,18 @@ def test_all_ranks_hear_of_wrong_tokens_in_the_first_decode(change):
         return str(told.value)
 
     assert len({*threads.run(2, main)[0]}) == 1
+
+
+@pytest.mark.parametrize("change", [lambda x: x[1:], lambda x: x[..., 1:]])
+def test_all_ranks_hear_of_wrong_tokens_in_a_later_decode_of_more(change):
+    layer, x, _ = made()
+
+    def main(ring) -> str:
+        cache = layer.make_cache(2, group=ring)
+        for one in (x[:, :1], x[:, 1:2]):
+            layer.decode(one, cache)
+        with pytest.raises(ValueError, match=r"x.*\(on rank 1\)") as told:
+            layer.decode(change(x) if ring.rank else x, cache)
+        return str(told.value)
+
+    assert len({*threads.run(2, main)[0]}) == 1

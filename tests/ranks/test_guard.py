@@ -12,6 +12,7 @@ import pytest
 import torch.multiprocessing
 from torch import Tensor
 
+from ring_attention_pytorch.ranks import guard
 from ring_attention_pytorch.ranks.failures import RingError, fail_together
 from ring_attention_pytorch.ranks.guard import Board, Guard, Stamps
 from ring_attention_pytorch.ranks.steps import Steps
@@ -222,11 +223,29 @@ def test_messages_of_other_calls_are_nan_and_so_are_all_after_them(ranks):
     assert "what rank 1 sent was for another call" in trouble
 
 
+def in_a_graph() -> list[int]:
+    """The number of the last exchange that came, after one by itself and one that is captured."""
+    without_clock()
+    stamps, numbers = Stamps(CPU, timeout=100.0), []
+    for captured in (False, True, False):
+        stamps.device = torch.device("cuda" if captured else "cpu")
+        with mock.patch.object(guard, "capturing", return_value=True):
+            stamps.compare([stamps.of(1)], 1, [(1, torch.ones(1))])
+        numbers.append(int(stamps._flags[4]))
+    stamps._overdue._drop_those_that_came()
+    return [*numbers, len(stamps._overdue._waiting)]
+
+
+def test_replays_of_a_captured_message_are_not_waited_for(ranks):
+    """Its number would be lower than that of messages that came since."""
+    assert ranks.submit(in_a_graph).result() == [1, 1, 3, 0]
+
+
 def test_what_inference_made_can_be_forgotten_in_training():
     with torch.inference_mode():
-        guard = Guard(CPU)
-    guard.reset()
-    assert guard.trouble() is None
+        made = Guard(CPU)
+    made.reset()
+    assert made.trouble() is None
 
 
 def of_many_plans(plans: int) -> tuple[int, str]:

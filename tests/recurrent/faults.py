@@ -63,4 +63,16 @@ RECURRENT = [
         "scan.back(own, dlast, call.plan.ring)",
         "scan.back(own * 0, dlast, call.plan.ring)",
     ),
+    Mutant(
+        "a rank's maps are where the first rank's are",
+        "recurrent/fla_passes.py:Sent.of",
+        "sum(route.counts[: plan.ring.rank])",
+        "0",
+    ),
+    Mutant(
+        "a document that begins anew begins with its sample's state",
+        "recurrent/levels.py:first_states",
+        "like.new_zeros(rows, *like.shape[1:])",
+        "like.new_ones(rows, *like.shape[1:])",
+    ),
 ]

@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from ring_attention_pytorch.recurrent import fla_passes, ring_gated_delta_rule, ring_kda, scan
+from ring_attention_pytorch.recurrent import (
+    fla_passes,
+    layers,
+    ring_gated_delta_rule,
+    ring_kda,
+    scan,
+)
 from tests.support import fla_loops, threads
 from tests.support.recurrent_cases import D_K, D_V, HEADS, Spread, check, data, delta
 
@@ -75,6 +81,31 @@ def test_outputs_may_be_changed_in_place(monkeypatch, batch) -> None:
         assert all(map(torch.equal, *found))
 
     threads.run(2, main)
+
+
+def test_torch_compile_traces_no_kernel_of_fla(monkeypatch) -> None:
+    fla_loops.stand_in(monkeypatch)
+    traced = []
+
+    def passes(*given):
+        traced.append(torch.compiler.is_compiling())
+        return two_passes(*given)
+
+    two_passes = layers.two_passes
+    monkeypatch.setattr(layers, "two_passes", passes)
+    spread = Spread(1, 12, 1, "contiguous", [[0, 5, 12]])
+    sharded, _ = data(spread, False, 0)
+
+    def main(ring):
+        plan = spread.plan(ring)
+
+        def layer(**given):
+            return ring_gated_delta_rule(**given, plan=plan, kernel="fla")[0]
+
+        assert torch.equal(torch.compile(layer, backend="eager")(**sharded), layer(**sharded))
+
+    threads.run(1, main)
+    assert traced == [False, False]
 
 
 def test_second_derivatives_are_an_error(monkeypatch) -> None:

@@ -1,6 +1,7 @@
 """The plan of recurrent layers: agreed by all ranks, or refused by all with the same text."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from ring_attention_pytorch import RingPlan, RunPlan, shard_batch
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.recurrent import (
+    plan,
     ring_gated_delta_rule,
     ring_mamba2,
     ring_short_conv,
@@ -41,6 +43,22 @@ def test_the_striped_layout_is_refused_in_a_sentence() -> None:
         RunPlan.of(RingPlan.make(q, q, q, causal=True, layout="striped", group=ring))
 
     assert "the striped layout has runs of one token" in refused(2, of)
+
+
+@pytest.mark.parametrize(
+    "new", [lambda plan: plan.agree_once("ring_scan", final=False), lambda plan: plan.route()]
+)
+def test_a_first_call_in_a_cuda_graph_is_refused(monkeypatch, new) -> None:
+    def make(ring):
+        made = Spread(2, 8, 1, "zigzag", None).plan(ring)
+        made.agree_once("ring_scan", final=True)
+        monkeypatch.setattr(plan, "capturing", lambda device: True)
+        captured = replace(made, device=torch.device("cuda"))
+        captured._agreed.update(made._agreed)
+        captured.agree_once("ring_scan", final=True)  # as before
+        new(captured)
+
+    assert "call it once before the capture" in refused(2, make)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ ATTENTION = [
     ),
     Mutant(
         "gradients of shared keys are a rank's own", "shared_keys.py:_total",
-        "reduce(torch.add, parts.unbind())", "parts[ring.rank]",
+        "sum_over_ranks(torch.cat((dk.flatten(), dv.flatten())), ring, _CALL)",
+        "torch.cat((dk.flatten(), dv.flatten()))",
     ),
     Mutant(
         "gradients of shared keys are summed twice", "shared_keys.py:_Joint.backward",

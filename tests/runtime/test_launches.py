@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.runtime import launches
-from ring_attention_pytorch.runtime.launches import KernelCall, PreparedLaunch
+from ring_attention_pytorch.runtime.launches import KernelCall, PreparedLaunch, launch_alike
 
 HELD = torch.zeros(2)
 
@@ -67,6 +67,18 @@ def test_each_call_gives_its_own_tensors() -> None:
     assert descriptor.base is moved
     assert descriptor.strides == (4, 1)
     assert rest == [HELD.data_ptr(), 3, 32, 16]
+
+
+def test_a_variant_is_of_arguments_that_are_alike() -> None:
+    pytest.importorskip("triton")
+    kernel, compiled, room = Kernel(), mock.Mock(), torch.zeros(16)
+    with mock.patch.object(launches, "_launcher", return_value=compiled):
+        for x in (room[:4], room[4:8], room[1:5], room.int(), room[2:6]):
+            launch_alike(kernel, 7, x, 3, COLS=32)
+        launch_alike(kernel, 8, room, 3, COLS=32)
+        launch_alike(kernel, 7, room, 3, COLS=64)
+    compiled.assert_called_once_with(room[4:].data_ptr(), 3, 32)
+    assert len(kernel.launched) == 6
 
 
 def test_tensors_that_begin_alike_are_told_apart() -> None:
