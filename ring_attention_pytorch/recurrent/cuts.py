@@ -32,6 +32,7 @@ class Cuts(NamedTuple):
         within: for each run, the maps of all pieces but the last. They lead from the state before
             the run to those before its pieces.
         first, last: for each run that is sent, the maps of its first and last piece.
+        ends: for each run that is sent, its last piece.
         rest: for each run that is sent, the maps after the first.
         composed: for each run that is sent, its map's place among the states of `rest`.
     """
@@ -42,6 +43,7 @@ class Cuts(NamedTuple):
     within: Levels
     first: Tensor
     last: Tensor
+    ends: Tensor
     rest: Levels
     composed: Tensor
 
@@ -67,6 +69,7 @@ class Cuts(NamedTuple):
             composed += [maps] if number in sent else []
             pieces += range(len(spans), len(spans) + with_maps)
             spans += cut
+        last = [maps[-1] for maps in composed]
         how, numbers = How.of(spans, plan.device), plan.indices(pieces)
         return cls(
             how=how,
@@ -74,7 +77,8 @@ class Cuts(NamedTuple):
             spans=how.spans[numbers],
             within=Levels.of(within, plan.device),
             first=plan.indices([maps[0] for maps in composed]),
-            last=plan.indices([maps[-1] for maps in composed]),
+            last=plan.indices(last),
+            ends=plan.indices([pieces[place] for place in last]),
             rest=Levels.of([maps[1:] for maps in composed], plan.device),
             composed=plan.indices([n - 1 for n in accumulate(map(len, composed))]),
         )

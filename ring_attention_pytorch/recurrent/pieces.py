@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ring_attention_pytorch.recurrent.cuts import Cuts
-from ring_attention_pytorch.recurrent.levels import followed, mapped
+from ring_attention_pytorch.recurrent.levels import followed
 
 
 class Pieces(NamedTuple):
@@ -36,9 +36,9 @@ class Pieces(NamedTuple):
     def compose(self, runs: Tensor) -> None:
         """Store the maps of the runs that are sent; if no run is cut, they are there."""
         if not self.cuts.whole:
-            # U is for the state's first columns alone
-            u = pad(self.u, (0, self.m.shape[-1]))
-            through = followed(self.m, u, self.maps[self.cuts.first], self.cuts.rest)
+            first = self.maps.index_select(0, self.cuts.first)
+            u = pad(self.u, (0, self.m.shape[-1]))  # it is for the first columns of a map
+            through = followed(self.m, u, first, self.cuts.rest)
             torch.index_select(through, 0, self.cuts.composed, out=runs)
 
     def states(self, before: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Pieces(NamedTuple):
         if self.cuts.whole:
             return du
         last = self.cuts.last
-        with torch.enable_grad():
-            after = mapped(self.m[last], self.u[last], before[self.cuts.pieces[last]])
-        outputs, grads = (before, after), (own, du)
-        return torch.autograd.grad(outputs, self.u, grads, retain_graph=True)[0]
+        through = torch.matmul(self.m.index_select(0, last).mT, du)
+        own = own.index_add(0, self.cuts.ends, through)
+        (of_others,) = torch.autograd.grad(before, self.u, own, retain_graph=True)
+        return of_others.index_copy(0, last, du)

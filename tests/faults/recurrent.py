@@ -26,6 +26,7 @@ def battery() -> Iterable[Callable[[], None]]:
     for seed in range(3):
         yield lambda seed=seed: test_runs.test_runs_are_the_tokens_of_each_document_in_order(seed)
     yield lambda: test_layers.test_without_final_states(3, "zigzag")
+    yield lambda: patched(test_fla_passes.test_without_final_states, 2, False)
     for seed in range(8):
         yield lambda seed=seed: test_scan.test_states_before_runs_and_their_gradients("full", seed)
         yield lambda seed=seed: patched(test_scan.test_by_doubling, "full", seed)

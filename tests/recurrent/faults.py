@@ -72,14 +72,14 @@ RECURRENT = [
     Mutant(
         "the states within a run have no share in the gradients of its pieces",
         "recurrent/pieces.py:Pieces.back",
-        "(own, du)",
-        "(own * 0, du)",
+        "own.index_add(",
+        "(own * 0).index_add(",
     ),
     Mutant(
         "later runs give a run's first pieces no gradient",
         "recurrent/pieces.py:Pieces.back",
-        "before[self.cuts.pieces[last]]",
-        "before[self.cuts.pieces[last]].detach()",
+        "self.cuts.ends, through)",
+        "self.cuts.ends, through * 0)",
     ),
     Mutant(
         "the map of a run that is cut begins with its last piece",

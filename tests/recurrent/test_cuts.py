@@ -51,6 +51,7 @@ def test_maps_of_pieces_lead_to_them_and_through_their_runs(monkeypatch, pieces,
                           for run, (first, _) in zip(run_of, spans)]  # fmt: skip
         through = followed(torch.ones_like(u), u, u[found.first], found.rest)[found.composed]
         assert through.flatten().tolist() == [run.length for run in sent]
+        assert found.ends.tolist() == found.pieces[found.last].tolist()
         ends = [with_maps[place][1] for place in found.last.tolist()]
         assert ends == [sum(first_of[run]) for run in sent]
         return len(spans) - len(plan.mine)
