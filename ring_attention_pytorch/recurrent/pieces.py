@@ -46,7 +46,7 @@ class Pieces(NamedTuple):
         return before if self.cuts.whole else followed(self.m, self.u, before, self.cuts.within)
 
     def back(self, before: Tensor, own: Tensor, du: Tensor) -> Tensor:
-        """Return the gradients of U, which are those of the states after pieces.
+        """Return the gradients of U, or of the states after pieces: they are the same.
 
         Args:
             before: the states before pieces, as `states` returned them.

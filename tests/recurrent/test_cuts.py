@@ -63,9 +63,8 @@ def test_maps_of_pieces_lead_to_them_and_through_their_runs(monkeypatch, pieces,
     assert (more > 0) == (pieces > 1)
 
 
-def test_a_rank_has_about_four_pieces() -> None:
-    for tokens in (2, 2**13, 2**17 + 1):
-        longest = longest_of(tokens)
-        assert longest % cuts.CHUNK == 0
-        assert len(pieces_of((0, tokens), longest)) <= 4
-        assert len(pieces_of((0, tokens // 2), longest)) <= 2
+def test_a_rank_has_about_four_pieces_of_whole_chunks() -> None:
+    assert [longest_of(tokens) for tokens in (1, 2**14, 2**17 + 1)] == [2048, 4096, 32832]
+    assert [length for _, length in pieces_of((5, 2**17 + 1), 32832)] == [32832] * 3 + [32577]
+    assert pieces_of((5, 64), 64) == [(5, 64)]
+    assert pieces_of((5, 300), 150) == [(5, 192), (197, 108)]
