@@ -88,10 +88,12 @@ def test_only_maps_of_runs_travel(monkeypatch, size, layout, final) -> None:
     spread = Spread(size, 96, 1, layout, None)
 
     def main(ring):
-        runs = spread.plan(ring).runs
-        counts = [len(runs.sent(rank, final)) for rank in range(size)]
+        plan = spread.plan(ring)
+        counts = [len(plan.runs.sent(rank, final)) for rank in range(size)]
         u, own = HEADS * D_K * D_V * 8, counts[ring.rank]
         forward, backward = bytes_of_a_call(spread, ring, final)
+        if not final:
+            assert f"{own} of {sum(counts)} are sent" in plan.explain(HEADS, D_K, D_V)
         assert forward == (size - 1) * own * HEADS * D_K * (D_V + D_K) * 8
         assert backward == (sum(counts) - own) * u
 
@@ -107,6 +109,22 @@ def test_doubling_composes_maps_of_runs(monkeypatch, layout) -> None:
         of_ranks, _ = threads.run(17, lambda ring: bytes_of_a_call(spread, ring, False))
         found.append(of_ranks)
     assert found[0] == found[1]
+
+
+def test_backward_twice(monkeypatch) -> None:
+    fla_loops.stand_in(monkeypatch)
+    spread = Spread(2, 24, 1, "zigzag", None)
+    sharded, _ = data(spread, False, 0)
+
+    def main(ring):
+        at, plan = spread.held(ring.rank), spread.plan(ring)
+        mine = {name: t[:, at].requires_grad_() for name, t in sharded.items()}
+        out, _ = ring_gated_delta_rule(**mine, plan=plan, kernel="fla")
+        loss, leaves = out.square().sum(), [*mine.values()]
+        one, two = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
+        assert all(map(torch.equal, one, two))
+
+    threads.run(2, main)
 
 
 @pytest.mark.parametrize("doubling", [False, True])
