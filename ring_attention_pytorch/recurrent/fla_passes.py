@@ -4,7 +4,8 @@
     backward   gradients of the states before own runs, of these runs' outputs alone ─► ranks
                exchange them ─► fla's backward, from the gradients of the states after
 
-Each direction costs one more walk through the states than fla alone, and nothing else.
+Each direction costs one more walk through the states than fla alone. The kernels compute pieces of
+runs (`cuts.py`), of which no other rank knows.
 """
 
 from typing import Any, NamedTuple
@@ -17,8 +18,10 @@ from torch.autograd.function import once_differentiable
 from ring_attention_pytorch.comm.exchange import fill_in, summed_by_owners
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.recurrent.chunks import Chunks, How, Inputs, Returned
+from ring_attention_pytorch.recurrent.cuts import Cuts
 from ring_attention_pytorch.recurrent.fla_rules import Rule, part, rule_of
 from ring_attention_pytorch.recurrent.levels import in_full_precision
+from ring_attention_pytorch.recurrent.pieces import Pieces
 from ring_attention_pytorch.recurrent.plan import RunPlan
 from ring_attention_pytorch.recurrent.runs import gathers
 from ring_attention_pytorch.recurrent.scan import scanned, scanned_as_gathered
@@ -43,39 +46,45 @@ class Sent(NamedTuple):
 
     Attributes:
         runs: numbers of these runs.
-        spans: their first tokens and ends.
         counts: maps of each rank that are here; beyond 16 ranks, of this one alone.
         own: the places of this rank's maps among them.
     """
 
     runs: Tensor
-    spans: Tensor
     counts: tuple[int, ...]
     own: slice
 
     @classmethod
-    def of(cls, plan: RunPlan, final: bool, how: How) -> "Sent":
+    def of(cls, plan: RunPlan, final: bool) -> "Sent":
         """Make it for a call with final states or without."""
-        route = plan.route(final)
-        spans, before = how.spans[route.sent], sum(route.counts[: plan.ring.rank])
+        route, rank = plan.route(final), plan.ring.rank
+        count, before = route.counts[rank], sum(route.counts[:rank])
         if gathers(plan.ring.size):
-            return cls(route.sent, spans, route.counts, slice(before, before + len(spans)))
-        return cls(route.sent, spans, (len(spans),), slice(None))
+            return cls(route.sent, route.counts, slice(before, before + count))
+        return cls(route.sent, (count,), slice(None))
 
 
 class Scan(NamedTuple):
-    """The states before runs and after samples, with the graph that leads to them."""
+    """The states before pieces and after samples, with the graph that leads to them.
+
+    Attributes:
+        before, last: these states.
+        u: of the maps of runs that are here; sent: which these are.
+        pieces: the maps of pieces.
+        initial: the states before samples.
+    """
 
     before: Tensor
     last: Tensor | None
-    u: Tensor  # of the maps that are here
-    initial: Tensor | None
+    u: Tensor
     sent: Sent
+    pieces: Pieces
+    initial: Tensor | None
 
     def back(self, own: Tensor, dlast: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of the states after runs, and of initial states.
+        """Return the gradients of the states after pieces, and of initial states.
 
-        `own` are the gradients of the states before runs, of these runs' outputs alone.
+        `own` are the gradients of the states before pieces, of these pieces' outputs alone.
         """
         outputs, grads, inputs = [self.before], [own], [self.u]
         if self.last is not None and dlast is not None:
@@ -88,7 +97,8 @@ class Scan(NamedTuple):
         )
         if len(du) and gathers(ring.size):
             du = summed_by_owners(du, self.sent.counts, ring, _CALLER)
-        after = _of_all(du, self.sent.runs, len(self.before))
+        du = self.pieces.back(self.before, own, du)
+        after = _of_all(du, self.pieces.cuts.pieces, len(self.before))
         return after, dinitial[0] if dinitial else None
 
 
@@ -115,14 +125,14 @@ class _TwoPasses(Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *given: Any) -> tuple[Tensor, Tensor | None]:
         *tensors, initial = given
-        rule, how = rule_of(tensors[3]), _how(call.plan)
+        rule, how = rule_of(tensors[3]), _cuts(call).how
         q, k, v, g, beta = map(_in_one_row, tensors)
         x, tokens = Inputs(q, k, v, g, beta, call.scale), v.shape[1]
         norms: tuple[Tensor, ...] = ()
         if tokens:
             x, norms = _prepared(x, call, how)
         work = rule.chunks(x, how) if tokens else _nothing(x)
-        scan = _scanned(work, call, how, initial)
+        scan = _scanned(work, call, initial)
         ctx.call, ctx.scan, ctx.normed = call, scan, bool(norms)
         ctx.given = [(t.shape, t.dtype) for t in tensors]
         ctx.save_for_backward(*x[:5], *norms, *work.kept)
@@ -142,7 +152,7 @@ class _TwoPasses(Function):
 
     @staticmethod
     def _backward(ctx: Any, do: Tensor, dlast: Tensor | None) -> tuple[Any, ...]:
-        call, scan, how = ctx.call, ctx.scan, _how(ctx.call.plan)
+        call, scan, how = ctx.call, ctx.scan, ctx.scan.pieces.cuts.how
         q, k, v, g, beta, *kept = ctx.saved_tensors
         norms, kept = kept[: 2 * ctx.normed], tuple(kept[2 * ctx.normed :])
         x, rule = Inputs(q, k, v, g, beta, call.scale), rule_of(g)
@@ -170,8 +180,8 @@ def _in_one_row(x: Tensor) -> Tensor:
     return x.contiguous().view(1, -1, *x.shape[2:])
 
 
-def _how(plan: RunPlan) -> How:
-    return plan.once("fla's chunks", lambda: How.of(plan.spans, plan.device))
+def _cuts(call: Call) -> Cuts:
+    return call.plan.once(("pieces", call.final), lambda: Cuts.of(call.plan, call.final))
 
 
 def _nothing(x: Inputs) -> Chunks:
@@ -202,17 +212,21 @@ def _unprepared(
     return dq, dk, dv, dg, db
 
 
-def _scanned(work: Chunks, call: Call, how: How, initial: Tensor | None) -> Scan:
-    """Return the states before runs, with a graph for gradients of U and of initial states."""
-    plan, (heads, d_v), d_k = call.plan, work.u.shape[2:], work.w.shape[3]
-    sent = plan.once(("sent", call.final), lambda: Sent.of(plan, call.final, how))
+def _scanned(work: Chunks, call: Call, initial: Tensor | None) -> Scan:
+    """Return the states before pieces, with a graph for gradients of U and of initial states."""
+    plan, cuts, (heads, d_v), d_k = call.plan, _cuts(call), work.u.shape[2:], work.w.shape[3]
+    sent = plan.once(("sent", call.final), lambda: Sent.of(plan, call.final))
     shape, wide = (heads, d_k, d_v + d_k), accumulation_dtype(work.u.dtype)
     maps = work.w.new_empty(sum(sent.counts), *shape, dtype=wide)
-    store_maps(work, sent.spans, maps[sent.own])
+    own = maps[sent.own]
+    pieces = Pieces.of(own if cuts.whole else maps.new_empty(len(cuts.spans), *shape), d_v, cuts)
+    store_maps(work, cuts.spans, pieces.maps)
+    pieces.compose(own)
     if len(maps) and gathers(plan.ring.size):
         fill_in(maps, sent.counts, plan.ring, _CALLER)
     u, m = maps.split((d_v, d_k), -1)
-    u.requires_grad_(call.back)
+    for offsets in (u, pieces.u):
+        offsets.requires_grad_(call.back)
     first = None if initial is None else initial.detach().requires_grad_(call.back)
     with torch.set_grad_enabled(call.back):
         if gathers(plan.ring.size):
@@ -220,12 +234,13 @@ def _scanned(work: Chunks, call: Call, how: How, initial: Tensor | None) -> Scan
         else:
             all_m, all_u = (_of_all(t, sent.runs, len(plan.mine)) for t in (m, u))
             before, last = scanned(all_m, all_u, plan, first, call.final)
-    return Scan(before, last, u, first, sent)
+        before = pieces.states(before)
+    return Scan(before, last, u, sent, pieces, first)
 
 
-def _of_all(x: Tensor, sent: Tensor, runs: int) -> Tensor:
-    """Return rows of all runs, 0 for those that are not sent."""
-    return x.new_zeros(runs, *x.shape[1:]).index_copy(0, sent, x) if len(x) < runs else x
+def _of_all(x: Tensor, held: Tensor, rows: int) -> Tensor:
+    """Return rows of all, 0 for those without any."""
+    return x.new_zeros(rows, *x.shape[1:]).index_copy(0, held, x) if len(x) < rows else x
 
 
 def _states(work: Chunks, before: Tensor, how: How) -> tuple[Tensor, Tensor]:
@@ -240,7 +255,7 @@ def _states(work: Chunks, before: Tensor, how: How) -> tuple[Tensor, Tensor]:
 def _state_gradients(
     work: Chunks, x: Inputs, after: Tensor | None, do: Tensor, dv: Tensor, how: How
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of states and values; `after` are of states after runs, None is 0."""
+    """Return the gradients of states and values; `after` are of states after pieces, None is 0."""
     after = None if after is None else after.contiguous()
     dh, _, dv = part("ops.common.chunk_delta_h.chunk_gated_delta_rule_bwd_dhu")(
         q=work.q, k=work.k, w=work.w, h0=None, dht=after, do=do, dv=dv, scale=x.scale,

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch.ranks.agreement import report_to_ring_of, typed
-from ring_attention_pytorch.recurrent.chunks import CHUNK
 from ring_attention_pytorch.recurrent.eager import Grid, recurrence
 from ring_attention_pytorch.recurrent.fla import (
     backward_refused,
@@ -328,8 +327,7 @@ def _two_passes(call: Call) -> tuple[Tensor, Tensor | None]:
     initial = None if call.initial is None else call.initial.to(call.g.dtype)
     given = call.q, call.k, call.v, finite(call.g), call.beta, initial
     back = any(needs_gradients(*given))
-    plan = call.plan.in_pieces(CHUNK)
-    passes = Passes(plan, call.scale, call.normalize, call.final, back)
+    passes = Passes(call.plan, call.scale, call.normalize, call.final, back)
     if is_compiling():
         return run_apart(two_passes, *given, passes)
     return two_passes(*given, passes)

@@ -1,7 +1,8 @@
-"""States of all levels: following the maps of runs from the first state of each document."""
+"""Following chains of maps: the states from the first one of each document or run."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,47 +19,48 @@ _COLUMNS = 32  # of a state, for one program
 
 
 class Levels(NamedTuple):
-    """Which maps are followed.
+    """Which maps are followed: chains of them, one after another.
+
+    States are stored in the same order: of each chain the first one, then that after each map.
 
     Attributes:
-        places: for each level, the 2nd, 3rd, ... runs of chains, the places of the maps that lead
-            to it. Longer chains come first, so a level has the first ones.
-        table: int32 `[levels, chains]`, the same, -1 beyond a chain's end.
-        offsets: int32 `[levels]`, how many states are stored before each level's.
-        depths: int32 `[chains]`, how many maps each chain follows.
-        before: for all that follow a map, in order, the state that it maps.
+        places: int32 `[maps]`, the place of each map that is followed.
+        offsets: int32 `[chains + 1]`, how many states are stored before each chain's, and in all.
+        before: for each map that is followed, the state that it maps.
+        steps: level by level, the places of maps, and the states of the level before that they map.
+        order: for each state, its place among the states of level after level.
     """
 
-    places: tuple[Tensor, ...]
-    table: Tensor
+    places: Tensor
     offsets: Tensor
-    depths: Tensor
     before: Tensor
+    steps: tuple[tuple[Tensor, Tensor], ...]
+    order: Tensor
 
     @classmethod
-    def of(cls, places: Sequence[Sequence[int]], chains: int, device: torch.device) -> "Levels":
-        """Make it from lists of places.
+    def of(cls, chains: Sequence[Sequence[int]], device: torch.device) -> "Levels":
+        """Make it from the places of each chain's maps.
 
-        >>> levels = Levels.of([[4, 2], [5]], 3, torch.device("cpu"))
-        >>> levels.table.tolist(), levels.offsets.tolist(), levels.before.tolist()
-        ([[4, 2, -1], [5, -1, -1]], [3, 5], [0, 1, 3])
+        >>> levels = Levels.of([[4], [2, 5], []], torch.device("cpu"))
+        >>> levels.places.tolist(), levels.offsets.tolist(), levels.before.tolist()
+        ([4, 2, 5], [0, 2, 5, 6], [0, 2, 3])
         """
-        table: list[list[int]] = []
-        offsets: list[int] = []
-        before: list[int] = []
-        so_far, last = chains, 0
-        for maps in places:
-            table.append([*maps] + [-1] * (chains - len(maps)))
-            offsets.append(so_far)
-            before += range(last, last + len(maps))
-            last, so_far = so_far, so_far + len(maps)
-        depths = [sum(len(maps) > chain for maps in places) for chain in range(chains)]
 
-        def whole(numbers: Any, dtype: torch.dtype = torch.int32) -> Tensor:
+        def whole(numbers: Any, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.tensor(numbers, dtype=dtype, device=device)
 
-        by_level = tuple(whole(maps, torch.long) for maps in places)
-        return cls(by_level, whole(table), whole(offsets), whole(depths), whole(before, torch.long))
+        offsets = [0, *accumulate(len(maps) + 1 for maps in chains)]
+        before = [at + level for at, maps in zip(offsets, chains) for level in range(len(maps))]
+        going, steps = [*range(len(chains))], []
+        by_level = offsets[:-1]  # the states, level after level
+        for level in range(max(map(len, chains), default=0)):
+            rows = [row for row, chain in enumerate(going) if len(chains[chain]) > level]
+            going = [going[row] for row in rows]
+            steps.append((whole([chains[chain][level] for chain in going]), whole(rows)))
+            by_level += [offsets[chain] + level + 1 for chain in going]
+        places = whole([place for maps in chains for place in maps], torch.int32)
+        of_all = whole(offsets, torch.int32), whole(before)
+        return cls(places, *of_all, tuple(steps), whole(by_level).argsort())
 
 
 def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:
@@ -101,11 +103,11 @@ def unpacked(rows: Tensor, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def followed(m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:
-    """Return the states of all levels, `[chains + ..., h, d_k, d_v]`, the first ones first.
+    """Return the states of all chains, `[chains + maps, h, d_k, d_v]`, from the first of each.
 
     On CUDA one kernel follows full maps in float32; its second derivatives are of plain PyTorch.
     """
-    if levels.places and kernel_fits(m, u):
+    if levels.steps and kernel_fits(m, u):
         return _Follow.apply(m, u, first, levels)
     return _plain(m, u, first, levels)
 
@@ -123,9 +125,9 @@ def kernel_fits(m: Tensor, u: Tensor) -> bool:
 
 def _plain(m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:
     states = [first]
-    for places in levels.places:
-        states.append(mapped(m[places], u[places], states[-1][: len(places)]))
-    return torch.cat(states)
+    for places, rows in levels.steps:
+        states.append(mapped(m[places], u[places], states[-1].index_select(0, rows)))
+    return torch.cat(states).index_select(0, levels.order)
 
 
 def first_states(
@@ -149,7 +151,7 @@ def last_states(batch: int, samples: Tensor, states: Tensor, initial: Tensor | N
 
 
 class _Follow(Function):
-    """(maps M, U of all runs, first states, levels) -> states of all levels."""
+    """(maps M, U of all runs, first states, levels) -> states of all chains."""
 
     @staticmethod
     def forward(ctx: Any, m: Tensor, u: Tensor, first: Tensor, levels: Levels) -> Tensor:
@@ -158,8 +160,8 @@ class _Follow(Function):
         states = first.new_empty(len(first) + len(levels.before), *first.shape[1:])
         rows, values = _in_rows(m), _in_rows(u)
         _launch(
-            follow_kernel, first, rows, values, first.contiguous(), states, levels.table,
-            levels.offsets, levels.depths, len(first), **_strides(M=rows, U=values),
+            follow_kernel, first, rows, values, first.contiguous(), states, levels.places,
+            levels.offsets, **_strides(M=rows, U=values),
         )  # fmt: skip
         ctx.levels = levels
         ctx.save_for_backward(m, u, first, states)
@@ -178,11 +180,11 @@ class _Follow(Function):
         rows, dm = _in_rows(m), None
         dfirst = states.new_empty(first.shape)
         _launch(
-            return_kernel, first, rows, grads.contiguous(), du, dfirst, levels.table,
-            levels.offsets, levels.depths, len(first), **_strides(M=rows),
+            return_kernel, first, rows, grads.contiguous(), du, dfirst, levels.places,
+            levels.offsets, **_strides(M=rows),
         )  # fmt: skip
         if ctx.needs_input_grad[0]:
-            at = torch.cat(levels.places)
+            at = levels.places.long()
             d_each = torch.matmul(du[at], states[levels.before].mT)
             dm = m.new_zeros(m.shape).index_copy(0, at, d_each)
         return dm, du, dfirst, None
@@ -204,5 +206,5 @@ def _launch(kernel: Any, first: Tensor, *args: Any, **strides: int) -> None:
         launch_alike(
             kernel, -(-d_v // _COLUMNS) * heads * chains, *args, **strides,
             HEADS=heads, K=d_k, V=d_v, BK=power_of_2(d_k), BV=_COLUMNS,
-            num_warps=4, num_stages=1,
+            num_warps=8, num_stages=1,  # with 4 warps a map of 128 x 128 spills
         )  # fmt: skip

@@ -32,7 +32,6 @@ from ring_attention_pytorch.ranks.agreement import (
     typed,
 )
 from ring_attention_pytorch.ranks.ring import Group, Ring
-from ring_attention_pytorch.recurrent.cuts import cut, longest_of
 from ring_attention_pytorch.recurrent.levels import Levels
 from ring_attention_pytorch.recurrent.runs import (
     HeldRun,
@@ -55,7 +54,7 @@ class Route(NamedTuple):
         chains: how many documents are followed here.
         starts: which of them begin with a sample's initial state, and the samples.
         levels: which maps are followed, as places among all that travel.
-        mine: for each of this rank's runs, its place among the states of all levels.
+        mine: for each of this rank's runs, its place among the states of all chains.
         ends: samples with tokens, and for each the places of its last run's state and map; None if
             final states are not asked for.
     """
@@ -280,17 +279,6 @@ class RunPlan:
         with torch.inference_mode(False):  # training could not use it
             return torch.arange(len(lengths)).repeat_interleave(lengths).to(self.device)
 
-    def in_pieces(self, unit: int) -> "RunPlan":
-        """Return the plan for the same tokens in shorter runs, cut at multiples of `unit` tokens.
-
-        All ranks cut alike, so nothing is exchanged.
-        """
-        return self.once(("pieces", unit), lambda: self._cut(unit))
-
-    def _cut(self, unit: int) -> "RunPlan":
-        longest = longest_of(self.runs.batch * max(self.runs.tokens), self.ring.size, unit)
-        return RunPlan(self.ring, cut(self.runs, longest, unit), self.device)
-
     def route(self, final: bool = False) -> Route:
         """Return how states reach this rank's runs."""
         return self.once(("states", final), lambda: _route(self, final))
@@ -352,25 +340,21 @@ def _route(plan: RunPlan, final: bool) -> Route:
         for number in numbers:
             map_at[runs.held[each][number]] = len(map_at)
     ends = [run for run in runs.ends() if run is not None] if final else []
-    depth: dict[int, int] = {}  # levels of each chain that this rank needs
+    depth: dict[int, int] = {}  # states of each chain that this rank needs
     for run in (*plan.mine, *ends):
         chain, level = runs.links[run]
         depth[chain] = max(depth.get(chain, 0), level + 1)
-    order = sorted(depth, key=lambda chain: (-depth[chain], chain))
-    state_at: dict[HeldRun, int] = {}  # places among the states of all levels
-    levels: list[list[int]] = []
-    for level in range(max(depth.values(), default=0)):
-        followed = [runs.chains[chain] for chain in order if depth[chain] > level]
-        for chain_runs in followed:
-            state_at[chain_runs[level]] = len(state_at)
-        if level:
-            levels.append([map_at[chain_runs[level - 1]] for chain_runs in followed])
+    state_at: dict[HeldRun, int] = {}  # places among the states of all chains
+    chains: list[list[int]] = []
     starts, samples = [], []  # chains that begin with a sample's initial state
-    for number, chain in enumerate(order):
-        sample = runs.begins(runs.chains[chain][0])
+    for chain, states in depth.items():
+        followed = runs.chains[chain][:states]
+        state_at |= {run: len(state_at) + level for level, run in enumerate(followed)}
+        sample = runs.begins(followed[0])
         if sample is not None:
-            starts.append(number)
+            starts.append(len(chains))
             samples.append(sample)
+        chains.append([map_at[run] for run in followed[:-1]])
     last = None
     if final:
         last = (
@@ -381,9 +365,9 @@ def _route(plan: RunPlan, final: bool) -> Route:
     return Route(
         sent=plan.indices(sent[rank]),
         counts=tuple(map(len, sent)),
-        chains=len(order),
+        chains=len(chains),
         starts=(plan.indices(starts), plan.indices(samples)),
-        levels=Levels.of(levels, len(order), plan.device),
+        levels=Levels.of(chains, plan.device),
         mine=plan.indices([state_at[run] for run in plan.mine]),
         ends=last,
     )

@@ -116,7 +116,7 @@ def _followed(
     states = first = first_states(u, route.chains, route.starts, initial)
     if travelling is not None:
         states = followed(*travelling, first, route.levels)
-        if not route.levels.places:
+        if not route.levels.steps:
             # backward exchanges on all ranks, also on one that needs no other rank's map
             states = states + travelling[1].flatten()[:0].sum()
     before = states.index_select(0, route.mine)

@@ -16,7 +16,15 @@ def battery() -> Iterable[Callable[[], None]]:
     import torch
 
     from ring_attention_pytorch.recurrent import ring_gated_delta_rule
-    from tests.recurrent import test_fla_passes, test_halo, test_layers, test_runs, test_scan
+    from tests.recurrent import (
+        test_cuts,
+        test_fla_passes,
+        test_halo,
+        test_layers,
+        test_pieces,
+        test_runs,
+        test_scan,
+    )
 
     def patched(test: Callable[..., None], *args: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -26,6 +34,12 @@ def battery() -> Iterable[Callable[[], None]]:
     for seed in range(3):
         yield lambda seed=seed: test_runs.test_runs_are_the_tokens_of_each_document_in_order(seed)
     yield lambda: test_layers.test_without_final_states(3, "zigzag")
+    yield lambda: patched(test_fla_passes.test_without_final_states, 2, False)
+    yield test_cuts.test_a_rank_has_about_four_pieces_of_whole_chunks
+    for count in (1, 3):
+        yield lambda count=count: patched(
+            test_pieces.test_maps_of_runs_and_states_and_gradients_of_pieces, count, "zigzag", 0
+        )
     for seed in range(8):
         yield lambda seed=seed: test_scan.test_states_before_runs_and_their_gradients("full", seed)
         yield lambda seed=seed: patched(test_scan.test_by_doubling, "full", seed)

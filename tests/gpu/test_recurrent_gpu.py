@@ -4,6 +4,7 @@ Without fla-core (package flash-linear-attention's kernels) only the scan and pl
 """
 
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from ring_attention_pytorch import (
     ring_short_conv,
 )
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.recurrent import cuts
 from tests.support.recurrent_reference import sequential
 from tests.support.reference import relative_error
 
@@ -44,6 +46,12 @@ def scanned() -> list[float]:
         loss = (state * weights).sum() + last.square().sum() / ring.size
         found.append([state.detach(), last.detach(), *torch.autograd.grad(loss, own)])
     return [relative_error(got, want) for want, got in zip(*found)]
+
+
+def in_pieces(rule: str) -> list[float]:
+    """For a pool: errors as of `ruled`, of runs that are cut at 64 tokens."""
+    with mock.patch.object(cuts, "_SHORTEST", 64):
+        return ruled(rule, "fla", "zigzag", False)
 
 
 def ruled(rule: str, kernel: str, layout: str, zeros: bool) -> list[float]:
@@ -135,6 +143,12 @@ def test_one_kernel_follows_maps(nccl) -> None:
 def test_delta_rules_by_kernels_of_fla(nccl, rule, layout, zeros) -> None:
     of_ranks = nccl(2).run(ruled, rule, "fla", layout, zeros)
     assert max(max(errors) for errors in of_ranks) < 2e-2
+
+
+@needs_fla
+@pytest.mark.parametrize("rule", ["gated", "kda"])
+def test_runs_in_pieces(nccl, rule) -> None:
+    assert max(max(errors) for errors in nccl(2).run(in_pieces, rule)) < 2e-2
 
 
 @pytest.mark.parametrize("rule", ["gated", "kda"])

@@ -66,8 +66,32 @@ RECURRENT = [
     Mutant(
         "a rank's maps are where the first rank's are",
         "recurrent/fla_passes.py:Sent.of",
-        "sum(route.counts[: plan.ring.rank])",
+        "sum(route.counts[:rank])",
         "0",
+    ),
+    Mutant(
+        "the states within a run have no share in the gradients of its pieces",
+        "recurrent/pieces.py:Pieces.back",
+        "own.index_add(",
+        "(own * 0).index_add(",
+    ),
+    Mutant(
+        "later runs give a run's first pieces no gradient",
+        "recurrent/pieces.py:Pieces.back",
+        "self.cuts.ends, through)",
+        "self.cuts.ends, through * 0)",
+    ),
+    Mutant(
+        "the map of a run that is cut begins with its last piece",
+        "recurrent/cuts.py:Cuts.of",
+        "[maps[0] for maps in composed]",
+        "[maps[-1] for maps in composed]",
+    ),
+    Mutant(
+        "a run that nobody follows has no maps of pieces",
+        "recurrent/cuts.py:Cuts.of",
+        "if number in sent else len(cut) - 1",
+        "if number in sent else 0",
     ),
     Mutant(
         "a document that begins anew begins with its sample's state",

@@ -1,48 +1,70 @@
-"""Runs that are cut, counted."""
+"""Runs that are cut, followed through maps of numbers: each adds its tokens to a position."""
 
-import random
+from itertools import pairwise
 
-from ring_attention_pytorch.recurrent.cuts import cut, longest_of
-from ring_attention_pytorch.recurrent.runs import Runs
+import pytest
+import torch
+
+from ring_attention_pytorch.recurrent import cuts
+from ring_attention_pytorch.recurrent.cuts import Cuts, longest_of, pieces_of
+from ring_attention_pytorch.recurrent.levels import followed
 from tests.support import threads
 from tests.support.recurrent_cases import Spread
 
 
-def tokens(runs: Runs) -> list[list[tuple[int, ...]]]:
-    """Each rank's tokens in order: their sample, document, place and position."""
-    return [
-        [
-            (run.sample, run.document, run.start + token, run.position + token)
-            for run in held
-            for token in range(run.length)
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("pieces", [1, 2, 3, 4, 5])
+def test_maps_of_pieces_lead_to_them_and_through_their_runs(monkeypatch, pieces, final) -> None:
+    monkeypatch.setattr(cuts, "CHUNK", 2)
+    monkeypatch.setattr(cuts, "_SHORTEST", 1)
+    monkeypatch.setattr(cuts, "_PIECES", pieces)
+
+    def main(ring):
+        plan = spread.plan(ring)
+        found, longest = (
+            Cuts.of(plan, final),
+            longest_of(spread.batch * plan.runs.tokens[ring.rank]),
+        )
+        spans = found.how.spans.tolist()
+        assert [token for first, end in spans for token in range(first, end)] == [
+            token for first, length in plan.spans for token in range(first, first + length)
         ]
-        for held in runs.held
-    ]
-
-
-def test_pieces_are_the_tokens_of_their_runs_in_order() -> None:
-    for seed in range(20):
-        spread, draw = Spread.drawn(seed), random.Random(seed)
-        (plan, *_), _ = threads.run(spread.size, spread.plan)
-        unit = draw.randrange(1, 4)
-        longest = unit * draw.randrange(1, 4)
-        pieces = cut(plan.runs, longest, unit)
-        assert tokens(pieces) == tokens(plan.runs)
-        starts = {run.position: run for held in plan.runs.held for run in held}
+        run_of = [run for run, span in zip(plan.mine, plan.spans)
+                  for first, _ in spans if span[0] <= first < sum(span)]  # fmt: skip
         whole = {run for chain in plan.runs.chains if len(chain) == 1 for run in chain}
-        for held in pieces.held:
-            assert all(run.length <= longest or run in whole for run in held)
-        assert len(starts) <= sum(map(len, pieces.held))
-        assert pieces.ends() == [
-            run and next(p for held in pieces.held for p in held
-                         if (p.rank, p.sample, p.start + p.length)
-                         == (run.rank, run.sample, run.start + run.length))
-            for run in plan.runs.ends()
-        ]  # fmt: skip
+        assert len(run_of) == len(spans)
+        assert all(run_of.count(run) == 1 for run in plan.mine if run in whole)
+        assert all(end - first <= longest for run, (first, end) in zip(run_of, spans)
+                   if run not in whole)  # fmt: skip
+        assert all((end - first) % 2 == 0 for (run, (first, end)), (after, _) in
+                   pairwise(zip(run_of, spans)) if run == after)  # fmt: skip
+        sent = [plan.mine[number] for number in plan.runs.sent(ring.rank, final)]
+        with_maps = [spans[piece] for piece in found.pieces.tolist()]
+        assert found.spans.tolist() == with_maps
+        assert len(with_maps) == len(spans) - len({*plan.mine} - {*sent})
+        assert found.whole == (len(spans) == len(plan.mine))
+        u = torch.tensor([end - first for first, end in with_maps]).double().view(-1, 1, 1, 1)
+        begin = torch.tensor([run.position for run in plan.mine]).double().view(-1, 1, 1, 1)
+        before = followed(torch.ones_like(u), u, begin, found.within).flatten().tolist()
+        first_of = dict(zip(plan.mine, plan.spans))
+        assert before == [run.position + first - first_of[run][0]
+                          for run, (first, _) in zip(run_of, spans)]  # fmt: skip
+        through = followed(torch.ones_like(u), u, u[found.first], found.rest)[found.composed]
+        assert through.flatten().tolist() == [run.length for run in sent]
+        assert found.ends.tolist() == found.pieces[found.last].tolist()
+        ends = [with_maps[place][1] for place in found.last.tolist()]
+        assert ends == [sum(first_of[run]) for run in sent]
+        return len(spans) - len(plan.mine)
+
+    more = 0
+    for seed in range(20):
+        spread = Spread.drawn(seed)
+        more += sum(threads.run(spread.size, main)[0])
+    assert (more > 0) == (pieces > 1)
 
 
-def test_few_maps_travel() -> None:
-    for ranks in (1, 2, 3, 4, 8, 16):
-        longest = longest_of(2**17 // ranks, ranks, 64)
-        assert longest % 64 == 0
-        assert ranks * -(-(2**17 // ranks) // longest) <= max(8, ranks)
+def test_a_rank_has_about_four_pieces_of_whole_chunks() -> None:
+    assert [longest_of(tokens) for tokens in (1, 2**14, 2**17 + 1)] == [2048, 4096, 32832]
+    assert [length for _, length in pieces_of((5, 2**17 + 1), 32832)] == [32832] * 3 + [32577]
+    assert pieces_of((5, 64), 64) == [(5, 64)]
+    assert pieces_of((5, 300), 150) == [(5, 192), (197, 108)]

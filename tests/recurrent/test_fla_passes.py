@@ -1,9 +1,13 @@
 """Calls in two passes over rings of threads, with loops in the place of fla's kernels."""
 
+import random
+
 import pytest
 import torch
 
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.recurrent import (
+    cuts,
     fla_passes,
     layers,
     ring_gated_delta_rule,
@@ -42,6 +46,85 @@ def test_without_final_states(monkeypatch, size, doubling) -> None:
         return {"out": delta(None, True)[1](**given)["out"]}
 
     check(spread, sharded, {}, ours, reference, 1e-10)
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 17])
+def test_runs_in_pieces_equal_one_process(monkeypatch, size, pieces) -> None:
+    """Rings of 17 compose maps by doubling."""
+    fla_loops.stand_in(monkeypatch)
+    monkeypatch.setattr(cuts, "CHUNK", 1)
+    monkeypatch.setattr(cuts, "longest_of", lambda tokens: -(-10 // pieces))
+    layout = "contiguous" if size % 2 else "zigzag"
+    length, draw = 10 * size * (1 + (layout == "zigzag")), random.Random(pieces)
+    borders = [[0, *sorted(draw.sample(range(1, length), 3)), length]] if pieces % 2 else None
+    spread = Spread(size, length, 1, layout, borders)
+    rule = ring_kda if pieces == 2 else ring_gated_delta_rule
+    sharded, normal = data(spread, rule is ring_kda, size)
+    same = {"initial": normal(1, HEADS, D_K, D_V)} if pieces < 4 else {}
+    ours, reference = delta(rule, normalize=True)
+    check(spread, sharded, same, lambda **given: ours(**given, kernel="fla"), reference, 1e-10)
+
+
+def bytes_of_a_call(spread: Spread, ring: Ring, final: bool) -> list[int]:
+    """What a rank sends forward and backward, in a second call of the same kind."""
+    sharded, _ = data(spread, False, 0)
+    at, plan, found = spread.held(ring.rank), spread.plan(ring), []
+    mine = {name: t[:, at].requires_grad_() for name, t in sharded.items()}
+    for _ in range(2):
+        begin = ring.hub.sent_bytes[ring.rank]
+        out, _ = ring_gated_delta_rule(**mine, plan=plan, final=final, kernel="fla")
+        forward = ring.hub.sent_bytes[ring.rank]
+        torch.autograd.grad(out.square().sum(), [*mine.values()])
+        found = [forward - begin, ring.hub.sent_bytes[ring.rank] - forward]
+    return found
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_only_maps_of_runs_travel(monkeypatch, size, layout, final) -> None:
+    fla_loops.stand_in(monkeypatch)  # which cuts runs at 4 tokens or more
+    spread = Spread(size, 96, 1, layout, None)
+
+    def main(ring):
+        plan = spread.plan(ring)
+        counts = [len(plan.runs.sent(rank, final)) for rank in range(size)]
+        u, own = HEADS * D_K * D_V * 8, counts[ring.rank]
+        forward, backward = bytes_of_a_call(spread, ring, final)
+        if not final:
+            assert f"{own} of {sum(counts)} are sent" in plan.explain(HEADS, D_K, D_V)
+        assert forward == (size - 1) * own * HEADS * D_K * (D_V + D_K) * 8
+        assert backward == (sum(counts) - own) * u
+
+    threads.run(size, main)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_doubling_composes_maps_of_runs(monkeypatch, layout) -> None:
+    fla_loops.stand_in(monkeypatch)
+    spread, found = Spread(17, 17 * 12, 1, layout, None), []
+    for longest in (4, 12):
+        monkeypatch.setattr(cuts, "_SHORTEST", longest)
+        of_ranks, _ = threads.run(17, lambda ring: bytes_of_a_call(spread, ring, False))
+        found.append(of_ranks)
+    assert found[0] == found[1]
+
+
+def test_backward_twice(monkeypatch) -> None:
+    fla_loops.stand_in(monkeypatch)
+    spread = Spread(2, 24, 1, "zigzag", None)
+    sharded, _ = data(spread, False, 0)
+
+    def main(ring):
+        at, plan = spread.held(ring.rank), spread.plan(ring)
+        mine = {name: t[:, at].requires_grad_() for name, t in sharded.items()}
+        out, _ = ring_gated_delta_rule(**mine, plan=plan, kernel="fla")
+        loss, leaves = out.square().sum(), [*mine.values()]
+        one, two = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
+        assert all(map(torch.equal, one, two))
+
+    threads.run(2, main)
 
 
 @pytest.mark.parametrize("doubling", [False, True])

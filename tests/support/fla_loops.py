@@ -144,7 +144,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     """Let calls with kernel "fla" compute by these, in any dtype on the CPU."""
     patch.setattr(layers, "fla_refusal", lambda *_: None)
     patch.setattr(layers, "_by_passes", lambda call, apart: call.beta is not None)
-    patch.setattr(layers, "CHUNK", 2)  # runs are cut at multiples of it
+    patch.setattr(cuts, "CHUNK", 2)  # runs are cut at multiples of it
     patch.setattr(cuts, "_SHORTEST", 4)
     patch.setattr(fla_passes, "rule_of", lambda g: Loops())
     for name, function in (

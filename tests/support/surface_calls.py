@@ -432,7 +432,7 @@ RESULTS = {
 WITHIN = {
     # of plans
     "by", "call", "calls", "check", "homes", "keys", "of", "run", "tiles", "warm_up", "whole",
-    "agree_once", "check_numbers", "check_tokens", "error", "halo_route", "in_pieces", "indices",
+    "agree_once", "check_numbers", "check_tokens", "error", "halo_route", "indices",
     "once", "route",
     # of modules
     "all_rows", "choose", "heads_here", "make_projections", "plan_over", "problem", "project",
