@@ -7,7 +7,7 @@
 transformers has a table of losses. Older models call PyTorch's loss instead.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -18,6 +18,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.training.batches import ShardedBatch
+from ring_attention_pytorch.training.loss_inputs import reads_at_once
 from ring_attention_pytorch.training.losses import counted_cross_entropy, ring_cross_entropy
 
 _MOVED: Final = ("ForCausalLM", "ForConditionalGeneration")
@@ -90,11 +91,47 @@ def check_labels(
             "labels are not the batch's; a label is of the next token, which may be on another "
             "rank: give labels to shard_batch, and call model(**inputs)"
         )
+    if counted and "loss_weights" in batch:
+        raise ValueError(
+            "num_items counts labels that all weigh the same, so loss_weights would be ignored; "
+            "leave one of them out"
+        )
     if mine is here and (counted or "loss_weights" in batch):
         raise ValueError(
             "labels predict the tokens themselves in this model, and what counts them was moved "
             "ahead; give shard_batch shift_labels=False"
         )
+
+
+def check_items(given: Any, known: Sequence[Tensor]) -> None:
+    """Raise ValueError if a model's `num_items_in_batch` is none of the block's.
+
+    Values on a GPU are not read: `divided_alike` is for them.
+    """
+    if given is None or any(given is items for items in known) or (known and _on_gpu(given)):
+        return
+    if not any(bool(torch.as_tensor(given) == _like(items, given)) for items in known):
+        raise ValueError(
+            f"num_items_in_batch={given} is not the block's: the loss is the mean over this "
+            "batch's real tokens; to accumulate several batches multiply each loss by the batch's "
+            "share of their tokens, or set num_items of what ring_forward returns"
+        )
+
+
+def divided_alike(loss: Tensor, given: Any, known: Sequence[Tensor]) -> Tensor:
+    """Return a loss, or NaN if a model's `num_items_in_batch` on a GPU is none of the block's."""
+    if not _on_gpu(given) or any(given is items for items in known):
+        return loss
+    right = torch.stack([given == _like(items, given) for items in known]).any()
+    return loss.where(right, torch.nan)
+
+
+def _like(items: Tensor, given: Any) -> Tensor:
+    return items.to(given) if isinstance(given, Tensor) else items  # FSDP casts to 16 bits
+
+
+def _on_gpu(given: Any) -> bool:
+    return isinstance(given, Tensor) and not reads_at_once(given)
 
 
 def check_entropy(

@@ -24,7 +24,9 @@ from ring_attention_pytorch.integrations.latents import prepare
 from ring_attention_pytorch.integrations.layers import check_reading
 from ring_attention_pytorch.integrations.losses import (
     check_entropy,
+    check_items,
     check_labels,
+    divided_alike,
     loss_of,
     own_losses,
 )
@@ -242,20 +244,34 @@ class Watched:
         return found
 
     def loss(
-        self, logits: Tensor, labels: Any, moved: Any, ignore_index: int, in_place: bool
+        self,
+        logits: Tensor,
+        labels: Any,
+        moved: Any,
+        ignore_index: int,
+        in_place: bool,
+        items: Any = None,
     ) -> Tensor:
         """Compute the loss of a model's logits `[b, n, classes]`."""
         block = self.block
         given = None if "labels" not in block.inputs else labels
         counted = block.num_items is not None
-        block.ensure(partial(check_labels, block.batch, given, moved, in_place, counted))
+        counts = [block.num_items, block.inputs.get("num_items_in_batch")]
+        known = [each for each in counts if each is not None]
+
+        def check() -> None:
+            check_labels(block.batch, given, moved, in_place, counted)
+            block.batch.check_ignored(ignore_index)
+            check_items(items, known)
+
+        block.ensure(check)
         with self._unnoticed():
             found = loss_of(
                 block.batch, logits, in_place, group=block.loss_group, num_items=block.num_items,
                 ignore_index=ignore_index,
             )  # fmt: skip
         self.losses += 1
-        return found
+        return divided_alike(found, items, known)
 
     def entropy(self, function: nn.CrossEntropyLoss, x: Tensor, labels: Tensor) -> Tensor | None:
         """Compute the loss for a model's own call of PyTorch's; None if that is not its loss."""
@@ -320,11 +336,12 @@ def _loss(
     in_place: bool,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
+    num_items_in_batch: Any = None,
     **__: Any,
 ) -> Tensor:
     """Compute the loss over all ranks, in place of transformers' loss of a shard."""
     call: Watched = needed().call
-    return call.loss(logits, labels, shift_labels, ignore_index, in_place)
+    return call.loss(logits, labels, shift_labels, ignore_index, in_place, num_items_in_batch)
 
 
 def _entropy(function: nn.CrossEntropyLoss, x: Tensor, labels: Tensor) -> Tensor | None:

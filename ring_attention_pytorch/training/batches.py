@@ -89,6 +89,7 @@ class ShardedBatch(MutableMapping[str, Any]):
         in_place: the labels of the tokens themselves, `[b, n]`; None without labels, or with
             labels that were already shifted.
         positions_given: whether the batch had positions; otherwise they were counted.
+        ignore_index: the label of tokens that predict nothing.
         group: the ring; None is the default group.
         state: where its `SequenceShardedDataset` continues after this batch, for
             `load_state_dict`; None for other batches.
@@ -104,6 +105,7 @@ class ShardedBatch(MutableMapping[str, Any]):
     num_items: Tensor | None = None
     in_place: Tensor | None = None
     positions_given: bool = False
+    ignore_index: int = -100
     group: Group = None
     uncompared: int | None = None  # a digest that ranks have not compared yet
     digest: Digest | None = None  # the same, also after they have
@@ -159,6 +161,15 @@ class ShardedBatch(MutableMapping[str, Any]):
     def pin_memory(self, device: torch.device | str | None = None) -> "ShardedBatch":
         """Return this batch in pinned memory, as DataLoader asks for it."""
         return self._each(lambda t: t.pin_memory())
+
+    def check_ignored(self, ignore_index: int) -> None:
+        """Raise ValueError if a loss does not ignore what the batch's labels have for no label."""
+        if ignore_index != self.ignore_index:
+            raise ValueError(
+                f"the batch's labels have ignore_index={self.ignore_index} where there is nothing "
+                f"to predict, but the loss ignores {ignore_index}: it would count the others; give "
+                "shard_batch the loss's ignore_index"
+            )
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "ShardedBatch":
         def of(value: Any) -> Any:
@@ -340,6 +351,7 @@ class _Whole:
     num_items: Tensor | None
     in_place: Tensor | None
     positions_given: bool
+    ignore_index: int
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], shift: bool, ignore_index: int) -> "_Whole":
@@ -371,7 +383,7 @@ class _Whole:
         cut |= {name: t for name, t in more.items() if _is_cut(name, t, b, n)}
         kept = {name: t for name, t in more.items() if name not in cut}
         given = batch.get("position_ids") is not None
-        return cls(n, cut, kept, packing, real, num_items, in_place, given)
+        return cls(n, cut, kept, packing, real, num_items, in_place, given, ignore_index)
 
     def shard(self, layout: Layout, rank: int, ring_size: int) -> ShardedBatch:
         """Return a rank's part of the batch."""
@@ -384,7 +396,7 @@ class _Whole:
         tensors |= dict(self.kept)
         tensors["position_ids"] = mine(self.cut["position_ids"], -1)
         real, in_place = (None if t is None else mine(t) for t in (self.real, self.in_place))
-        of = (self.packing, real, self.num_items, in_place, self.positions_given)
+        of = (self.packing, real, self.num_items, in_place, self.positions_given, self.ignore_index)
         made = ShardedBatch(tensors, layout, self.length, rank, ring_size, *of)
         return made if self.real is None else replace(made, whole_mask=digest(self.real))
 

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from ring_attention_pytorch import shard_batch
+from ring_attention_pytorch.integrations import losses
 from ring_attention_pytorch.integrations.losses import labels_in_place
 from ring_attention_pytorch.integrations.transformers import register, ring_forward
 from tests.support import hf, hf_kinds
@@ -31,6 +32,52 @@ def test_labels_that_were_counted_where_they_predict_are_not_in_place():
             return make(*OTHERS["a loss of its own"])(**inputs)
 
     assert "give shard_batch shift_labels=False" in raised(step)
+
+
+def model_loss(change: Any = None, items: Any = None, **options: Any) -> Any:
+    """The loss of a Llama, with what `change` makes of the block's inputs."""
+    register()
+    whole = hf.batch_of("plain") | options.pop("whole", {})
+    forward = ring_forward(shard_batch(whole, **options))
+    forward.num_items = items
+    with hf.in_double(), forward as inputs:
+        given = inputs if change is None else change(inputs)
+        return hf.model_of("Llama", "ring")(**given).loss.detach()
+
+
+def test_items_of_several_batches_are_the_blocks_or_an_error():
+    """A model of transformers divides by `num_items_in_batch`; one that is ignored is no number."""
+    many = torch.tensor(500)
+    mean = model_loss()
+    for items in (500, many, 500.0, torch.tensor(499.0)):
+        told = raised(lambda items=items: model_loss(lambda i: {**i, "num_items_in_batch": items}))
+        assert "is not the block's" in told, items
+    same = [model_loss(lambda i: {**i, "num_items_in_batch": items}) for items in (80, None)]
+    rounded = model_loss(lambda i: {**i, "num_items_in_batch": i["num_items_in_batch"].bfloat16()})
+    assert all(torch.equal(loss, mean) for loss in (*same, rounded))
+    counted = model_loss(lambda i: {**i, "num_items_in_batch": 500}, many)
+    assert torch.allclose(counted, mean * 80 / 500, rtol=1e-12)
+
+
+def test_items_that_the_host_does_not_read_make_another_loss_nan():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(losses, "reads_at_once", lambda t: False)
+        wrong = model_loss(lambda i: {**i, "num_items_in_batch": torch.tensor(81)})
+        right = model_loss(lambda i: {**i, "num_items_in_batch": torch.tensor(80)})
+    assert wrong.isnan()
+    assert torch.equal(right, model_loss())
+
+
+def test_weights_of_labels_that_others_count_are_refused():
+    weights = {"loss_weights": torch.rand(2, hf.LENGTH)}
+    told = raised(lambda: model_loss(items=torch.tensor(80), whole=weights))
+    assert "loss_weights would be ignored" in told
+
+
+def test_a_model_ignores_what_the_batch_has_for_no_label():
+    told = raised(lambda: model_loss(ignore_index=0))
+    assert "have ignore_index=0" in told
+    assert "the loss ignores -100" in told
 
 
 def no_class(counted: bool) -> str:
