@@ -106,7 +106,7 @@ def check_labels(
 def check_items(given: Any, known: Sequence[Tensor]) -> None:
     """Raise ValueError if a model's `num_items_in_batch` is none of the block's.
 
-    Values on a GPU are not read: `divided_alike` is for them.
+    Values on a GPU are not read: `nan_for_other_items` is for them.
     """
     if given is None or any(given is items for items in known) or (known and _on_gpu(given)):
         return
@@ -118,7 +118,7 @@ def check_items(given: Any, known: Sequence[Tensor]) -> None:
         )
 
 
-def divided_alike(loss: Tensor, given: Any, known: Sequence[Tensor]) -> Tensor:
+def nan_for_other_items(loss: Tensor, given: Any, known: Sequence[Tensor]) -> Tensor:
     """Return a loss, or NaN if a model's `num_items_in_batch` on a GPU is none of the block's."""
     if not _on_gpu(given) or any(given is items for items in known):
         return loss

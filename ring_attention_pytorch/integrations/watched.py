@@ -26,8 +26,8 @@ from ring_attention_pytorch.integrations.losses import (
     check_entropy,
     check_items,
     check_labels,
-    divided_alike,
     loss_of,
+    nan_for_other_items,
     own_losses,
 )
 from ring_attention_pytorch.integrations.outputs import check_output, name_of
@@ -271,7 +271,7 @@ class Watched:
                 ignore_index=ignore_index,
             )  # fmt: skip
         self.losses += 1
-        return divided_alike(found, items, known)
+        return nan_for_other_items(found, items, known)
 
     def entropy(self, function: nn.CrossEntropyLoss, x: Tensor, labels: Tensor) -> Tensor | None:
         """Compute the loss for a model's own call of PyTorch's; None if that is not its loss."""

@@ -163,7 +163,7 @@ class ShardedBatch(MutableMapping[str, Any]):
         return self._each(lambda t: t.pin_memory())
 
     def check_ignored(self, ignore_index: int) -> None:
-        """Raise ValueError if a loss does not ignore what the batch's labels have for no label."""
+        """Raise ValueError if a loss has another `ignore_index` than the batch's labels."""
         if ignore_index != self.ignore_index:
             raise ValueError(
                 f"the batch's labels have ignore_index={self.ignore_index} where there is nothing "
