@@ -53,7 +53,7 @@ from ring_attention_pytorch.plan.placement import Placement, current, in_backwar
 from ring_attention_pytorch.ranks.agreement import Check
 from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.torch_func import run_apart
-from ring_attention_pytorch.training.batches import ShardedBatch
+from ring_attention_pytorch.training.batches import ShardedBatch, check_ignored
 
 _ROUTERS_OF_SEVERAL = (
     "the routers' loss is of a batch, and this one is a part of several that are accumulated; set "
@@ -261,7 +261,7 @@ class Watched:
 
         def check() -> None:
             check_labels(block.batch, given, moved, in_place, counted)
-            block.batch.check_ignored(ignore_index)
+            check_ignored(block.batch, ignore_index)
             check_items(items, known)
 
         block.ensure(check)

@@ -165,7 +165,7 @@ class RoutingPlan:
 
 
 def _check(ring: Ring, x: Tensor, mask: Tensor | None, layout: str) -> None:
-    """Raise ValueError if this rank's arguments are invalid, or are those of a batch's block."""
+    """Raise ValueError if this rank's arguments are invalid, or tokens are in a batch's block."""
     placement = current()
     if placement is not None and ring.size == placement.ring.size:
         raise ValueError(

@@ -162,15 +162,6 @@ class ShardedBatch(MutableMapping[str, Any]):
         """Return this batch in pinned memory, as DataLoader asks for it."""
         return self._each(lambda t: t.pin_memory())
 
-    def check_ignored(self, ignore_index: int) -> None:
-        """Raise ValueError if a loss has another `ignore_index` than the batch's labels."""
-        if ignore_index != self.ignore_index:
-            raise ValueError(
-                f"the batch's labels have ignore_index={self.ignore_index} where there is nothing "
-                f"to predict, but the loss ignores {ignore_index}: it would count the others; give "
-                "shard_batch the loss's ignore_index"
-            )
-
     def _each(self, change: Callable[[Tensor], Tensor]) -> "ShardedBatch":
         def of(value: Any) -> Any:
             return change(value) if isinstance(value, Tensor) else value
@@ -251,6 +242,16 @@ class ShardedBatch(MutableMapping[str, Any]):
             return found
         ends = torch.stack([_ends(documents, self.length)[held] for documents in self.packing])
         return found.masked_fill((held + ahead >= ends).to(x.device), nothing)
+
+
+def check_ignored(batch: ShardedBatch, ignore_index: int) -> None:
+    """Raise ValueError if a loss has another `ignore_index` than the batch's labels."""
+    if ignore_index != batch.ignore_index:
+        raise ValueError(
+            f"the batch's labels have ignore_index={batch.ignore_index} where there is nothing "
+            f"to predict, but the loss ignores {ignore_index}: it would count the others; give "
+            "shard_batch the loss's ignore_index"
+        )
 
 
 @typed(report_to_group("shard_batch", agreed=("rank", None)), apart=True)
