@@ -13,11 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ring_attention_pytorch.integrations.latents import prepare
@@ -30,7 +32,7 @@ from ring_attention_pytorch.integrations.losses import (
     nan_for_other_items,
     own_losses,
 )
-from ring_attention_pytorch.integrations.outputs import check_output, name_of
+from ring_attention_pytorch.integrations.outputs import check_output, name_of, tensors_in
 from ring_attention_pytorch.integrations.pooling import last_token_head, of_last_token
 from ring_attention_pytorch.integrations.positions import (
     check_positions,
@@ -49,6 +51,7 @@ from ring_attention_pytorch.integrations.routers import (
     own_router_loss,
     with_router_loss,
 )
+from ring_attention_pytorch.nn.averaging import watch_averaging
 from ring_attention_pytorch.plan.placement import Placement, current, in_backward
 from ring_attention_pytorch.ranks.agreement import Check
 from ring_attention_pytorch.ranks.ring import Group, Ring
@@ -84,6 +87,7 @@ class Block(Protocol):
 
 # the block of each placement that `ring_forward` has opened
 _blocks: "WeakKeyDictionary[Placement, Any]" = WeakKeyDictionary()
+_averaging: "WeakSet[nn.Module]" = WeakSet()  # modules whose averaging has been watched
 
 
 def begun(block: Any) -> Placement:
@@ -123,6 +127,7 @@ class Parts(NamedTuple):
         head: the head whose last token the first model picks, and that model's config.
         routed: Python modules of models with a routers' loss.
         recurrent: layers whose states are carried through runs.
+        averaged: whether FSDP2 or DDP averages gradients.
     """
 
     models: Sequence[PreTrainedModel] = ()
@@ -130,6 +135,7 @@ class Parts(NamedTuple):
     head: tuple[nn.Module, Any] | None = None
     routed: Sequence[Any] = ()
     recurrent: Sequence[nn.Module] = ()
+    averaged: bool = False
 
 
 def parts_of(module: nn.Module) -> Parts:
@@ -140,7 +146,8 @@ def parts_of(module: nn.Module) -> Parts:
     recurrent = recurrent_layers(named)
     if with_latents := [m for m in named.values() if hasattr(type(m), "expand_kv")]:
         prepare(with_latents)
-    return Parts(models, places_of(named), head, with_router_loss(models), recurrent)
+    averaged = any(isinstance(m, FSDPModule | DistributedDataParallel) for m in named.values())
+    return Parts(models, places_of(named), head, with_router_loss(models), recurrent, averaged)
 
 
 class Watched:
@@ -177,6 +184,15 @@ class Watched:
         """Raise ValueError if a tensor of the module's output is not of this rank's tokens."""
         if self.model is not None and self.attended and not self.knows:
             check_output(self.model, given, self.block.batch, self.losses)
+
+    def watch_averaging(self, given: Any) -> None:
+        """Warn after the first backward through the output if gradients are averaged elsewhere."""
+        if self.model is None or not self.parts.averaged or self.model in _averaging:
+            return
+        for _, t in tensors_in("", given):
+            if watch_averaging(self.model, t, self.block.ring, ()):
+                _averaging.add(self.model)
+                return
 
     @property
     def knows(self) -> bool:
@@ -327,6 +343,7 @@ class Outermost:
         call, self.block.call = self.block.call, self._outside
         call.hooks.close()
         self.block.ensure(partial(call.check_output, given))
+        call.watch_averaging(given)
 
 
 def _loss(
