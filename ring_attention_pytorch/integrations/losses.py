@@ -103,14 +103,12 @@ def check_labels(
         )
 
 
-def check_items(given: Any, known: Sequence[Tensor]) -> None:
+def check_items(given: Any, known: Sequence[Tensor | None]) -> None:
     """Raise ValueError if a model's `num_items_in_batch` is none of the block's.
 
     Values on a GPU are not read: `nan_for_other_items` is for them.
     """
-    if given is None or any(given is items for items in known) or (known and _on_gpu(given)):
-        return
-    if not any(bool(torch.as_tensor(given) == _like(items, given)) for items in known):
+    if not _on_gpu(given) and not bool(_equals_any(torch.as_tensor(given), known)):
         raise ValueError(
             f"num_items_in_batch={given} is not the block's: the loss is the mean over this "
             "batch's real tokens; to accumulate several batches multiply each loss by the batch's "
@@ -118,16 +116,16 @@ def check_items(given: Any, known: Sequence[Tensor]) -> None:
         )
 
 
-def nan_for_other_items(loss: Tensor, given: Any, known: Sequence[Tensor]) -> Tensor:
+def nan_for_other_items(loss: Tensor, given: Any, known: Sequence[Tensor | None]) -> Tensor:
     """Return a loss, or NaN if a model's `num_items_in_batch` on a GPU is none of the block's."""
-    if not _on_gpu(given) or any(given is items for items in known):
-        return loss
-    right = torch.stack([given == _like(items, given) for items in known]).any()
-    return loss.where(right, torch.nan)
+    return loss.where(_equals_any(given, known), torch.nan) if _on_gpu(given) else loss
 
 
-def _like(items: Tensor, given: Any) -> Tensor:
-    return items.to(given) if isinstance(given, Tensor) else items  # FSDP casts to 16 bits
+def _equals_any(given: Tensor, known: Sequence[Tensor | None]) -> Tensor:
+    """Return whether a number equals one of these, cast alike: FSDP casts inputs to 16 bits."""
+    dtype = given.dtype if given.is_floating_point() else torch.float64
+    equal = [given == items.to(given.device, dtype) for items in known if items is not None]
+    return torch.stack(equal).any() if equal else torch.zeros_like(given, dtype=torch.bool)
 
 
 def _on_gpu(given: Any) -> bool:

@@ -56,7 +56,8 @@ from ring_attention_pytorch.plan.placement import Placement, current, in_backwar
 from ring_attention_pytorch.ranks.agreement import Check
 from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.torch_func import run_apart
-from ring_attention_pytorch.training.batches import ShardedBatch, check_ignored
+from ring_attention_pytorch.training.batches import ShardedBatch
+from ring_attention_pytorch.training.loss_inputs import check_ignored
 
 _ROUTERS_OF_SEVERAL = (
     "the routers' loss is of a batch, and this one is a part of several that are accumulated; set "
@@ -187,7 +188,7 @@ class Watched:
 
     def watch_averaging(self, given: Any) -> None:
         """Warn after the first backward through the output if gradients are averaged elsewhere."""
-        if self.model is None or not self.parts.averaged or self.model in _averaging:
+        if self.model is None or self.model in _averaging:
             return
         for _, t in tensors_in("", given):
             if watch_averaging(self.model, t, self.block.ring, ()):
@@ -272,13 +273,14 @@ class Watched:
         block = self.block
         given = None if "labels" not in block.inputs else labels
         counted = block.num_items is not None
-        counts = [block.num_items, block.inputs.get("num_items_in_batch")]
-        known = [each for each in counts if each is not None]
+        known = block.num_items, block.inputs.get("num_items_in_batch")
+        others = items is not None and id(items) not in map(id, known)
 
         def check() -> None:
             check_labels(block.batch, given, moved, in_place, counted)
-            check_ignored(block.batch, ignore_index)
-            check_items(items, known)
+            check_ignored(block.batch.ignore_index, ignore_index)
+            if others:
+                check_items(items, known)
 
         block.ensure(check)
         with self._unnoticed():
@@ -287,7 +289,7 @@ class Watched:
                 ignore_index=ignore_index,
             )  # fmt: skip
         self.losses += 1
-        return nan_for_other_items(found, items, known)
+        return nan_for_other_items(found, items, known) if others else found
 
     def entropy(self, function: nn.CrossEntropyLoss, x: Tensor, labels: Tensor) -> Tensor | None:
         """Compute the loss for a model's own call of PyTorch's; None if that is not its loss."""
@@ -343,7 +345,8 @@ class Outermost:
         call, self.block.call = self.block.call, self._outside
         call.hooks.close()
         self.block.ensure(partial(call.check_output, given))
-        call.watch_averaging(given)
+        if call.parts.averaged:
+            call.watch_averaging(given)
 
 
 def _loss(

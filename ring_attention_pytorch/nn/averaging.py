@@ -10,10 +10,9 @@ from collections.abc import Collection, Iterator
 
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
-from torch.distributed import get_process_group_ranks
 from torch.nn.parallel import DistributedDataParallel
 
-from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.ring import Ring, as_ring
 from ring_attention_pytorch.runtime.torch_func import forward_mode
 
 
@@ -50,7 +49,7 @@ def _averaged_over(module: nn.Module) -> Iterator[set[int]]:
     """Yield the ranks of each DDP in a module, and of each sharded parameter."""
     for m in module.modules():
         if isinstance(m, DistributedDataParallel):
-            yield {*get_process_group_ranks(m.process_group)}
+            yield {*as_ring(m.process_group).ranks}
     for p in module.parameters():
         mesh = getattr(p, "device_mesh", None)  # only sharded parameters have one
         if mesh is not None:

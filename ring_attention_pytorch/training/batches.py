@@ -48,6 +48,7 @@ from ring_attention_pytorch.training.labels import (
 AUTO = "auto"
 _TOKENS = ("input_ids", "inputs_embeds")
 _MASKS = ("attention_mask", "key_mask")
+_MADE = ("shift_labels", "num_items_in_batch")
 _READ = (*_MASKS, "documents", "cu_seqlens", "position_ids", "labels", "loss_weights")
 
 
@@ -244,16 +245,6 @@ class ShardedBatch(MutableMapping[str, Any]):
         return found.masked_fill((held + ahead >= ends).to(x.device), nothing)
 
 
-def check_ignored(batch: ShardedBatch, ignore_index: int) -> None:
-    """Raise ValueError if a loss has another `ignore_index` than the batch's labels."""
-    if ignore_index != batch.ignore_index:
-        raise ValueError(
-            f"the batch's labels have ignore_index={batch.ignore_index} where there is nothing "
-            f"to predict, but the loss ignores {ignore_index}: it would count the others; give "
-            "shard_batch the loss's ignore_index"
-        )
-
-
 @typed(report_to_group("shard_batch", agreed=("rank", None)), apart=True)
 def shard_batch(
     batch: Mapping[str, Any],
@@ -358,6 +349,12 @@ class _Whole:
     def read(cls, batch: Mapping[str, Any], shift: bool, ignore_index: int) -> "_Whole":
         """Parse a batch; raise ValueError if its tensors contradict one another."""
         tokens = _tokens(batch)
+        for name in _MADE:
+            if batch.get(name) is not None:
+                raise ValueError(
+                    f"{name} is made of the whole batch's labels, and another one would be lost; "
+                    "leave it out, and give labels, with shift_labels=False if they are shifted"
+                )
         b, n = tokens.shape[:2]
         for name in (*_MASKS, "position_ids", "labels", "loss_weights"):
             shape = getattr(batch.get(name), "shape", None)

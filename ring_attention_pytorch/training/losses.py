@@ -24,14 +24,11 @@ from ring_attention_pytorch.ranks.failures import Disagreement
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.torch_func import run_apart
-from ring_attention_pytorch.training.batches import (
-    ShardedBatch,
-    check_ignored,
-    report_to_ring_of_batch,
-)
+from ring_attention_pytorch.training.batches import ShardedBatch, report_to_ring_of_batch
 from ring_attention_pytorch.training.comparison import UnreadDigest
 from ring_attention_pytorch.training.loss_inputs import (
     Head,
+    check_ignored,
     check_labels,
     check_values,
     targets,
@@ -224,7 +221,7 @@ def ring_token_logprobs(
     def check() -> None:
         if labels is None:
             raise ValueError("the batch must have labels, got none")
-        check_ignored(batch, ignore_index)
+        check_ignored(batch.ignore_index, ignore_index)
         _check(x, labels, of, None, ignore_index, chunk, ring)
 
     error = error_of(check)
