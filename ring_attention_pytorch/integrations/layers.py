@@ -50,7 +50,7 @@ def _check_sequences(config: Any) -> None:
 
 
 def check_reading(model: Any) -> None:
-    """Raise ValueError if a model or its head must read a whole sequence.
+    """Raise ValueError if a model, its head or its loss must read a whole sequence.
 
     Args:
         model: a model of transformers.
@@ -59,6 +59,11 @@ def check_reading(model: Any) -> None:
         raise ValueError(
             f"{name} looks for the question's token in a whole sequence, of which ranks have "
             "parts; give hidden states of the model below it to a head of your own"
+        )
+    if getattr(model, "z_loss_coefficient", 0) > 0:
+        raise ValueError(
+            f"{name} adds to its loss a mean over its own tokens (z_loss_coefficient), which are "
+            "this rank's alone; set model.z_loss_coefficient = 0, or compute the loss yourself"
         )
     _check_sequences(model.config)
 

@@ -7,7 +7,7 @@
 transformers has a table of losses. Older models call PyTorch's loss instead.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -18,6 +18,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.training.batches import ShardedBatch
+from ring_attention_pytorch.training.loss_inputs import reads_at_once
 from ring_attention_pytorch.training.losses import counted_cross_entropy, ring_cross_entropy
 
 _MOVED: Final = ("ForCausalLM", "ForConditionalGeneration")
@@ -90,11 +91,45 @@ def check_labels(
             "labels are not the batch's; a label is of the next token, which may be on another "
             "rank: give labels to shard_batch, and call model(**inputs)"
         )
+    if counted and "loss_weights" in batch:
+        raise ValueError(
+            "num_items counts labels that all weigh the same, so loss_weights would be ignored; "
+            "leave one of them out"
+        )
     if mine is here and (counted or "loss_weights" in batch):
         raise ValueError(
             "labels predict the tokens themselves in this model, and what counts them was moved "
             "ahead; give shard_batch shift_labels=False"
         )
+
+
+def check_items(given: Any, known: Sequence[Tensor | None]) -> None:
+    """Raise ValueError if a model's `num_items_in_batch` is none of the block's.
+
+    Values on a GPU are not read: `nan_for_other_items` is for them.
+    """
+    if not _on_gpu(given) and not bool(_equals_any(torch.as_tensor(given), known)):
+        raise ValueError(
+            f"num_items_in_batch={given} is not the block's: the loss is the mean over this "
+            "batch's real tokens; to accumulate several batches multiply each loss by the batch's "
+            "share of their tokens, or set num_items of what ring_forward returns"
+        )
+
+
+def nan_for_other_items(loss: Tensor, given: Any, known: Sequence[Tensor | None]) -> Tensor:
+    """Return a loss, or NaN if a model's `num_items_in_batch` on a GPU is none of the block's."""
+    return loss.where(_equals_any(given, known), torch.nan) if _on_gpu(given) else loss
+
+
+def _equals_any(given: Tensor, known: Sequence[Tensor | None]) -> Tensor:
+    """Return whether a number equals one of these, cast alike: FSDP casts inputs to 16 bits."""
+    dtype = given.dtype if given.is_floating_point() else torch.float64
+    equal = [given == items.to(given.device, dtype) for items in known if items is not None]
+    return torch.stack(equal).any() if equal else torch.zeros_like(given, dtype=torch.bool)
+
+
+def _on_gpu(given: Any) -> bool:
+    return isinstance(given, Tensor) and not reads_at_once(given)
 
 
 def check_entropy(

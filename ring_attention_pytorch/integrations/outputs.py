@@ -30,7 +30,7 @@ def check_output(module: nn.Module, given: Any, batch: ShardedBatch, losses: int
         given: the output: tensors, also in mappings, sequences, dataclasses.
         losses: the number of losses that the call computed over all ranks.
     """
-    found = list(_tensors("", given))
+    found = list(tensors_in("", given))
     scalars = [name for name, t in found if t.ndim == 0 or name.rpartition(".")[2] == "loss"]
     if len(scalars) > losses:
         raise ValueError(
@@ -63,20 +63,20 @@ def _check_tokens(module: nn.Module, name: str, t: Tensor, batch: ShardedBatch) 
     )
 
 
-def _tensors(name: str, given: Any) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(name: str, given: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of an output with their names."""
     if isinstance(given, Tensor):
         yield name, given
     elif isinstance(given, Mapping):
         for key, each in given.items():
-            yield from _tensors(f"{name}.{key}" if name else str(key), each)
+            yield from tensors_in(f"{name}.{key}" if name else str(key), each)
     elif isinstance(given, list | tuple):
         for i, each in enumerate(given):
-            yield from _tensors(f"{name}[{i}]", each)
+            yield from tensors_in(f"{name}[{i}]", each)
     elif is_dataclass(given):
         for field in fields(given):
             at = f"{name}.{field.name}" if name else field.name
-            yield from _tensors(at, getattr(given, field.name))
+            yield from tensors_in(at, getattr(given, field.name))
 
 
 def _widths_of(module: nn.Module) -> frozenset[int]:

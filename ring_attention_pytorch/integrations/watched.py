@@ -13,22 +13,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ring_attention_pytorch.integrations.latents import prepare
 from ring_attention_pytorch.integrations.layers import check_reading
 from ring_attention_pytorch.integrations.losses import (
     check_entropy,
+    check_items,
     check_labels,
     loss_of,
+    nan_for_other_items,
     own_losses,
 )
-from ring_attention_pytorch.integrations.outputs import check_output, name_of
+from ring_attention_pytorch.integrations.outputs import check_output, name_of, tensors_in
 from ring_attention_pytorch.integrations.pooling import last_token_head, of_last_token
 from ring_attention_pytorch.integrations.positions import (
     check_positions,
@@ -47,11 +51,13 @@ from ring_attention_pytorch.integrations.routers import (
     own_router_loss,
     with_router_loss,
 )
+from ring_attention_pytorch.nn.averaging import watch_averaging
 from ring_attention_pytorch.plan.placement import Placement, current, in_backward
 from ring_attention_pytorch.ranks.agreement import Check
 from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.torch_func import run_apart
 from ring_attention_pytorch.training.batches import ShardedBatch
+from ring_attention_pytorch.training.loss_inputs import check_ignored
 
 _ROUTERS_OF_SEVERAL = (
     "the routers' loss is of a batch, and this one is a part of several that are accumulated; set "
@@ -82,6 +88,7 @@ class Block(Protocol):
 
 # the block of each placement that `ring_forward` has opened
 _blocks: "WeakKeyDictionary[Placement, Any]" = WeakKeyDictionary()
+_averaging: "WeakSet[nn.Module]" = WeakSet()  # modules whose averaging has been watched
 
 
 def begun(block: Any) -> Placement:
@@ -121,6 +128,7 @@ class Parts(NamedTuple):
         head: the head whose last token the first model picks, and that model's config.
         routed: Python modules of models with a routers' loss.
         recurrent: layers whose states are carried through runs.
+        averaged: whether FSDP2 or DDP averages gradients.
     """
 
     models: Sequence[PreTrainedModel] = ()
@@ -128,6 +136,7 @@ class Parts(NamedTuple):
     head: tuple[nn.Module, Any] | None = None
     routed: Sequence[Any] = ()
     recurrent: Sequence[nn.Module] = ()
+    averaged: bool = False
 
 
 def parts_of(module: nn.Module) -> Parts:
@@ -138,7 +147,8 @@ def parts_of(module: nn.Module) -> Parts:
     recurrent = recurrent_layers(named)
     if with_latents := [m for m in named.values() if hasattr(type(m), "expand_kv")]:
         prepare(with_latents)
-    return Parts(models, places_of(named), head, with_router_loss(models), recurrent)
+    averaged = any(isinstance(m, FSDPModule | DistributedDataParallel) for m in named.values())
+    return Parts(models, places_of(named), head, with_router_loss(models), recurrent, averaged)
 
 
 class Watched:
@@ -175,6 +185,15 @@ class Watched:
         """Raise ValueError if a tensor of the module's output is not of this rank's tokens."""
         if self.model is not None and self.attended and not self.knows:
             check_output(self.model, given, self.block.batch, self.losses)
+
+    def watch_averaging(self, given: Any) -> None:
+        """Warn after the first backward through the output if gradients are averaged elsewhere."""
+        if self.model is None or self.model in _averaging:
+            return
+        for _, t in tensors_in("", given):
+            if watch_averaging(self.model, t, self.block.ring, ()):
+                _averaging.add(self.model)
+                return
 
     @property
     def knows(self) -> bool:
@@ -242,20 +261,35 @@ class Watched:
         return found
 
     def loss(
-        self, logits: Tensor, labels: Any, moved: Any, ignore_index: int, in_place: bool
+        self,
+        logits: Tensor,
+        labels: Any,
+        moved: Any,
+        ignore_index: int,
+        in_place: bool,
+        items: Any = None,
     ) -> Tensor:
         """Compute the loss of a model's logits `[b, n, classes]`."""
         block = self.block
         given = None if "labels" not in block.inputs else labels
         counted = block.num_items is not None
-        block.ensure(partial(check_labels, block.batch, given, moved, in_place, counted))
+        known = block.num_items, block.inputs.get("num_items_in_batch")
+        others = items is not None and id(items) not in map(id, known)
+
+        def check() -> None:
+            check_labels(block.batch, given, moved, in_place, counted)
+            check_ignored(block.batch.ignore_index, ignore_index)
+            if others:
+                check_items(items, known)
+
+        block.ensure(check)
         with self._unnoticed():
             found = loss_of(
                 block.batch, logits, in_place, group=block.loss_group, num_items=block.num_items,
                 ignore_index=ignore_index,
             )  # fmt: skip
         self.losses += 1
-        return found
+        return nan_for_other_items(found, items, known) if others else found
 
     def entropy(self, function: nn.CrossEntropyLoss, x: Tensor, labels: Tensor) -> Tensor | None:
         """Compute the loss for a model's own call of PyTorch's; None if that is not its loss."""
@@ -311,6 +345,8 @@ class Outermost:
         call, self.block.call = self.block.call, self._outside
         call.hooks.close()
         self.block.ensure(partial(call.check_output, given))
+        if call.parts.averaged:
+            call.watch_averaging(given)
 
 
 def _loss(
@@ -320,11 +356,12 @@ def _loss(
     in_place: bool,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
+    num_items_in_batch: Any = None,
     **__: Any,
 ) -> Tensor:
     """Compute the loss over all ranks, in place of transformers' loss of a shard."""
     call: Watched = needed().call
-    return call.loss(logits, labels, shift_labels, ignore_index, in_place)
+    return call.loss(logits, labels, shift_labels, ignore_index, in_place, num_items_in_batch)
 
 
 def _entropy(function: nn.CrossEntropyLoss, x: Tensor, labels: Tensor) -> Tensor | None:

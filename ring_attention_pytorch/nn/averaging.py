@@ -1,21 +1,23 @@
 """A warning if the ranks of a ring do not average their parameters' gradients.
 
-Each rank has gradients of its own tokens only. If FSDP2 averages over other ranks, nothing fails.
-The check runs at the end of the first backward: in forward, FSDP2's parameters look unsharded.
+Each rank has gradients of its own tokens only. If FSDP2 or DDP averages over other ranks, nothing
+fails. The check runs at the end of the first backward: in forward, FSDP2's parameters look
+unsharded.
 """
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
+from torch.nn.parallel import DistributedDataParallel
 
-from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.ring import Ring, as_ring
 from ring_attention_pytorch.runtime.torch_func import forward_mode
 
 
 def watch_averaging(module: nn.Module, result: Tensor, ring: Ring, apart: Collection[int]) -> bool:
-    """Warn after backward through `result` if parameters are sharded over too few ranks.
+    """Warn after backward through `result` if gradients are averaged over too few ranks.
 
     Args:
         module: the module whose parameters are checked.
@@ -31,11 +33,7 @@ def watch_averaging(module: nn.Module, result: Tensor, ring: Ring, apart: Collec
     ranks = set(ring.ranks)
 
     def look() -> None:
-        for p in module.parameters():
-            mesh = getattr(p, "device_mesh", None)  # only sharded parameters have one
-            if mesh is None:
-                continue
-            over = set(mesh.mesh.flatten().tolist())
+        for over in _averaged_over(module):
             if not ranks <= over and over != set(apart):
                 warnings.warn(_text(sorted(over), sorted(ranks)), stacklevel=2)
                 return
@@ -47,9 +45,20 @@ def watch_averaging(module: nn.Module, result: Tensor, ring: Ring, apart: Collec
     return True
 
 
+def _averaged_over(module: nn.Module) -> Iterator[set[int]]:
+    """Yield the ranks of each DDP in a module, and of each sharded parameter."""
+    for m in module.modules():
+        if isinstance(m, DistributedDataParallel):
+            yield {*as_ring(m.process_group).ranks}
+    for p in module.parameters():
+        mesh = getattr(p, "device_mesh", None)  # only sharded parameters have one
+        if mesh is not None:
+            yield {*mesh.mesh.flatten().tolist()}
+
+
 def _text(over: list[int], ranks: list[int]) -> str:
     return (
         f"gradients are averaged over ranks {over} and not over the ring's ranks {ranks}, of "
-        "which each has gradients of its own tokens only: shard parameters over a mesh that has "
-        'all of them, such as fully_shard(model, mesh=mesh["dp", "cp"])'
+        "which each has gradients of its own tokens only: DDP or FSDP2 must be over all of them, "
+        'as in fully_shard(model, mesh=mesh["dp", "cp"])'
     )

@@ -19,6 +19,7 @@ from ring_attention_pytorch.geometry.layouts import (
 )
 from ring_attention_pytorch.nn.sharding import ShardConfig, check_mask
 from ring_attention_pytorch.plan.checks import DTYPES, check_shards
+from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.plan.plan_cache import PlanCache
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import (
@@ -80,7 +81,7 @@ class RoutingPlan:
         5
         """
         ring = as_ring(group)
-        error = error_of(check) or error_of(partial(_check, x, mask, layout))
+        error = error_of(check) or error_of(partial(_check, ring, x, mask, layout))
         same, own = {}, {}
         if error is None:
             b, n, dim = x.shape
@@ -163,8 +164,14 @@ class RoutingPlan:
         return rank.masked_fill(positions < 0, -1), place - starts[rank]
 
 
-def _check(x: Tensor, mask: Tensor | None, layout: str) -> None:
-    """Raise ValueError if this rank's arguments are invalid."""
+def _check(ring: Ring, x: Tensor, mask: Tensor | None, layout: str) -> None:
+    """Raise ValueError if this rank's arguments are invalid, or tokens are in a batch's block."""
+    placement = current()
+    if placement is not None and ring.size == placement.ring.size:
+        raise ValueError(
+            "routed layers take no layout, documents and mask from the block of a batch; leave "
+            "`with batch:` out, and give them the layout and the mask"
+        )
     if x.ndim != 3 or x.dtype not in DTYPES or x.is_meta:
         raise ValueError(
             "tokens must be floating [batch, tokens, dim] and have values, "

@@ -48,6 +48,7 @@ from ring_attention_pytorch.training.labels import (
 AUTO = "auto"
 _TOKENS = ("input_ids", "inputs_embeds")
 _MASKS = ("attention_mask", "key_mask")
+_MADE = ("shift_labels", "num_items_in_batch")
 _READ = (*_MASKS, "documents", "cu_seqlens", "position_ids", "labels", "loss_weights")
 
 
@@ -89,6 +90,7 @@ class ShardedBatch(MutableMapping[str, Any]):
         in_place: the labels of the tokens themselves, `[b, n]`; None without labels, or with
             labels that were already shifted.
         positions_given: whether the batch had positions; otherwise they were counted.
+        ignore_index: the label of tokens that predict nothing.
         group: the ring; None is the default group.
         state: where its `SequenceShardedDataset` continues after this batch, for
             `load_state_dict`; None for other batches.
@@ -104,6 +106,7 @@ class ShardedBatch(MutableMapping[str, Any]):
     num_items: Tensor | None = None
     in_place: Tensor | None = None
     positions_given: bool = False
+    ignore_index: int = -100
     group: Group = None
     uncompared: int | None = None  # a digest that ranks have not compared yet
     digest: Digest | None = None  # the same, also after they have
@@ -340,11 +343,18 @@ class _Whole:
     num_items: Tensor | None
     in_place: Tensor | None
     positions_given: bool
+    ignore_index: int
 
     @classmethod
     def read(cls, batch: Mapping[str, Any], shift: bool, ignore_index: int) -> "_Whole":
         """Parse a batch; raise ValueError if its tensors contradict one another."""
         tokens = _tokens(batch)
+        for name in _MADE:
+            if batch.get(name) is not None:
+                raise ValueError(
+                    f"{name} is made of the whole batch's labels, and another one would be lost; "
+                    "leave it out, and give labels, with shift_labels=False if they are shifted"
+                )
         b, n = tokens.shape[:2]
         for name in (*_MASKS, "position_ids", "labels", "loss_weights"):
             shape = getattr(batch.get(name), "shape", None)
@@ -371,7 +381,7 @@ class _Whole:
         cut |= {name: t for name, t in more.items() if _is_cut(name, t, b, n)}
         kept = {name: t for name, t in more.items() if name not in cut}
         given = batch.get("position_ids") is not None
-        return cls(n, cut, kept, packing, real, num_items, in_place, given)
+        return cls(n, cut, kept, packing, real, num_items, in_place, given, ignore_index)
 
     def shard(self, layout: Layout, rank: int, ring_size: int) -> ShardedBatch:
         """Return a rank's part of the batch."""
@@ -384,7 +394,7 @@ class _Whole:
         tensors |= dict(self.kept)
         tensors["position_ids"] = mine(self.cut["position_ids"], -1)
         real, in_place = (None if t is None else mine(t) for t in (self.real, self.in_place))
-        of = (self.packing, real, self.num_items, in_place, self.positions_given)
+        of = (self.packing, real, self.num_items, in_place, self.positions_given, self.ignore_index)
         made = ShardedBatch(tensors, layout, self.length, rank, ring_size, *of)
         return made if self.real is None else replace(made, whole_mask=digest(self.real))
 

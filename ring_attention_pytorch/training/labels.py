@@ -14,7 +14,8 @@ def documents_of_positions(positions: Tensor, real: Tensor | None) -> Tensor | N
     """Number each token's document, from positions `[b, n]` that restart at 0 in each.
 
     Args:
-        real: bool `[b, n]`, False for padding, whose positions are ignored.
+        real: bool `[b, n]`, False for padding, whose positions are ignored. Padding between two
+            documents is numbered as the first one.
 
     Returns:
         int64 `[b, n]`; None if each sample is one document.
@@ -25,12 +26,12 @@ def documents_of_positions(positions: Tensor, real: Tensor | None) -> Tensor | N
     >>> documents_of_positions(torch.tensor([[0, 1, 2, 0, 1]]), None).tolist()
     [[0, 0, 0, 1, 1]]
     """
-    back = torch.zeros_like(positions, dtype=torch.bool)
-    back[:, 1:] = positions[:, 1:] <= positions[:, :-1]
-    if real is not None:
-        before = torch.zeros_like(real)
-        before[:, 1:] = real[:, :-1]
-        back &= real & before
+    real = torch.ones_like(positions, dtype=torch.bool) if real is None else real
+    at = torch.arange(positions.shape[1], device=positions.device)
+    last = at.where(real, -1).cummax(1).values[:, :-1]  # the real token before each but the first
+    back = real.clone()
+    back[:, :1] = False
+    back[:, 1:] &= (last >= 0) & (positions[:, 1:] <= positions.gather(1, last.clamp(min=0)))
     if bool((positions[back] != 0).any()):
         raise ValueError("position_ids must ascend within a document and begin at 0 in the next")
     return back.cumsum(1) if bool(back.any()) else None

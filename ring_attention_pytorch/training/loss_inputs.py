@@ -134,6 +134,16 @@ def check_values(labels: Tensor, weights: Tensor | None, ignore_index: int, clas
             raise ValueError(f"weights must be finite and at least 0, got {wrong[0].item()}")
 
 
+def check_ignored(made_with: int, ignore_index: int) -> None:
+    """Raise ValueError if a loss has another `ignore_index` than the batch that labels are of."""
+    if ignore_index != made_with:
+        raise ValueError(
+            f"the batch's labels have ignore_index={made_with} where there is nothing to predict, "
+            f"but the loss ignores {ignore_index}: it would count the others; give shard_batch the "
+            "loss's ignore_index"
+        )
+
+
 def check_labels(x: Tensor, labels: Tensor, weights: Tensor | None) -> None:
     """Raise ValueError if x, labels or weights have a wrong shape, dtype or device.
 

@@ -28,6 +28,7 @@ from ring_attention_pytorch.training.batches import ShardedBatch, report_to_ring
 from ring_attention_pytorch.training.comparison import UnreadDigest
 from ring_attention_pytorch.training.loss_inputs import (
     Head,
+    check_ignored,
     check_labels,
     check_values,
     targets,
@@ -216,7 +217,14 @@ def ring_token_logprobs(
     """
     labels: Any = batch.get("shift_labels")
     ring, of = batch.ring, Head(head, bias, scale, softcap)
-    error = error_of(partial(_check, x, labels, of, None, ignore_index, chunk, ring))
+
+    def check() -> None:
+        if labels is None:
+            raise ValueError("the batch must have labels, got none")
+        check_ignored(batch.ignore_index, ignore_index)
+        _check(x, labels, of, None, ignore_index, chunk, ring)
+
+    error = error_of(check)
     own = batch.digest.for_note() if isinstance(batch.digest, UnreadDigest) else batch.digest
     same = _same(x, of, error, ignore_index) | {"batch (its digest)": own}
     agree(ring, "ring_token_logprobs", same, check=error)
@@ -279,7 +287,7 @@ def _entropies(
 
 def _check(
     x: Tensor,
-    labels: Tensor | None,
+    labels: Tensor,
     head: Head,
     weights: Tensor | None,
     ignore_index: int,
@@ -287,8 +295,6 @@ def _check(
     ring: Ring,
 ) -> None:
     """Raise ValueError if this rank's arguments are wrong."""
-    if labels is None:
-        raise ValueError("the batch must have labels, got none")
     check_labels(x, labels, weights)
     head.check(x)
     if chunk is not None and chunk < 1:

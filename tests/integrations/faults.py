@@ -91,8 +91,9 @@ INTEGRATIONS = [
     ),
     Mutant(
         "a model's modules are those of its first call", "integrations/watched.py:parts_of",
-        "return Parts(models, places_of(named), head, with_router_loss(models), recurrent)",
-        "return vars(module).setdefault("
-        "'parts', Parts(models, places_of(named), head, with_router_loss(models), recurrent))",
+        "return Parts(models, places_of(named), head, with_router_loss(models), "
+        "recurrent, averaged)",
+        "return vars(module).setdefault('parts', "
+        "Parts(models, places_of(named), head, with_router_loss(models), recurrent, averaged))",
     ),
 ]  # fmt: skip

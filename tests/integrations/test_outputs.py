@@ -116,6 +116,11 @@ def labels_of_a_question() -> Any:
     return called(of("Bert", "ForQuestionAnswering"), given, labels=False)
 
 
+def a_term_of_its_own_logits() -> Any:
+    sizes = dict(num_key_value_heads=2, attn_layer_indices=[0, 1], z_loss_coefficient=0.5)
+    return called(of("Bamba", "ForCausalLM", **sizes, mamba_n_heads=4, mamba_d_head=16))
+
+
 def temperature_by_place() -> Any:
     sizes = dict(
         intermediate_size_mlp=24, num_key_value_heads=2, head_dim=8, num_hidden_layers=4,
@@ -185,6 +190,7 @@ REFUSED: dict[Callable[[], Any], str] = {
     smoothed_labels: "LlamaModel computes a cross entropy by itself",
     a_loss_of_other_labels: "BertForSequenceClassification computes a cross entropy by itself",
     labels_of_a_question: "BertForQuestionAnswering computes a cross entropy by itself",
+    a_term_of_its_own_logits: "BambaForCausalLM adds to its loss a mean over its own tokens",
     temperature_by_place: "scale queries by a token's number",
     three_words_side_by_side: "embeddings are of three tokens side by side",
     positions_of_its_own: "the model gives position_ids to no embedding or layer that is known",

@@ -1,16 +1,21 @@
 """A call of a model, watched: its parts as they are now, and hooks that go when it ends."""
 
 import threading
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("transformers")
 
 from ring_attention_pytorch import shard_batch
 from ring_attention_pytorch.integrations import watched
+from ring_attention_pytorch.integrations.transformers import register, ring_forward
 from ring_attention_pytorch.integrations.watched import Parts, Watched, parts_of
 from tests.support import hf
 
@@ -41,7 +46,7 @@ def test_parts_are_looked_for_anew() -> None:
     other = hf.model_of("Qwen3", "sdpa")
     model.model.rotary_emb = other.model.rotary_emb
     assert [*parts_of(model).places] == [other.model.rotary_emb]
-    assert parts_of(nn.Linear(1, 1)) == Parts([], {}, None, [], [])
+    assert parts_of(nn.Linear(1, 1)) == Parts([], {}, None, [], [], False)
 
 
 def test_no_hook_stays_when_a_call_ends() -> None:
@@ -123,3 +128,31 @@ def test_another_thread_is_in_no_block() -> None:
 def test_where_a_block_is_needed_its_absence_is_told() -> None:
     with pytest.raises(ValueError, match="this model has ring attention, which needs its batch"):
         watched.needed()
+
+
+WRAPPERS = {
+    "FSDP2": lambda model, mesh: fully_shard(model, mesh=mesh),
+    "DDP": lambda model, mesh: DistributedDataParallel(model, process_group=mesh.get_group()),
+}
+
+
+def averaged_over(name: str) -> list[int]:
+    """For a pool of four: how often two steps warn, where dp or all ranks average gradients."""
+    register()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    found = []
+    for over in (mesh["dp"], init_device_mesh("cpu", (4,))):
+        model = WRAPPERS[name](hf.model_of("Llama", "ring"), over)
+        batch = shard_batch(hf.batch_of("plain"), group=mesh["cp"])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                with ring_forward(batch) as inputs:
+                    model(**inputs).loss.backward()
+        found.append(sum("and not over the ring's ranks" in str(w.message) for w in caught))
+    return found
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_averaging_without_the_ring_s_ranks_is_told_once(name: str, pools) -> None:
+    assert pools(4).run(averaged_over, name) == [[1, 0]] * 4

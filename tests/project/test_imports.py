@@ -57,6 +57,7 @@ MAY_COMMUNICATE = {
 }  # fmt: skip
 MAY_ASK = {"doctor.facts"}  # what there is to communicate with
 # public entry points: a long signature, and its checks in one place
+TYPES = ("ProcessGroup", "DeviceMesh", "DTensor", "FSDPModule")  # of torch.distributed
 MAY_BE_LONG = {"RingAttention.__init__", "RingTransformer.__init__"}
 
 
@@ -120,7 +121,7 @@ def test_what_is_below_is_there():
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_only_few_files_speak_with_other_processes(file):
     talks = {n for n in imported(file) if n.startswith("torch.distributed")}
-    types = {n for n in talks if n.rsplit(".", 1)[1] in ("ProcessGroup", "DeviceMesh", "DTensor")}
+    types = {n for n in talks if n.rsplit(".", 1)[1] in TYPES}
     assert name_of(file) in MAY_COMMUNICATE | MAY_ASK or talks == types
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ring_attention_pytorch import RoutingPlan
+from ring_attention_pytorch import RoutingPlan, shard_batch
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.routing import ConditionalRoutedAttention
 from tests.support import threads
@@ -30,6 +30,24 @@ def test_one_plan_serves_all_layers_and_ranks_compare_notes_only_while_it_is_mad
     for at, out, before, after in threads.run(2, main)[0]:
         assert relative_error(out, want[:, at]) < 1e-12
         assert before == after
+
+
+def in_the_block_of_a_batch(module: str, group: Any = None) -> str:
+    """What a module says whose tokens are a batch's, or those of this process alone."""
+    case = Case(module, layout="zigzag")
+    over = {} if group is None else {"ring_attn": True, "group": group}
+    data = case.data()
+    batch = shard_batch({"inputs_embeds": data["x"], "key_mask": data["mask"]}, group=group)
+    with pytest.raises(ValueError, match="the block of a batch") as told, batch:
+        case.make(**over)(batch["inputs_embeds"])
+    return str(told.value)
+
+
+@pytest.mark.parametrize("module", ["feedforward", "causal feedforward", "attention", "block"])
+def test_the_block_of_a_batch_is_refused_for_its_mask_would_be_ignored(module: str) -> None:
+    told = threads.run(2, lambda ring: in_the_block_of_a_batch(module, ring))[0]
+    for each in (*told, in_the_block_of_a_batch(module)):
+        assert "take no layout, documents and mask from the block of a batch" in each
 
 
 def layers_that_route_other_numbers_share_a_plan() -> None:

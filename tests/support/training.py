@@ -67,6 +67,9 @@ def batch_of(kind: str, seed: int = 0) -> dict[str, Any]:
         batch["documents"] = torch.stack((at // 10, at // 17))
     elif kind == "restarting positions":
         batch["position_ids"] = torch.stack((at % 11, at))
+    elif kind == "padding between documents":
+        batch["position_ids"] = torch.stack((at % 11, at))
+        batch["attention_mask"] = ((at % 11 < 8) | (at > 30)).expand(2, -1)
     elif kind == "weights":
         batch["loss_weights"] = torch.rand(ids.shape, generator=draw, dtype=torch.float64)
     elif kind == "labels for some":
@@ -76,7 +79,7 @@ def batch_of(kind: str, seed: int = 0) -> dict[str, Any]:
 
 KINDS = [
     "plain", "padded left", "padded right", "borders", "documents", "restarting positions",
-    "weights", "labels for some",
+    "padding between documents", "weights", "labels for some",
 ]  # fmt: skip
 
 
@@ -88,6 +91,7 @@ def documents_of(kind: str) -> Tensor:
         "borders": torch.stack([torch.bucketize(at, torch.tensor([5, 6, 30]), right=True)] * 2),
         "documents": torch.stack((at // 10, at // 17)),
         "restarting positions": torch.stack((at // 11, one)),
+        "padding between documents": torch.stack((at // 11, one)),
     }.get(kind, torch.stack((one, one)))
 
 

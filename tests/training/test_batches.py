@@ -190,6 +190,10 @@ WRONG = {
     "positions back": (dict(position_ids=torch.tensor([[0, 1, 1, 2]])), "begin at 0"),
     "borders short": (dict(cu_seqlens=[0, 3]), "must end with"),
     "tokens elsewhere": (dict(scores=torch.ones(1, 2, 4)), "elsewhere"),
+    "shifted labels beside labels": (
+        dict(labels=torch.ones(1, 4), shift_labels=torch.ones(1, 4)), "shift_labels is made of",
+    ),
+    "a number of labels": (dict(num_items_in_batch=500), "num_items_in_batch is made of"),
     "borders of others": (dict(cu_seq_lens_q=torch.tensor([0, 4])), "say the borders"),
 }  # fmt: skip
 

@@ -34,6 +34,16 @@ def test_positions_of_padding_mean_nothing() -> None:
     assert documents_of_positions(positions, real) is None
 
 
+def test_documents_begin_behind_padding_too() -> None:
+    positions = torch.tensor([[0, 1, 2, 7, 7, 0, 1], [1, 1, 0, 1, 0, 0, 0]])
+    real = torch.tensor([[1, 1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 1, 1]]).bool()
+    found = documents_of_positions(positions, real)
+    assert found is not None
+    assert found.tolist() == [[0, 0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 1, 2]]
+    with pytest.raises(ValueError, match="position_ids must ascend within a document and begin"):
+        documents_of_positions(positions[:1] + (positions[:1] < 7), real[:1])
+
+
 @pytest.mark.parametrize("positions", [[0, 1, 2, 1, 2], [0, 1, 1, 2, 3], [3, 2, 1, 0, 0]])
 def test_positions_that_go_back_elsewhere_are_refused(positions: list[int]) -> None:
     with pytest.raises(ValueError, match="position_ids must ascend within a document and begin"):

@@ -315,6 +315,14 @@ def test_all_ranks_hear_of_a_label_that_has_no_probability(pools):
         assert "labels must be 0 to 3" in told
 
 
+def test_logprobs_ignore_what_the_batch_has_for_no_label():
+    ids = torch.ones(1, 8, dtype=torch.long)
+    batch = shard_batch({"input_ids": ids, "labels": ids}, ignore_index=0)
+    with pytest.raises(ValueError, match=r"have ignore_index=0 .* the loss ignores -100"):
+        ring_token_logprobs(torch.zeros(1, 8, 4), batch)
+    assert ring_token_logprobs(torch.zeros(1, 8, 4), batch, ignore_index=0)[0, -1] == 0
+
+
 # where reading a value would keep the host waiting, as on GPUs
 
 
