@@ -135,12 +135,18 @@ def rows(name: str) -> list[dict[str, Any]]:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("row", rows("llama"), ids=lambda row: f"{row['subject']}-{row['length']}")
+def name_of(row: dict[str, Any]) -> str:
+    return f"{row['gpus']}-{row['subject']}-{row['length']}"
+
+
+@pytest.mark.parametrize("row", rows("llama"), ids=name_of)
 def test_the_peak_is_that_of_four_gpus_within_five_per_cent(row: dict[str, Any]) -> None:
+    """Two GPUs held up to 8 % more, as the page says."""
     parts = peak(Sizes(), Training(row["length"], row["gpus"]))[1]
     if row["subject"] != "ring":  # other attention shares no memory, and has no side streams
         del parts["attention"]
-    assert sum(parts.values()) / 2**30 == pytest.approx(row["peak_gib"], rel=0.05)
+    bound = 0.05 if row["gpus"] == 4 else 0.08
+    assert sum(parts.values()) / 2**30 == pytest.approx(row["peak_gib"], rel=bound)
 
 
 @pytest.mark.parametrize("row", rows("memory"), ids=lambda row: f"{row['ranks']}-{row['tokens']}")
