@@ -206,30 +206,25 @@ def turns() -> Table:
 
 def shapes() -> Table:
     """More heads, a full mask, a window."""
-    base = BY_TURNS | dict(tokens=8192)
+    return columns(other_shapes(BY_TURNS))
+
+
+def other_shapes(base: dict[str, object]) -> dict[str, dict[str, object]]:
+    """Return these shapes by name, for 8k tokens a GPU."""
+    base = base | dict(tokens=8192)
     heads = dict(heads=[64, 8])
-    return columns(
-        {
-            "64/8 heads, causal": base | heads,
-            "64/8 heads, full": base | heads | dict(mask="full"),
-            "window of 4096": base | dict(mask="window 4096"),
-        }
-    )
+    return {
+        "64/8 heads, causal": base | heads,
+        "64/8 heads, full": base | heads | dict(mask="full"),
+        "window of 4096": base | dict(mask="window 4096"),
+    }
 
 
 def two_gpus() -> Table:
     """All that was measured on two GPUs by turns, but packed documents."""
     base = BY_TURNS | dict(gpus=2)
-    asked = {thousands(tokens): base | dict(tokens=tokens) for tokens in LENGTHS}
-    eight = base | dict(tokens=8192)
-    return columns(
-        asked
-        | {
-            "8k, 64/8 heads": eight | dict(heads=[64, 8]),
-            "8k, full": eight | dict(heads=[64, 8], mask="full"),
-            "8k, window of 4096": eight | dict(mask="window 4096"),
-        }
-    )
+    lengths = {thousands(tokens): base | dict(tokens=tokens) for tokens in LENGTHS}
+    return columns(lengths | {f"8k, {name}": at for name, at in other_shapes(base).items()})
 
 
 def needs() -> Table:
