@@ -163,10 +163,10 @@ def predicted_seconds(plan: RingPlan, mode: str) -> float | None:
     return _slowest([seconds], plan.device)[0]
 
 
-def alone(shape: Shape, kernel: str, like: list[Tensor]) -> Attend:
+def alone(shape: Shape, kernel: str, like: list[Tensor], **mask: Any) -> Attend:
     """Return a kernel on this GPU: PyTorch's own operator where it is that, else by our loop."""
-    bare = one_gpu(kernel, shape.causal)
-    return bare or planned(make_plan(shape, like, kernel=kernel, group=Ring.alone()))
+    bare = None if mask else one_gpu(kernel, shape.causal)
+    return bare or planned(make_plan(shape, like, kernel=kernel, group=Ring.alone(), **mask))
 
 
 def theory_of(subject: Subject) -> Subject:

@@ -2,9 +2,9 @@
 
     python -m tests.gpu.random_kernel --kernel triton --seconds 60 --first 0
 
-Rings are of one to four threads, which share the GPU. flash-attn 4 can't be tried so: its compiler
-fails if two threads compile at once. Each result is compared with dense attention
-in float64 by the rule of its dtype. Prints every case that is wrong, and how many were right.
+Rings are of one to four threads, which share the GPU, and take turns in the kernel. Each result is
+compared with dense attention in float64 by the rule of its dtype. Prints every case that is wrong,
+and how many were right.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from ring_attention_pytorch.kernels import KERNELS, refusal
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from tests.gpu.memory import poison
+from tests.gpu.turns import in_turn
 from tests.support import threads
 from tests.support.cases import NAMES, Attention, held, shard
 from tests.support.cases import dense as by_dense
@@ -111,7 +112,8 @@ def main() -> None:
         if refusal(asked.kernel, request) is not None:
             continue
         try:
-            found = wrong_of(size, case)
+            with in_turn():
+                found = wrong_of(size, case)
         except Exception as error:
             found = [{"raised": f"{type(error).__name__} {error}"[:300]}]
         right, wrong = right + (not found), wrong + bool(found)

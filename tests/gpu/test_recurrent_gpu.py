@@ -22,6 +22,7 @@ from ring_attention_pytorch import (
 )
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.recurrent import cuts
+from tests.support import threads
 from tests.support.recurrent_reference import sequential
 from tests.support.reference import relative_error
 
@@ -54,9 +55,11 @@ def in_pieces(rule: str) -> list[float]:
         return ruled(rule, "fla", "zigzag", False)
 
 
-def ruled(rule: str, kernel: str, layout: str, zeros: bool) -> list[float]:
+def ruled(
+    rule: str, kernel: str, layout: str, zeros: bool, ring: Ring | None = None
+) -> list[float]:
     """For a pool: errors of outputs, last states and gradients of a delta rule in bfloat16."""
-    ring, device = Ring(None), torch.device("cuda", torch.cuda.current_device())
+    ring, device = ring or Ring(None), torch.device("cuda", torch.cuda.current_device())
     draw = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -77,7 +80,7 @@ def ruled(rule: str, kernel: str, layout: str, zeros: bool) -> list[float]:
     want = torch.autograd.grad((out * cotangent.double()).sum() + last.sum(), wide)
     at = positions(layout, rank=ring.rank, ring_size=ring.size, length=N).to(device)
     mine = [t[:, at].clone().requires_grad_() for t in given]
-    plan = RunPlan.make(mine[0], layout=layout, cu_seqlens=CUTS)
+    plan = RunPlan.make(mine[0], layout=layout, cu_seqlens=CUTS, group=ring)
     function = ring_kda if rule == "kda" else ring_gated_delta_rule
     got, state = function(*mine, plan=plan, normalize=True, final=True, kernel=kernel)
     assert state is not None
@@ -149,6 +152,19 @@ def test_delta_rules_by_kernels_of_fla(nccl, rule, layout, zeros) -> None:
 @pytest.mark.parametrize("rule", ["gated", "kda"])
 def test_runs_in_pieces(nccl, rule) -> None:
     assert max(max(errors) for errors in nccl(2).run(in_pieces, rule)) < 2e-2
+
+
+@needs_fla
+@pytest.mark.parametrize("size", [1, 2, 4])  # of 4 no run is long enough to be cut
+@pytest.mark.parametrize("rule", ["gated", "kda"])
+def test_runs_in_pieces_of_threads(rule, size) -> None:
+    def rank_main(ring: Ring) -> list[float]:
+        with torch.autograd.set_multithreading_enabled(False):  # ranks wait for one another
+            return ruled(rule, "fla", "zigzag", True, ring)
+
+    with mock.patch.object(cuts, "_SHORTEST", 64):
+        of_ranks = threads.run(size, rank_main)[0]
+    assert max(max(errors) for errors in of_ranks) < 2e-2
 
 
 @pytest.mark.parametrize("rule", ["gated", "kda"])
