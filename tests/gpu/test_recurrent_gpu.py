@@ -157,7 +157,7 @@ def test_runs_in_pieces(nccl, rule) -> None:
 @needs_fla
 @pytest.mark.parametrize("size", [1, 2, 4])  # of 4 no run is long enough to be cut
 @pytest.mark.parametrize("rule", ["gated", "kda"])
-def test_runs_in_pieces_of_threads(rule, size) -> None:
+def test_runs_in_pieces_of_threads(taking_turns, rule, size) -> None:
     def rank_main(ring: Ring) -> list[float]:
         with torch.autograd.set_multithreading_enabled(False):  # ranks wait for one another
             return ruled(rule, "fla", "zigzag", True, ring)
