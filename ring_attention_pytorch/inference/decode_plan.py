@@ -16,10 +16,11 @@ from ring_attention_pytorch.inference.partial import (
 )
 from ring_attention_pytorch.inference.pools import Pools
 from ring_attention_pytorch.inference.prefill import QKV, PromptChunk
-from ring_attention_pytorch.inference.programs import Cut, Processors, Tuning
+from ring_attention_pytorch.inference.programs import Cut, Tuning
 from ring_attention_pytorch.inference.pushed_rows import PushedRows, pushed_rows
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.launches import Launch, can_begin_early, power_of_2
+from ring_attention_pytorch.runtime.processors import Processors
 from ring_attention_pytorch.runtime.scaled import SCALED
 from ring_attention_pytorch.schedule.passing import merging_machines
 from ring_attention_pytorch.schedule.relays import Machines

@@ -4,7 +4,8 @@ from itertools import product
 
 import pytest
 
-from ring_attention_pytorch.inference.programs import Cut, Processors, Tuning
+from ring_attention_pytorch.inference.programs import Cut, Tuning
+from ring_attention_pytorch.runtime.processors import Processors
 
 H100 = Processors(132, 232448)
 
