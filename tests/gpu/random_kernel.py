@@ -121,7 +121,7 @@ def main() -> None:
             found = [{"raised": f"{type(error).__name__} {error}"[:300]}]
         right, wrong = right + (not found), wrong + bool(found)
         if found:
-            print(f"seed {seed}, on machines {machines}: {found[:1]}\n    {_said(case)}", flush=True)
+            print(f"seed {seed}, machines {machines}: {found[:1]}\n    {_said(case)}", flush=True)
     print(f"{asked.kernel}: {right} cases right, {wrong} wrong", flush=True)
 
 
