@@ -56,27 +56,30 @@ def in_pieces(rule: str) -> list[float]:
 
 
 def ruled(
-    rule: str, kernel: str, layout: str, zeros: bool, ring: Ring | None = None
+    rule: str, kernel: str, layout: str, zeros: bool, ring: Ring | None = None, width: int = D
 ) -> list[float]:
-    """For a pool: errors of outputs, last states and gradients of a delta rule in bfloat16."""
+    """For a pool: errors of outputs, last states and gradients of a delta rule in bfloat16.
+
+    `width` is the size of q, k and v.
+    """
     ring, device = ring or Ring(None), torch.device("cuda", torch.cuda.current_device())
     draw = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(1, N, *shape, generator=draw, device=device)
 
-    q, k, v = normal(KEY_HEADS, D), normal(KEY_HEADS, D), normal(HEADS, D)
-    g = -0.1 * torch.nn.functional.softplus(normal(HEADS, *(D,) * (rule == "kda")))
+    q, k, v = (normal(h, width) for h in (KEY_HEADS, KEY_HEADS, HEADS))
+    g = -0.1 * torch.nn.functional.softplus(normal(HEADS, *(width,) * (rule == "kda")))
     if zeros:
         chance = torch.rand(g.shape, generator=draw, device=device)
         g = torch.where(chance < 0.03, -torch.inf, torch.where(chance > 0.97, 0.0, g))
     given = [t.bfloat16() for t in (q, k, v)] + [g, normal(HEADS).sigmoid().bfloat16()]
-    cotangent = normal(HEADS, D)
+    cotangent = normal(HEADS, width)
     begins = torch.zeros(1, N, dtype=torch.bool, device=device)
     begins[:, CUTS[:-1]] = True
     wide = [t.double().requires_grad_() for t in given]
     q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in wide[:2])
-    out, last = sequential(q * D**-0.5, k, *wide[2:], begins)
+    out, last = sequential(q * width**-0.5, k, *wide[2:], begins)
     want = torch.autograd.grad((out * cotangent.double()).sum() + last.sum(), wide)
     at = positions(layout, rank=ring.rank, ring_size=ring.size, length=N).to(device)
     mine = [t[:, at].clone().requires_grad_() for t in given]
@@ -156,11 +159,12 @@ def test_runs_in_pieces(nccl, rule) -> None:
 
 @needs_fla
 @pytest.mark.parametrize("size", [1, 2, 4])  # of 4 no run is long enough to be cut
+@pytest.mark.parametrize("width", [D, 128])  # columns of a program, too
 @pytest.mark.parametrize("rule", ["gated", "kda"])
-def test_runs_in_pieces_of_threads(taking_turns, rule, size) -> None:
+def test_runs_in_pieces_of_threads(taking_turns, rule, width, size) -> None:
     def rank_main(ring: Ring) -> list[float]:
         with torch.autograd.set_multithreading_enabled(False):  # ranks wait for one another
-            return ruled(rule, "fla", "zigzag", True, ring)
+            return ruled(rule, "fla", "zigzag", True, ring, width)
 
     with mock.patch.object(cuts, "_SHORTEST", 64):
         of_ranks = threads.run(size, rank_main)[0]
