@@ -152,17 +152,17 @@ def seconds(run: Callable[[], Any], device: str, repeats: int) -> Pass:
     return Pass(sorted(times)[repeats // 2], sorted(hosts)[repeats // 2], busy)
 
 
-def host_profile(run: Callable[[], Any], calls: int = 20) -> str:
+def host_profile(run: Callable[[], Any]) -> str:
     """Return the functions that take the host's main thread longest in a call, with the calls."""
     profiler = cProfile.Profile()
     run()
     profiler.enable()
-    for _ in range(calls):
+    for _ in range(20):
         run()
     profiler.disable()
     text = StringIO()
     pstats.Stats(profiler, stream=text).strip_dirs().sort_stats("tottime").print_stats(40)
-    return f"{calls} calls\n{text.getvalue()}"
+    return f"20 calls\n{text.getvalue()}"
 
 
 def step(function: Function, tensors: Sequence[Tensor], back: bool) -> Callable[[], Any]:

@@ -24,7 +24,6 @@ from ring_attention_pytorch.inference.checks import check_call, check_options, t
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.prefill import PromptChunk, plan_chunk, prefill
-from ring_attention_pytorch.inference.programs import Tuning
 from ring_attention_pytorch.inference.relayed_chunk import chunk_over
 from ring_attention_pytorch.plan.checks import check_shards
 from ring_attention_pytorch.plan.option_types import LayoutOption
@@ -442,12 +441,3 @@ def _check_layout(layout: Layout, counts: tuple[int, ...]) -> None:
         check_shards(layout, counts)
         if not sum(counts):
             raise ValueError("a chunk must have a token")
-
-
-def plan_decoding(
-    q: Tensor, cache: RingCache, scores: Scores, tuning: Tuning | None = None
-) -> DecodePlan:
-    """Make a plan for queries like q whose keys are appended. Benchmarks pass `tuning`."""
-    kernel = "triton" if cache.device.type == "cuda" else "eager"
-    asked = Asked(tuple(q.shape), True, cache.has_starts, scores, False, False, kernel)
-    return DecodePlan(cache.pools, asked, tuning)

@@ -150,10 +150,10 @@ def span(
     back,
     ahead,
     BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr = 1,
-    back_step=1,
-    ahead_step=1,
-    STEPPED: tl.constexpr = False,
+    ALIGNED: tl.constexpr,
+    back_step,
+    ahead_step,
+    STEPPED: tl.constexpr,
 ):
     """Find the blocks of the other side, within b0 to b1, that start to stop of this side sees.
 

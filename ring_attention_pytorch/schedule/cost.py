@@ -269,7 +269,7 @@ def host_seconds(schedule: Schedule, taped: bool, machine: Hardware = H200) -> f
     return (steps * (_TAPED if taped else _DECIDED) + _AROUND) * machine.launch
 
 
-def replay_seconds(machine: Hardware = H200) -> float:
+def replay_seconds(machine: Hardware) -> float:
     """Return the seconds the host takes to replay a call's graphs, forward and backward."""
     return (2 * _REPLAY + _AROUND) * machine.launch
 

@@ -374,9 +374,7 @@ def refusals(function: Callable[[str], None], names: list[str]) -> list[tuple[st
     return found
 
 
-def check_refused(
-    pool: Pool, function: Callable[[str], None], wanted: Mapping[str, str], seconds: float = 60.0
-) -> None:
+def check_refused(pool: Pool, function: Callable[[str], None], wanted: Mapping[str, str]) -> None:
     """Each is refused, soon, in the same words on all ranks, and they say what is wrong."""
     names = list(wanted)
     by_rank = pool.run(refusals, function, names)
@@ -384,7 +382,7 @@ def check_refused(
         texts = {text for text, _ in found}
         assert len(texts) == 1, f"{name}: ranks differ: {texts}"
         assert wanted[name] in texts.pop(), f"{name}: {found[0][0]}"
-        assert max(s for _, s in found) < seconds, f"{name}: {found}"
+        assert max(s for _, s in found) < 60.0, f"{name}: {found}"
 
 
 # what travels
