@@ -76,6 +76,11 @@ class KVShape(NamedTuple):
         return self.batch * self.key_heads * width * self.itemsize
 
     @property
+    def query_bytes(self) -> int:
+        """Bytes of one query and its output, over all heads and samples."""
+        return self.batch * self.heads * (self.d + self.d_v) * self.itemsize
+
+    @property
     def message_bytes(self) -> int:
         """Bytes of one key and its value in a message."""
         if not self.in_8_bits:
