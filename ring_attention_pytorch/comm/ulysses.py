@@ -297,18 +297,19 @@ class AllToAll:
         """
         queries, keys, me = ranks.queries, ranks.keys, ranks.together.rank
         spreads = (queries, keys, keys) if self.with_keys else (queries,) * len(tensors)
-        ways = [s.to_heads if self.to == "heads" else s.to_sequence for s in spreads]
-        summed = [self.to == "sequence" and s.repeats for s in spreads]
         places = into or (None,) * len(tensors)
-        rooms = [
-            way.alloc(t, me) if place is None or sums else place
-            for t, way, place, sums in zip(tensors, ways, places, summed)
-        ]
-        ranks.by.swap(tensors, ways, rooms)
-        return tuple(
-            _summed(room, spread.heads, place) if sums else room
-            for room, spread, place, sums in zip(rooms, spreads, places, summed)
-        )
+        ways, summed, found = [], [], []
+        for t, spread, place in zip(tensors, spreads, places):
+            way = spread.to_heads if self.to == "heads" else spread.to_sequence
+            sums = self.to == "sequence" and spread.repeats
+            ways.append(way)
+            summed.append(sums)
+            found.append(way.alloc(t, me) if place is None or sums else place)
+        ranks.by.swap(tensors, ways, found)
+        for i, sums in enumerate(summed):
+            if sums:
+                found[i] = _summed(found[i], spreads[i].heads, places[i])
+        return tuple(found)
 
 
 QKV_TO_HEADS, ROWS_TO_HEADS = AllToAll("heads", True), AllToAll("heads", False)

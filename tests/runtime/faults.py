@@ -123,7 +123,7 @@ ATTENTION = [
     ),
     Mutant(
         "each plan has tables of its own", "comm/all_to_all.py:CopyPlan.key",
-        "self.given, self.got, *moves", "id(self),",
+        "self.given, self.got, repr(self.moves)", "id(self)",
     ),
     Mutant(
         "graphs leave out what swaps heads", "runtime/graphs.py:with_graphs",
