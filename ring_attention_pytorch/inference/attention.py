@@ -99,11 +99,12 @@ def _has_plan(cache: RingCache, given: dict[str, Any]) -> bool:
     """
     layer = given.get("layer", 0)
     pools = cache.memory(layer if type(layer) is int else 0)
-    tensors = (t for name in _TOKENS if isinstance(t := given.get(name), Tensor))
-    tokens = [t.shape[1] for t in tensors if t.ndim > 2]
+    tensors = [t for t in map(given.get, _TOKENS) if isinstance(t, Tensor) and t.ndim > 2]
     plans = [each for each in cache.plans.values() if isinstance(each, DecodePlan)]
     known = {plan.asked.shape[1] for plan in plans if plan.pools is pools}
-    return cache.in_graph or (bool(known) and {*tokens[:1]} <= known)
+    if cache.in_graph:
+        return True
+    return tensors[0].shape[1] in known if tensors else bool(known)
 
 
 @typed(report_to_cache, apart=True)
