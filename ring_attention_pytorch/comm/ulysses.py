@@ -362,12 +362,12 @@ def most_bytes(
     def like(t: Tensor, length: int, heads: int) -> Part:
         return Part((t.shape[0], length, heads, t.shape[3]), t.dtype)
 
-    by_token = [like(q, rows, q.shape[2]), *(like(t, cols, t.shape[2]) for t in (k, v))]
-    by_head = [like(q, places * rows, heads), *(like(t, places * cols, few) for t in (k, v))]
-    lse = Part((q.shape[0], places * rows, heads), accumulation_dtype(q.dtype))
-    out = Part((q.shape[0], places * rows, heads, d_v or v.shape[3]), q.dtype)
-    results = [out, lse]
-    return max(Form.of_parts(tuple(parts)).nbytes for parts in (by_token, by_head, results))
+    by_token = [like(q, rows, q.shape[2]), like(k, cols, k.shape[2]), like(v, cols, v.shape[2])]
+    rows, cols = places * rows, places * cols
+    by_head = [like(q, rows, heads), like(k, cols, few), like(v, cols, few)]
+    lse = Part((q.shape[0], rows, heads), accumulation_dtype(q.dtype))
+    out = Part((q.shape[0], rows, heads, d_v or v.shape[3]), q.dtype)
+    return max(Form.of_parts(tuple(parts)).nbytes for parts in (by_token, by_head, [out, lse]))
 
 
 def _summed(t: Tensor, heads: Heads, into: Tensor | None) -> Tensor:

@@ -366,7 +366,11 @@ def notify_peers() -> None:
             guard.fail()
     for each in [*links]:
         each.close()
-    for group in [*_groups, *([] if (world := _world()) is None else [world])]:
+    groups = [*_groups]
+    world = _world()
+    if world is not None:
+        groups.append(world)
+    for group in groups:
         config = str(dist.get_backend_config(group))
         if "gloo" in config:
             _close(group)

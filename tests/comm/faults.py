@@ -27,7 +27,7 @@ ATTENTION = [
     ),
     Mutant(
         "too little room for out and lse", "comm/ulysses.py:most_bytes",
-        "(by_token, by_head, results)", "(by_token, by_head)",
+        "(by_token, by_head, [out, lse])", "(by_token, by_head)",
     ),
     Mutant(
         "a replay takes buffers as they were",
