@@ -187,7 +187,8 @@ def _why(cause: BaseException) -> str:
 
 
 def _advice(step: Step, words: Mapping[int, str]) -> str:
-    plans = {found[1] for text in words.values() if (found := re.search(r"by plan (\d+)", text))}
+    found = [re.search(r"by plan (\d+)", text) for text in words.values()]
+    plans = {match[1] for match in found if match is not None}
     if step.plan and plans - {str(step.plan)}:
         if step.operation.endswith("to a cache"):
             return (
