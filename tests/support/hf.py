@@ -75,13 +75,18 @@ def model_of(name: str, attention: str, dtype: torch.dtype = torch.float64) -> n
     sizes = {**_SMALL, **options}
     config = getattr(package, f"{kind}Config")(**sizes, attn_implementation=attention)
     model = getattr(package, f"{family}ForCausalLM")(config)
-    draw = torch.Generator().manual_seed(3)
-    for p in model.parameters():
-        std = 0.3 if p.ndim == 1 else p.shape[-1] ** -0.5
-        nn.init.normal_(p, std=std, generator=draw)
+    filled(model)
     if name == "windows by layer":
         _give_windows(model)
     return model.to(dtype)
+
+
+def filled(model: nn.Module) -> nn.Module:
+    """Draw the model's weights, the same for each attention."""
+    draw = torch.Generator().manual_seed(3)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3 if p.ndim == 1 else p.shape[-1] ** -0.5, generator=draw)
+    return model
 
 
 def _give_windows(model: nn.Module) -> None:

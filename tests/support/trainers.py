@@ -51,19 +51,13 @@ class Trains(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
 
 
-def _filled(model: nn.Module) -> nn.Module:
-    draw = torch.Generator().manual_seed(3)
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.3 if p.ndim == 1 else p.shape[-1] ** -0.5, generator=draw)
-    return model.double()
-
-
 def causal(attention: str) -> nn.Module:
     """A Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = dict(_SIZES, **_HEADS, pad_token_id=0, eos_token_id=2, bos_token_id=None)
-    return _filled(LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation=attention)))
+    config = LlamaConfig(**sizes, attn_implementation=attention)
+    return hf.filled(LlamaForCausalLM(config)).double()
 
 
 def scoring(attention: str) -> nn.Module:
@@ -72,7 +66,7 @@ def scoring(attention: str) -> nn.Module:
 
     sizes = dict(_SIZES, **_HEADS, pad_token_id=0, num_labels=1)
     config = LlamaConfig(**sizes, attn_implementation=attention)
-    return _filled(LlamaForSequenceClassification(config))
+    return hf.filled(LlamaForSequenceClassification(config)).double()
 
 
 def masked(attention: str) -> nn.Module:
@@ -84,7 +78,7 @@ def masked(attention: str) -> nn.Module:
         pad_token_id=0, eos_token_id=2, bos_token_id=2, cls_token_id=2, sep_token_id=2,
         attn_implementation=attention,
     )  # fmt: skip
-    return _filled(ModernBertForMaskedLM(config))
+    return hf.filled(ModernBertForMaskedLM(config)).double()
 
 
 def _words(draw: torch.Generator, least: int, most: int) -> list[int]:
