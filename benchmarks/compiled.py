@@ -28,7 +28,7 @@ _DEPTH, _VOCABULARY = 2, 1024
 
 
 class Work(NamedTuple):
-    """What is timed: a function of (inputs, plan), its inputs, leaves and plan."""
+    """The work that is timed: a function of (inputs, plan), its inputs, leaves and plan."""
 
     run: Callable[..., Tensor]
     given: list[Tensor]

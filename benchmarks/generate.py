@@ -42,7 +42,7 @@ Span = tuple[str, Any, Any]
 
 
 class Subject(Protocol):
-    """What is measured: a model with the keys of all tokens that it has read."""
+    """A model that is measured, with the keys of all tokens that it has read."""
 
     keys: int  # bytes of keys and values on this rank
 

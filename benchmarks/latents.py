@@ -42,7 +42,7 @@ Attend = Callable[..., Tensor]
 
 
 class Case(NamedTuple):
-    """What is measured on this rank: its tensors, and the cotangent of out."""
+    """This rank's tensors, and the cotangent of out."""
 
     leaves: list[Tensor]  # q_nope, q_rope, latent, k_rope, w_up
     dout: Tensor

@@ -295,7 +295,7 @@ def test_a_plan_is_for_such_shared_keys():
 
 
 def differ(ring: Ring, what: str, options: dict[str, Any]) -> str:
-    """What this rank is told where rank 1 has something else."""
+    """Return this rank's error where rank 1 has something else."""
     more = ring.rank == 1
     k = K[:, : 2 + (more and what == "lengths")].clone()
     if more and what == "values":

@@ -143,7 +143,7 @@ class Round(NamedTuple):
 
     @property
     def at_once(self) -> "Round":
-        """The same round in one stage."""
+        """This round in one stage."""
         parts = []
         for chunks in self.pieces:
             parts.append((slice(0, tokens(chunks)),))

@@ -36,7 +36,7 @@ class Mutant(NamedTuple):
     new: str
 
     def tree(self, sources: "Sources") -> ast.Module:
-        """Of the file with the fault planted."""
+        """The tree of the file with the fault planted."""
         try:
             return ast.parse(sources.changed(self))
         except SyntaxError as error:

@@ -123,7 +123,7 @@ def _give(function: FunctionType, codes: list[CodeType]) -> None:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Of all that is defined in it."""
+    """Yield the code objects of all that is defined in it."""
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield each

@@ -50,7 +50,7 @@ KEYS = 640
 
 
 class Trial(NamedTuple):
-    """What is odd about tensors, and how attention is computed."""
+    """A trial: what is odd about tensors, and how attention is computed."""
 
     kind: str
     kernel: str | None

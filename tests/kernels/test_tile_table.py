@@ -1,4 +1,4 @@
-"""What each block of the Triton kernels looks at, of the tiles that a call has."""
+"""The table that gives each block of the Triton kernels its part of a call's tiles."""
 
 import heapq
 import random

@@ -1,4 +1,4 @@
-"""What devices check of other ranks: by Triton's interpreter, in processes that share memory."""
+"""Checks that devices make of other ranks: by Triton's interpreter, in shared memory."""
 
 import math
 import time
@@ -307,7 +307,7 @@ class Found:
 
 
 def of_ring(trouble: dict[int, str], run: Callable[[threads.ThreadRing], Any]) -> list[Any]:
-    """What each rank of a ring returns whose devices have found this."""
+    """Return the result of each rank of a ring whose devices have found this."""
 
     def main(ring: threads.ThreadRing) -> Any:
         guard = Found(trouble.get(ring.rank))

@@ -50,7 +50,7 @@ Found = dict[str, str]  # of each cell: what came of it
 
 
 class Step(NamedTuple):
-    """What one call of a model has given, by name; the gradient of each parameter, or None."""
+    """Results of one call of a model, by name; the gradient of each parameter, or None."""
 
     loss: Tensor | None
     outputs: dict[str, Tensor]

@@ -117,7 +117,7 @@ def batch_of(kind: str, length: int = LENGTH) -> dict[str, Any]:
 
 
 def whole_labels(kind: str, length: int = LENGTH) -> Tensor:
-    """What each token predicts, -100 where nothing."""
+    """Return the label that each token predicts, -100 where there is none."""
     batch = batch_of(kind, length)
     labels = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     if kind == "packed":
@@ -160,7 +160,7 @@ def dense(name: str, kind: str, length: int = LENGTH) -> tuple[Tensor, list[Tens
 
 @cache
 def dense_once(name: str, kind: str) -> tuple[Tensor, list[Tensor]]:
-    """The same, computed once in this process."""
+    """Return the dense results, computed once in this process."""
     return dense(name, kind)
 
 

@@ -105,7 +105,7 @@ class Case:
         return (tied_ring_attn, tied_plan) if self.tied else (mla_ring_attn, mla_plan)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Of the whole sequence; of parameters, and cotangents, too."""
+        """Draw tensors of the whole sequence, parameters, and cotangents."""
         draw = torch.Generator().manual_seed(SEED)
         b, n = self.batch, self.length
         shapes = dict(

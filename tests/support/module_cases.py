@@ -61,7 +61,7 @@ class Case(language.Case):
         return dict(ring_attn=True, auto_shard_seq=not self.by_hand) | dict(self.options)
 
     def whole_options(self) -> Options:
-        """Of the module that is right by construction: one process, dense attention."""
+        """Options of the module that is right by construction: one process, dense attention."""
         kept = {name: value for name, value in self.options.items() if name not in RING_ONLY}
         return dict(kept, force_regular_attn=True)
 
@@ -109,7 +109,7 @@ def random_mask(shape: tuple[int, int], draw: torch.Generator) -> Tensor:
 
 
 def gradient_errors(module: nn.Module, whole: nn.Module, *, ranks: str = "sum") -> Errors:
-    """Of each parameter, the "sum" or "mean" over ranks, or one's "own", against one process'."""
+    """Compare each parameter's gradient, "sum" or "mean" over ranks or "own", with one process'."""
     names = [name for name, _ in module.named_parameters()]
     got, want = gradients(module), gradients(whole)
     if ranks != "own" and dist.is_initialized():
@@ -252,7 +252,7 @@ def ids_batch(case: Case, i: int) -> Ids:
 
 
 def targets(ids: Ids, ignored: int) -> Tensor:
-    """What each token should predict, `ignored` where nothing."""
+    """Return the target of each token, `ignored` where there is none."""
     if ids.labels is None:
         end = torch.full_like(ids.x[:, :1], ignored)
         labels = torch.cat((ids.x[:, 1:], end), dim=1)[:, : ids.x.shape[1]]

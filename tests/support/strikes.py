@@ -1,4 +1,4 @@
-"""What the others see when a rank fails: each event in each phase of each transport, for real.
+"""Failures of a rank, for real, as the others see them: each event, phase and transport.
 
 Four processes over gloo. Rank 1 is struck; the others tell what they saw and after how long, and
 then form a group without it, in which results must be right.

@@ -34,7 +34,7 @@ _SIZES = dict(hidden_size=32, intermediate_size=24, num_hidden_layers=2, vocab_s
 
 
 class Told(NamedTuple):
-    """What a trainer has logged, by its names, in order; parameters at the end."""
+    """A trainer's log, by its names, in order; parameters at the end."""
 
     log: dict[str, list[float]]
     parameters: list[Tensor]
@@ -104,7 +104,7 @@ def texts(count: int) -> list[dict[str, Any]]:
 
 
 def masked_texts(count: int) -> list[dict[str, Any]]:
-    """The same; labels are of every fourth token, which is masked."""
+    """Make masked samples, with labels for every fourth token."""
     found = texts(count)
     for sample in found:
         hidden = torch.arange(29) % 4 == 1
