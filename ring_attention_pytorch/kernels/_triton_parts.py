@@ -7,7 +7,7 @@ import triton.language as tl
 # arguments whose values don't specialize a kernel
 VARYING = [
     "count",
-    "beside",
+    "at_once",
     "n",
     "m",
     "lse_b",

@@ -270,6 +270,18 @@ def test_they_are_code_for_a_gpu():
 
 
 @needs_triton
+def test_numbers_that_vary_compile_no_kernel_anew():
+    """Counts and strides of a batch are no constants: each would be compiled for three values."""
+    from ring_attention_pytorch.kernels._triton_parts import VARYING
+    from tests.support.triton_ir import KERNELS
+
+    for kernel in KERNELS:
+        varying = {each.name for each in kernel.params if each.do_not_specialize}
+        assert {"count", "at_once", "mask_b", "lse_b", "lse_h"} <= varying
+    assert {*VARYING} <= {name for kernel in KERNELS for name in kernel.arg_names}
+
+
+@needs_triton
 @grid("i", range(len(RIGHT)), always=19, drawn=10)
 def test_right_by_the_dtypes_rule(found, i):
     assert not found("right", i), RIGHT[i]
