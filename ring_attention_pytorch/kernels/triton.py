@@ -102,10 +102,8 @@ def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, gr
     if not tiles:
         return
     job, given = Job(tiles, terms), (*Rows.of(saved), keys.k, keys.v, _mask(keys))
-    of_keys, of_queries = (
-        (*grads.dk.update_memory(), *grads.dv.update_memory()),
-        grads.dq.update_memory(),
-    )
+    of_keys = *grads.dk.update_memory(), *grads.dv.update_memory()
+    of_queries = grads.dq.update_memory()
     wide = apart(max(saved.q.shape[-1], keys.v.shape[-1]))
     of_both = (_backward_to_keys, _backward_to_values) if wide else (_backward_of_keys,)
 
