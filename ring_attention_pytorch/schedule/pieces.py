@@ -136,6 +136,12 @@ class Round(NamedTuple):
     pieces: tuple[Chunks, ...]
     parts: tuple[tuple[slice, ...], ...]
 
+    @classmethod
+    def of_stage(cls, stage: Stage, pieces: Sequence[Chunks]) -> "Round":
+        """Return the round of a single stage, in which each rank receives all of its chunks."""
+        parts = tuple((slice(0, tokens(chunks)),) for chunks in pieces)
+        return cls((stage,), tuple(pieces), parts)
+
     @property
     def distances(self) -> tuple[int, ...]:
         """Distances of all stages."""
@@ -144,10 +150,7 @@ class Round(NamedTuple):
     @property
     def at_once(self) -> "Round":
         """This round in one stage."""
-        parts = []
-        for chunks in self.pieces:
-            parts.append((slice(0, tokens(chunks)),))
-        return Round((tuple(chain.from_iterable(self.stages)),), self.pieces, tuple(parts))
+        return Round.of_stage(tuple(chain.from_iterable(self.stages)), self.pieces)
 
 
 def of_owner(chunks: Chunks, owner: int) -> Chunks:
