@@ -83,7 +83,7 @@ def own_sequences(config: Config, number: int, *, tested: bool = False) -> Tenso
 
 
 def keys_seen(name: str, length: int, given: Summaries) -> float:
-    """How many keys a token sees, on average.
+    """Return how many keys a token sees, on average.
 
     >>> keys_seen("exact", 8, Summaries(window=0, stride=2))
     4.5

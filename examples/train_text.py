@@ -87,12 +87,12 @@ def world_size() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all."""
+    """True if this process speaks for all."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def on_gpus() -> bool:
-    """Whether every process of this machine can have one of its own."""
+    """True if every process of this machine can have one of its own."""
     return torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 

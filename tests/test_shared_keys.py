@@ -158,7 +158,7 @@ def test_their_gradients_cross_to_a_machine_once(machines, monkeypatch):
 
 
 def in_a_block(ring: Ring) -> bool:
-    """Whether swapped heads in a batch's block, with nothing said, give what they do outside."""
+    """True if swapped heads in a batch's block, with nothing said, give what they do outside."""
     at = positions("zigzag", rank=ring.rank, ring_size=ring.size, length=N)
     q, k, v = (t[:, at] for t in drawn()[QKV])
     sk, sv = drawn()[SHARED]

@@ -36,7 +36,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 
 def rows(sender: int, receiver: int) -> int:
-    """How many rows go from one rank to another: none between some."""
+    """Return how many rows go from one rank to another: none between some."""
     return (sender + 2 * receiver) % 3
 
 

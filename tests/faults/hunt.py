@@ -65,7 +65,7 @@ def learn(planter: Planter, cases: Sequence[Case], now: set[tuple[str, str]]) ->
 
 
 def judge(planter: Planter, cases: Sequence[Case], learnt: Learnt, mutant: Fault) -> Verdict:
-    """Whether a case fails when the fault is planted, or why nothing was."""
+    """Return whether a case fails when the fault is planted, or why nothing was."""
     if learnt.problem:
         return Verdict(False, f"not planted, for without it {learnt.problem}")
     try:
@@ -81,7 +81,7 @@ def judge(planter: Planter, cases: Sequence[Case], learnt: Learnt, mutant: Fault
 
 
 def places(planter: Planter, planted: Iterable[Fault]) -> list[Place]:
-    """Where faults belong, of those that can be planted."""
+    """Return where faults belong, of those that can be planted."""
     found = []
     for mutant in planted:
         with suppress(Misplaced):  # which is said when it is to be planted

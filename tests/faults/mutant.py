@@ -167,7 +167,7 @@ def _same(tokens: list[re.Match], texts: list[str]) -> bool:
 
 
 def _alike(some: list[re.Match], others: list[re.Match]) -> int:
-    """How many tokens both begin with."""
+    """Return how many tokens both begin with."""
     same = (a.group() == b.group() for a, b in zip(some, others))
     return next((i for i, equal in enumerate(same) if not equal), min(len(some), len(others)))
 

@@ -43,7 +43,7 @@ class Planter:
             cache.cache_clear()
 
     def reaches(self, where: str) -> bool:
-        """Whether the function is there as it was written, and not what a decorator made of it."""
+        """True if the function is there as it was written, and not what a decorator made of it."""
         file, _, name = where.partition(":")
         return name in self.functions.get(file, {})
 

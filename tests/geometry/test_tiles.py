@@ -53,7 +53,7 @@ def seen(queries: Segments, keys: Segments, visible: Mask) -> Tensor:
 
 
 def drawn(found: list[Tile], shape: tuple[int, int]) -> Tensor:
-    """How many times the tiles show each pair."""
+    """Return how many times the tiles show each pair."""
     times = torch.zeros(shape, dtype=torch.long)
     for tile in found:
         times[tile.rows, tile.cols] += band(tile, torch.device("cpu"))

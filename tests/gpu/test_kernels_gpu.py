@@ -236,7 +236,7 @@ def _stretched(t: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def compiled() -> list[int]:
-    """How many variants of each kernel there are by now."""
+    """Return how many variants of each kernel there are by now."""
     from tests.support.triton_ir import KERNELS
 
     here = torch.cuda.current_device()

@@ -149,7 +149,7 @@ def worst(trial: Trial, ring: Ring | None = None) -> float:
 
 
 def unsupported(error: ValueError) -> bool:
-    """Whether an error says that a kernel, or graphs, have none of what is asked."""
+    """True if an error says that a kernel, or graphs, have none of what is asked."""
     return "leave kernel=None" in str(error) or "leave in_graphs() out" in str(error)
 
 

@@ -249,7 +249,7 @@ def test_what_inference_made_can_be_forgotten_in_training():
 
 
 def of_many_plans(plans: int) -> tuple[int, str]:
-    """How many kinds of meetings a board remembers, and what it says of the last."""
+    """Return how many kinds of meetings a board remembers, and what it says of the last."""
     without_clock()
     board = Board(CPU, 0, [torch.zeros(2, 1, dtype=torch.int64)], patience=5.0)
     for plan in range(plans):

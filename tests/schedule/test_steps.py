@@ -39,7 +39,7 @@ def positions(segments: Segments) -> list[int]:
 
 
 def sees(mask: Mask, query: int, key: int) -> bool:
-    """Whether this query sees this key, by the definition."""
+    """True if this query sees this key, by the definition."""
     far = mask.window is not None and abs(query - key) > mask.window
     return not far and not (mask.causal and key > query)
 

@@ -299,7 +299,7 @@ def asked_of(case: Case, whole: Results) -> Asked:
 
 
 def shared_seen(case: Case, whole: Results) -> Tensor | None:
-    """Which keys that all ranks hold are seen, bool [b, s]."""
+    """Return which keys that all ranks hold are seen, bool [b, s]."""
     everything = torch.ones((case.batch, case.shared), dtype=torch.bool)
     return whole.get("shared_mask", everything) if case.shared else None
 
@@ -392,7 +392,7 @@ def miscounted(case: Attention, size: int) -> list[tuple[Any, tuple[int, int]]]:
 
 
 def borders(ids: tuple[int, ...]) -> list[int]:
-    """Where documents start, with each number that none has as an empty one, and the end."""
+    """Return where documents start, with each number that none has as an empty one, and the end."""
     last = max(ids, default=-1)
     return [sum(i < number for i in ids) for number in range(last + 2)]
 

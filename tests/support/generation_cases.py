@@ -107,7 +107,7 @@ class Case:
         return logits[:, self.length - 1 :].transpose(0, 1)
 
     def same(self, got: Generated, want: Generated) -> bool:
-        """Whether tokens are the same, and logits, if this rank has made them."""
+        """True if tokens are the same, and logits, if this rank has made them."""
         if got[1] is not None:
             mine, right = got[1].double(), want[1].double()
             if mine.shape != right.shape or relative_error(mine, right) > ALLOWED[self.dtype]:

@@ -125,7 +125,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
 
 
 def place(case: Case) -> tuple[int, Ring]:
-    """Which batch is mine, and the ring that shares it (by hand) or this process."""
+    """Return which batch is mine, and the ring that shares it (by hand) or this process."""
     if not case.by_hand:
         return dist.get_rank(), Ring.alone()
     ring = Ring(None, dist.get_world_size() // len(case.batches))
@@ -395,7 +395,7 @@ class Traffic:
     gathered: list[int] = field(default_factory=list)  # bytes a rank, of each collective
 
     def floats_received(self) -> list[int]:
-        """How many of each message; one of bytes holds float64."""
+        """Return how many of each message; one of bytes holds float64."""
         return [
             shape.numel() // (8 if dtype == torch.uint8 else 1)
             for shape, dtype in self.received

@@ -233,7 +233,7 @@ class Case(language.Case):
 
     @property
     def two(self) -> bool:
-        """Whether keys are of another sequence than queries."""
+        """True if keys are of another sequence than queries."""
         return bool(self.queries)
 
     @property
@@ -243,7 +243,7 @@ class Case(language.Case):
 
     @property
     def counted(self) -> bool:
-        """Whether queries of two sequences stand where their layout has them."""
+        """True if queries of two sequences stand where their layout has them."""
         asked = self.dropout or self.alibi or self.modded
         return bool(self.two and not self.placed and not self.decode and asked)
 

@@ -119,7 +119,7 @@ def positions(asked: Asked, b: int, n: int, m: int) -> tuple[Tensor, Tensor]:
 
 
 def behind(asked: Asked, b: int, n: int, m: int) -> Tensor:
-    """How far each key lies behind each query, [b, n, m]."""
+    """Return how far each key lies behind each query, [b, n, m]."""
     queries, keys = positions(asked, b, n, m)
     return queries[:, :, None] - keys[:, None, :]
 

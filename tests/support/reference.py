@@ -87,7 +87,7 @@ def dropout_weights(rate: float, seed: int, *sizes: int) -> Tensor:
 def kept_by_spec(
     rate: float, seed: int, sample: Number, head: Number, query: Number, key: Number
 ) -> bool | Tensor:
-    """Whether a probability stays, in Python's own numbers; or of many, in int64 tensors."""
+    """Return whether a probability stays, in Python's own numbers; or of many, in int64 tensors."""
     seed = (seed + 0x9E3779B97F4A7C15) % 2**64
     seed = (seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     seed = (seed ^ (seed >> 27)) * 0x94D049BB133111EB % 2**64
