@@ -24,6 +24,7 @@ import pstats
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib.util import find_spec
 from io import StringIO
 from itertools import product
@@ -35,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.lib.attempts import attempt
+from benchmarks.lib.clock import all_done
 from benchmarks.lib.options import parser
 from benchmarks.lib.rings import captured, joined
 from benchmarks.lib.spans import covered, recorded
@@ -126,43 +128,34 @@ def inputs(n: int, heads: Sequence[int], d: int, device: str, dtype: torch.dtype
 
 def seconds(run: Callable[[], Any], device: str, repeats: int) -> Pass:
     """Return the median times of a call that all ranks make together."""
-
-    def wait() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if dist.is_initialized():
-            dist.barrier()
-
-    def begun() -> float:
-        wait()
-        return time.perf_counter()
-
     for _ in range(2):
         run()
     times, hosts = [], []
     for _ in range(repeats):
-        start = begun()
+        start = all_done(device)
         run()
         hosts.append(time.perf_counter() - start)
-        start = begun()
+        start = all_done(device)
         for _ in range(CALLS):
             run()
-        times.append((begun() - start) / CALLS)
-    busy = covered(recorded(run, CALLS, wait)) / CALLS / 1e6 if device == "cuda" else 0.0
+        times.append((all_done(device) - start) / CALLS)
+    busy = 0.0
+    if device == "cuda":
+        busy = covered(recorded(run, CALLS, partial(all_done, device))) / CALLS / 1e6
     return Pass(sorted(times)[repeats // 2], sorted(hosts)[repeats // 2], busy)
 
 
-def host_profile(run: Callable[[], Any], calls: int = 20) -> str:
+def host_profile(run: Callable[[], Any]) -> str:
     """Return the functions that take the host's main thread longest in a call, with the calls."""
     profiler = cProfile.Profile()
     run()
     profiler.enable()
-    for _ in range(calls):
+    for _ in range(20):
         run()
     profiler.disable()
     text = StringIO()
     pstats.Stats(profiler, stream=text).strip_dirs().sort_stats("tottime").print_stats(40)
-    return f"{calls} calls\n{text.getvalue()}"
+    return f"20 calls\n{text.getvalue()}"
 
 
 def step(function: Function, tensors: Sequence[Tensor], back: bool) -> Callable[[], Any]:

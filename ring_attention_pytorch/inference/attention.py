@@ -24,7 +24,6 @@ from ring_attention_pytorch.inference.checks import check_call, check_options, t
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.prefill import PromptChunk, plan_chunk, prefill
-from ring_attention_pytorch.inference.programs import Tuning
 from ring_attention_pytorch.inference.relayed_chunk import chunk_over
 from ring_attention_pytorch.plan.checks import check_shards
 from ring_attention_pytorch.plan.option_types import LayoutOption
@@ -100,11 +99,12 @@ def _has_plan(cache: RingCache, given: dict[str, Any]) -> bool:
     """
     layer = given.get("layer", 0)
     pools = cache.memory(layer if type(layer) is int else 0)
-    tensors = (t for name in _TOKENS if isinstance(t := given.get(name), Tensor))
-    tokens = [t.shape[1] for t in tensors if t.ndim > 2]
+    tensors = [t for t in map(given.get, _TOKENS) if isinstance(t, Tensor) and t.ndim > 2]
     plans = [each for each in cache.plans.values() if isinstance(each, DecodePlan)]
     known = {plan.asked.shape[1] for plan in plans if plan.pools is pools}
-    return cache.in_graph or (bool(known) and {*tokens[:1]} <= known)
+    if cache.in_graph:
+        return True
+    return tensors[0].shape[1] in known if tensors else bool(known)
 
 
 @typed(report_to_cache, apart=True)
@@ -442,12 +442,3 @@ def _check_layout(layout: Layout, counts: tuple[int, ...]) -> None:
         check_shards(layout, counts)
         if not sum(counts):
             raise ValueError("a chunk must have a token")
-
-
-def plan_decoding(
-    q: Tensor, cache: RingCache, scores: Scores, tuning: Tuning | None = None
-) -> DecodePlan:
-    """Make a plan for queries like q whose keys are appended. Benchmarks pass `tuning`."""
-    kernel = "triton" if cache.device.type == "cuda" else "eager"
-    asked = Asked(tuple(q.shape), True, cache.has_starts, scores, False, False, kernel)
-    return DecodePlan(cache.pools, asked, tuning)

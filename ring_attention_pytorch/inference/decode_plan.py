@@ -1,6 +1,6 @@
 """A plan of attention to a cache: all decisions for queries of one shape, made once."""
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 from zlib import crc32
 
@@ -263,14 +263,10 @@ class DecodePlan:
 
         It is never freed, because CUDA graphs hold its addresses.
         """
-        splits = self.cut.splits
-        shapes = (splits, self.rows, self.width), (splits, self.rows), (self.rows,)
+        splits, rows = self.cut.splits, self.rows
+        empty = partial(torch.empty, dtype=torch.float32, device=self.pools.device)
         with torch.inference_mode(False):
-            acc, lse, spare = (
-                torch.empty(shape, dtype=torch.float32, device=self.pools.device)
-                for shape in shapes
-            )
-            return acc, lse, spare
+            return empty(splits, rows, self.width), empty(splits, rows), empty(rows)
 
     @cached_property
     def factors(self) -> tuple[float, float]:
@@ -380,10 +376,11 @@ class DecodePlan:
         from ring_attention_pytorch.inference._triton_merge import merge_kernel
 
         b, n, h, _ = self.asked.shape
+        to = self.pushed
+        patience, slot = (0, 0) if to is None else (to.patience, to.slot)
         fixed = (
             self.next_lengths, self.pools.overflown, self.pools.lineage, self.state,
-            strides[0], self.width, strides[1], 1, parts, self.rows, b,
-            *((0, 0) if (to := self.pushed) is None else (to.patience, to.slot)),
+            strides[0], self.width, strides[1], 1, parts, self.rows, b, patience, slot,
         )  # fmt: skip
         return Launch(
             merge_kernel, programs, fixed, num_warps=1, launch_pdl=self.early,

@@ -284,14 +284,14 @@ def _windows(
     step = len(seen) if len({*seen}) == 1 else 1
     for first in range(0, len(seen), step):
         n, which = seen[first], slice(first, first + step)
-        starts = range(min(n, stride))
-        segments = tuple(Segment(at - n, stride, -(-(n - at) // stride)) for at in starts)
+        starts = range(-n, min(n, stride) - n)
+        segments = tuple(Segment(start, stride, -(start // stride)) for start in starts)
         order = segment_positions(segments, cache.device) + n
-        k, v = (
-            torch.stack([t[len(t) - n :].to(dtype) for t in each])[:, order]
-            for each in zip(*held[which])
-        )
-        yield which, KVBlock(k, v, None, segments)
+        keys, values = [], []
+        for k, v in held[which]:
+            keys.append(k[len(k) - n :][order].to(dtype))
+            values.append(v[len(v) - n :][order].to(dtype))
+        yield which, KVBlock(torch.stack(keys), torch.stack(values), None, segments)
 
 
 def _attend_chunk(plan: RingPlan, q: Tensor, keys: KVBlock, result: OutputAccumulator) -> None:
@@ -305,9 +305,11 @@ def _attend_chunk(plan: RingPlan, q: Tensor, keys: KVBlock, result: OutputAccumu
 def _others(plan: RingPlan, keys: Sequence[Tensor], values: Sequence[Tensor]) -> KVBlock:
     """Join the chunk's keys of other ranks that own queries see, in the order of positions."""
     rank = plan.ring.rank
-    chunks = [each for each in all_together(plan.blocks).pieces[rank] if each.owner != rank]
-    k, v = (
-        torch.cat([all_of[rank][:, :0], *[all_of[each.owner][:, each.cols] for each in chunks]], 1)
-        for all_of in (keys, values)
-    )
-    return KVBlock(k, v, None, tuple(each.segment for each in chunks))
+    k, v, segments = [keys[rank][:, :0]], [values[rank][:, :0]], []  # there may be no others
+    for owner, first, segment in all_together(plan.blocks).pieces[rank]:
+        if owner != rank:
+            cols = slice(first, first + segment.length)
+            k.append(keys[owner][:, cols])
+            v.append(values[owner][:, cols])
+            segments.append(segment)
+    return KVBlock(torch.cat(k, 1), torch.cat(v, 1), None, tuple(segments))

@@ -408,7 +408,8 @@ def check_call(
 
     `by_head` are tensors with a number for each head, and their dimensions.
     """
-    plan.check_tokens(name, q=q, k=k, v=v, **{each: t for each, (t, _) in by_head.items()})
+    tensors = {each: t for each, (t, _) in by_head.items()}
+    plan.check_tokens(name, q=q, k=k, v=v, **tensors)
     fits = q.ndim == k.ndim == v.ndim == 4 and q.shape == k.shape
     if not fits or 0 in (*k.shape[2:], *v.shape[2:]) or v.shape[2] % k.shape[2]:
         raise plan.error(
@@ -425,5 +426,4 @@ def check_call(
             f"{name}: initial states of {plan.runs.batch} samples and {heads} heads must have d_k "
             f"{d_k} and d_v {d_v}, got {[*initial.shape]}"
         )
-    numbers = dict(v=v, q=q, k=k, initial=initial, **{each: t for each, (t, _) in by_head.items()})
-    plan.check_numbers(name, v, **numbers)
+    plan.check_numbers(name, v, v=v, q=q, k=k, initial=initial, **tensors)

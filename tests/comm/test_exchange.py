@@ -36,7 +36,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 
 def rows(sender: int, receiver: int) -> int:
-    """How many rows go from one rank to another: none between some."""
+    """Return how many rows go from one rank to another: none between some."""
     return (sender + 2 * receiver) % 3
 
 
@@ -150,7 +150,7 @@ def test_sums_and_parts_are_the_same_on_all_ranks(size):
 @settings(max_examples=60, deadline=None)
 @drawing(placed, st.integers(0, 9))
 def test_parts_to_merge_are_of_ranks_or_where_several_share_one_of_machines(machines, length):
-    """Of a machine there is one part, and it crosses once to each other machine."""
+    """A machine has one part, and it crosses once to each other machine."""
     xs = torch.stack([drawn(rank, length, 1) for rank in range(len(machines))])
 
     def rank_main(ring: Ring) -> tuple[Tensor, int]:
@@ -250,7 +250,7 @@ def test_small_parts_are_sent_directly(exchange, monkeypatch):
 
 
 def test_a_machine_s_sum_in_16_bits_may_be_larger_than_the_whole(monkeypatch):
-    """Of float16, in which 80,000 is infinite; the sum is 40,000."""
+    """In float16 80,000 is infinite; the sum is 40,000."""
     monkeypatch.setattr(relays, "_EXCHANGE", 0)
 
     def rank_main(ring: Ring) -> list[float]:

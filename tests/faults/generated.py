@@ -242,7 +242,7 @@ def main() -> int:
 
 
 def _hunted(folder: str, given: argparse.Namespace) -> bool:
-    """Whether any fault survives that is not listed."""
+    """True if any fault survives that is not listed."""
     begin = time.monotonic()
     hunter = Hunter(folder, given.processes, given.quick)
     hunter.learn()

@@ -186,7 +186,7 @@ def test_a_step_in_a_cuda_graph(nccl, kernel, size) -> None:
 
 @needs_fla
 def test_tensors_may_begin_anywhere() -> None:
-    """Of the same call aligned there are kernels already."""
+    """A call with aligned tensors has compiled kernels already."""
     draw = torch.Generator("cuda").manual_seed(0)
     shapes = [(1, N, KEY_HEADS, D)] * 2 + [(1, N, HEADS, D)] + [(1, N, HEADS)] * 2
     values = [torch.rand(shape, generator=draw, device="cuda") / 8 for shape in shapes]

@@ -141,7 +141,7 @@ def test_who_waits_for_a_rank_without_such_tokens_hears_why(pools: Callable) -> 
 
 
 def later_calls_that_one_rank_can_not_make() -> list[str]:
-    """Of more tokens than before, by rank 1 alone; what each rank is told of each."""
+    """Report what each rank hears when rank 1 alone gives more tokens than before."""
     told = []
     for layout in (None, "zigzag"):
         for tied, wrong in (
@@ -164,7 +164,7 @@ def later_calls_that_one_rank_can_not_make() -> list[str]:
 
 
 def first_call_of_a_layer_with_a_window() -> str:
-    """Of as many tokens as in another layer; by rank 1 with a wrong v."""
+    """Call with as many tokens as in another layer; rank 1 gives a wrong v."""
     cache, q = RingCache(1, 1, 4, layers=2, windows=[None, 3]), torch.ones(1, 1, 1, 4)
     for layer, v in ((0, q), (0, q), (1, "v" if dist.get_rank() == 1 else q)):
         try:
@@ -239,7 +239,7 @@ def test_an_empty_sequence_has_nothing_to_be_seen() -> None:
 
 
 def test_calls_are_refused_after_others_were_right() -> None:
-    """What makes a call right is looked at once, so all of it must be looked for."""
+    """A right call is checked once, so that check must look for everything."""
     cache = RingCache(2, 1, 4, layers=2, group=Ring.alone())
     q, sinks = torch.ones(2, 1, 2, 4), torch.zeros(2)
     right: dict[str, Any] = dict(q=q, k=q[:, :, :1], v=q[:, :, :1], layer=0, sinks=sinks)

@@ -1,4 +1,4 @@
-"""What a cache is said to hold, read and send: the numbers of its tensors."""
+"""Explanations of what a cache holds, reads and sends: the numbers of its tensors."""
 
 import re
 

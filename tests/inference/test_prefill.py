@@ -148,7 +148,7 @@ def test_a_layer_with_a_window_has_each_rank_compute_its_own_queries(layout, win
 
 @pytest.mark.parametrize(("padding", "window"), [(4, 5), (5, 5), (9, 5), (0, None), (1, None)])
 def test_left_padding_before_the_window_changes_nothing(padding: int, window: int | None) -> None:
-    """Of 9 tokens the chunk's first query sees 5. Else the chunk is computed as in decoding."""
+    """The chunk's first query sees 5 of 9 tokens. Else the chunk is computed as in decoding."""
     whole = Drawn.of(9 + 8)
     mask = torch.arange(9 + 8)[None] >= padding
     want, _ = dense_attention(*whole, causal=True, window=window, key_mask=mask)

@@ -41,7 +41,7 @@ def test_explaining_says_whose_speeds_they_are():
 
 
 def test_a_prediction_and_its_picture_count_load_that_lasts():
-    """What was measured in a burst takes longer then: 0.1 ms of forward 6 % more, say."""
+    """Times measured in a burst are longer under load: 0.1 ms of forward 6 % more, say."""
     q = torch.empty(1, 4096, 8, 64)
     plan = RingPlan.make(q, q, q, causal=True, group=Ring.alone())
     burst = plan.chosen.machine._replace(measured=True, call=0.0, memory=1e30)
@@ -110,7 +110,7 @@ def test_uneven_shards_are_explained(layout, borders, said):
 
 
 def test_stages_are_explained():
-    """Of ranks that share memory, where keys come late."""
+    """Ranks share memory, and keys come late."""
 
     def main(ring: threads.ThreadRing) -> list[bool]:
         q = torch.empty(1, 16, 2, 8)
@@ -135,7 +135,7 @@ def test_stages_are_explained():
     ids=str,
 )
 def test_ways_home_are_explained(how, said):
-    """Of ranks that share memory."""
+    """Ranks share memory."""
 
     def main(ring: threads.ThreadRing) -> bool:
         q = torch.empty(1, 16, 2, 8)

@@ -67,7 +67,7 @@ def test_runs_in_pieces_equal_one_process(monkeypatch, size, pieces) -> None:
 
 
 def bytes_of_a_call(spread: Spread, ring: Ring, final: bool) -> list[int]:
-    """What a rank sends forward and backward, in a second call of the same kind."""
+    """Count the bytes a rank sends forward and backward, in a second call of the same kind."""
     sharded, _ = data(spread, False, 0)
     at, plan, found = spread.held(ring.rank), spread.plan(ring), []
     mine = {name: t[:, at].requires_grad_() for name, t in sharded.items()}
