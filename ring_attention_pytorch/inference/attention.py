@@ -30,7 +30,14 @@ from ring_attention_pytorch.plan.checks import check_shards
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.plan_cache import settings
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.agreement import agree, report_to_group, reporting, typed
+from ring_attention_pytorch.ranks.agreement import (
+    Check,
+    agree,
+    error_of,
+    report_to_group,
+    reporting,
+    typed,
+)
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.runtime.resolved import resolved
 
@@ -342,9 +349,16 @@ def _checked(
             raise ValueError(_UNSEEN)
         plan = cache.plans.keep(key, _plan(given, cache, scores, options))
     else:
-        with checks_of(_CALLER), reporting(cache.ring.report_failure):
-            check_call(given, cache, layer)
+        _run_check(partial(check_call, given, cache, layer), given, cache, options)
     return cache.plans.keep(kind, plan)
+
+
+def _run_check(check: Check, given: Given, cache: RingCache, options: StepOptions) -> None:
+    """Run a check of a step's arguments; the other ranks hear of its error, too."""
+    if (error := error_of(check)) is not None:
+        call = {"cache": cache, "q": given.q, "layer": options.layer, "check": options.check}
+        report_to_cache(call, error)
+        raise ValueError(f"{_CALLER}: {error}")
 
 
 def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) -> DecodePlan:
@@ -359,6 +373,7 @@ def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) 
         if kernel == "triton" and (refusal := triton_refusal(cache, q.dtype)) is not None:
             raise ValueError(refusal)
 
+    _run_check(check, given, cache, options)
     if kernel is None:
         kernel = "triton" if q.is_cuda and triton_refusal(cache, q.dtype) is None else "eager"
     same = {
@@ -371,7 +386,7 @@ def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) 
         "padded on the left": cache.has_starts,
         _STATE: cache.state_note(layer),
     }
-    agree(cache.ring, _CALLER, same, check=check)
+    agree(cache.ring, _CALLER, same)
     asked = Asked(
         tuple(q.shape),
         k is not None,
