@@ -283,11 +283,13 @@ def _sharded_chunk(
     chunk, plan = _agreed_chunk(given, cache, layout, options)
     assert k is not None
     assert v is not None
-    plain = slopes is None and options.kernel is None
-    if plain and _sees_all(cache, layer, scores.window):
+    by_position = slopes is not None and cache.memory(layer).window is None
+    if options.kernel is None and not by_position and _sees_all(cache, layer, scores.window):
         if plan is None:
-            plan = plan_chunk((q, k, v), cache, layout, scores, sinks)
+            plan = plan_chunk((q, k, v), cache, layout, scores, sinks, slopes)
             cache.plans.keep((_CHUNK, scores.window), (_kind_of_chunk(given, layout, scores), plan))
+        elif slopes is not None and plan.terms.alibi is not None:
+            plan.terms.alibi.copy_(slopes)  # another layer's may have been in this plan
         return prefill((q, k, v), cache, layer, chunk, sinks, plan)
     return _by_decoding_kernel(given, cache, options, chunk)
 

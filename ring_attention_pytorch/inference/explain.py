@@ -25,7 +25,7 @@ def explain_cache(
         cache: with its present lengths.
         heads: the number of query heads.
         tokens: new tokens per sequence and call: 1 in decoding, more in a chunk of a prompt that
-            is sharded over the ranks; with no ALiBi or padding, nor a window in a layer that keeps
+            is sharded over the ranks; with no padding, nor ALiBi or a window in a layer that keeps
             all tokens.
         dtype: of the queries; None is the cache's, or bfloat16 for a cache of 8 bits.
 

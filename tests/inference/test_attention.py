@@ -230,7 +230,9 @@ def wrong_values_in_a_later_step(check: str | None, seconds: float) -> list[str]
     told = []
     for given in wrong if dist.get_rank() == 1 else [{}] * again:
         try:
-            ring_attn_with_cache(**{"q": q, "k": q, "v": q, "cache": cache, "check": check, **given})
+            ring_attn_with_cache(
+                **{"q": q, "k": q, "v": q, "cache": cache, "check": check, **given}
+            )
         except (ValueError, RingError) as error:
             told.append(f"{type(error).__name__}: {error}")
     return told
