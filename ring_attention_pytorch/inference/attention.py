@@ -339,6 +339,7 @@ def _checked(
         ValueError: an argument is invalid or does not fit the cache.
     """
     q, layer = given.q, options.layer
+    _run_check(partial(check_call, given, cache, layer), given, cache, options)
     terms = tuple(None if t is None else t.dtype for t in (given.sinks, given.alibi_slopes))
     scores, new = options.scores(q), given.k is not None
     key = (
@@ -350,8 +351,6 @@ def _checked(
         if cache.in_graph:
             raise ValueError(_UNSEEN)
         plan = cache.plans.keep(key, _plan(given, cache, scores, options))
-    else:
-        _run_check(partial(check_call, given, cache, layer), given, cache, options)
     return cache.plans.keep(kind, plan)
 
 
@@ -369,7 +368,6 @@ def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) 
     pools = cache.memory(layer)
 
     def check() -> None:
-        check_call(given, cache, layer)
         check_options(scores, kernel, options.check)
         pools.check_window(scores.window, q.shape[1], k is not None)
         if kernel == "triton" and (refusal := triton_refusal(cache, q.dtype)) is not None:
@@ -390,14 +388,9 @@ def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) 
     }
     agree(cache.ring, _CALLER, same)
     asked = Asked(
-        tuple(q.shape),
-        k is not None,
-        cache.has_starts,
-        scores,
-        sinks is not None,
-        slopes is not None,
-        kernel,
-    )
+        tuple(q.shape), k is not None, cache.has_starts, scores,
+        sinks is not None, slopes is not None, kernel,
+    )  # fmt: skip
     plan = DecodePlan(pools, asked)
     plan.checks = _compares_values(options.check)
     return plan
