@@ -14,6 +14,7 @@ from torch.autograd import Function
 from ring_attention_pytorch.ranks.ring import Exchange, Messages, Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
 from ring_attention_pytorch.schedule.passing import (
+    merged_pieces,
     merging_machines,
     passes,
     passes_spare,
@@ -122,12 +123,12 @@ def gather_to_merge(
     merged = merge(_stacked(x, ring, members(machines, machines[ring.rank])))
     found = merged.new_empty((len({*machines}), *x.shape))
     found[machines[ring.rank]] = merged
+    sizes, passing = merged_pieces(machines, x.numel(), found.itemsize)
     pieces: dict[int, Tensor] = {}
     for machine, part in enumerate(found.flatten(1)):
         ranks = members(machines, machine)
-        pieces |= zip(ranks, part.tensor_split(len(ranks)))
-    parts = [pieces[rank] for rank in range(ring.size)]
-    start_gather(parts, ring, passing_machines(machines, [part.nbytes for part in parts]))()
+        pieces |= zip(ranks, part.split([sizes[rank] for rank in ranks]))
+    start_gather([pieces[rank] for rank in range(ring.size)], ring, passing)()
     return found
 
 

@@ -351,7 +351,8 @@ class DecodePlan:
     @cached_property
     def machines(self) -> Machines | None:
         """The machines whose ranks merge results before these cross; None if they do not."""
-        return merging_machines(self.ring.machines, 4 * self._between[0])
+        itemsize = max(4, self.pools.dtype.itemsize)  # of float32, or float64 as the cache
+        return merging_machines(self.ring.machines, itemsize * self._between[0])
 
     @property
     def _between(self) -> tuple[int, int]:

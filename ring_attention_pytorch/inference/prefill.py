@@ -14,8 +14,8 @@ Over several machines cached keys are sent instead of queries and results, as lo
 fewer bytes (`chunk_costs.keys_travel`).
 
 A layer that keeps only its window has it on every rank: own queries see it as keys before the
-chunk, and only the chunk's keys are sent. If scores depend on positions elsewhere too (another
-window, ALiBi, padding), the whole chunk is computed as in decoding.
+chunk, and only the chunk's keys are sent. If scores depend on positions elsewhere (a window or
+ALiBi where all tokens are kept, padding), the whole chunk is computed as in decoding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -191,7 +191,12 @@ class CachedKeys(NamedTuple):
 
 
 def plan_chunk(
-    qkv: QKV, cache: RingCache, layout: LayoutOption, scores: Scores, sinks: Tensor | None
+    qkv: QKV,
+    cache: RingCache,
+    layout: LayoutOption,
+    scores: Scores,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
 ) -> RingPlan:
     """Plan a chunk's attention to itself, with the kernel of the highest throughput.
 
@@ -200,11 +205,14 @@ def plan_chunk(
     """
     q, k, v = qkv
     scale, softclamp, window = scores
-    request = KernelRequest.of(q, v, scale=scale, softclamp=softclamp, window=window)
+    slopes = None if slopes is None else slopes.detach()
+    request = KernelRequest.of(
+        q, v, scale=scale, softclamp=softclamp, window=window, alibi_slopes=slopes
+    )
     fastest = choose(None, request)
     return RingPlan.make(
         q, k, v, causal=True, layout=layout, scale=scale, softclamp=softclamp, sinks=sinks,
-        window=window,
+        window=window, alibi_slopes=slopes,
         kernel=cast(KernelOption, fastest.name), group=cache.ring,
         transport="ring",  # none is used: all ranks get the chunk's keys, to store them
         ulysses=1,

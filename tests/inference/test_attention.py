@@ -215,6 +215,51 @@ def test_a_rank_with_a_wrong_type_raises_at_once_and_others_hear_why(pools: Call
     assert second.startswith("WrongArgument: ")
 
 
+def wrong_values_in_a_later_step(check: str | None, seconds: float) -> list[str]:
+    """What ranks hear of calls that rank 1 gets wrong, in a step that rank 0 makes once."""
+    cache = RingCache(1, 1, 4, group=dist.new_group(timeout=timedelta(seconds=seconds)))
+    q = torch.ones(1, 1, 1, 4)
+    ring_attn_with_cache(q, q, q, cache, check=check)
+    wrong: list[dict[str, Any]] = [
+        {"window": -1},
+        {"sinks": torch.zeros(2)},
+        {"v": q[..., :3]},
+        {"q": q.double()},
+    ]
+    again = len(wrong) if check else 1
+    told = []
+    for given in wrong if dist.get_rank() == 1 else [{}] * again:
+        try:
+            ring_attn_with_cache(
+                **{"q": q, "k": q, "v": q, "cache": cache, "check": check, **given}
+            )
+        except (ValueError, RingError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+IN_A_LATER_STEP = [
+    "window must not be negative",
+    "sinks must be floating",
+    "k and v must be (1, 1, 1, 4) and (1, 1, 1, 4), got",
+    "q must be torch.float32",
+]
+
+
+def test_wrong_values_are_refused_on_all_ranks_while_they_compare_values(pools: Callable) -> None:
+    for told in pools(2).run(wrong_values_in_a_later_step, "always", 300.0):
+        assert all(map(str.__contains__, told, IN_A_LATER_STEP))
+        assert len(told) == len(IN_A_LATER_STEP)
+
+
+def test_a_rank_with_wrong_values_raises_at_once_and_others_hear_why(pools: Callable) -> None:
+    (first,), second = pools(2).run(wrong_values_in_a_later_step, None, unhurried(3.0))
+    for text, why in zip(second, IN_A_LATER_STEP, strict=True):
+        assert text.startswith(f"ValueError: attention to a cache: {why}")
+    assert first.startswith("RingError: ")
+    assert "rank 1 raised ValueError: q must be torch.float32" in first
+
+
 def test_queries_and_scores_that_can_not_be_are_refused() -> None:
     cache, q = RingCache(1, 1, 4, group=Ring.alone()), torch.ones(1, 3, 1, 4)
     cache.append(q, q)
