@@ -39,11 +39,15 @@ def ring_halo(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None = 
     """
     with checks_of(_CALLER):
         check_least(0, width=width)
-    plan.check_tokens(_CALLER, x=x)
-    _check_initial(_CALLER, x, width, plan, initial)
+    return _halo(_CALLER, x, width, plan, initial)
+
+
+def _halo(name: str, x: Tensor, width: int, plan: RunPlan, initial: Tensor | None) -> Tensor:
+    """Compute `ring_halo` for the caller that errors name."""
+    plan.check_tokens(name, x=x)
+    _check_initial(name, x, width, plan, initial)
+    _agree(name, x, width, plan, initial)
     runs = len(plan.mine)
-    if plan.runs.continues:
-        _agree(_CALLER, x, width, plan)
     if not plan.runs.continues or width == 0:
         halos = x.new_zeros(runs * width, *x.shape[2:])
     else:
@@ -74,17 +78,18 @@ def last_tokens(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None 
     plan.check_tokens("last_tokens", x=x)
     _check_initial("last_tokens", x, width, plan, initial)
     sends, lands, rows, places = plan.once(("last", width), lambda: _last_route(plan, width))
-    _agree("last_tokens", x, width, plan)
+    _agree("last_tokens", x, width, plan, initial)
     tokens = fetch_rows(x, sends, lands, plan.runs.batch * width, plan.ring)
     if initial is not None:
         tokens = tokens.index_copy(0, rows, initial.flatten(0, 1)[places].to(tokens.dtype))
     return tokens.unflatten(0, (plan.runs.batch, width))
 
 
-def _agree(name: str, x: Tensor, width: int, plan: RunPlan) -> None:
+def _agree(name: str, x: Tensor, width: int, plan: RunPlan, initial: Tensor | None) -> None:
     plan.agree_once(
-        name, width=width, shape=tuple(x.shape[2:]), dtype=x.dtype, requires_grad=needs_gradients(x)
-    )
+        name, width=width, shape=tuple(x.shape[2:]), dtype=x.dtype, initial=initial is not None,
+        requires_grad=needs_gradients(x),
+    )  # fmt: skip
 
 
 def _check_initial(name: str, x: Tensor, width: int, plan: RunPlan, initial: Tensor | None) -> None:
@@ -180,7 +185,7 @@ def ring_short_conv(
             f"{None if bias is None else bias.dtype} and {dtype}"
         )
     width = weight.shape[1] - 1
-    halo = ring_halo(x, width, plan=plan, initial=initial)
+    halo = _halo("ring_short_conv", x, width, plan, initial)
     route = plan.halo_route(width)
     if not len(route.tokens):
         nothing = halo.sum() + weight.sum() + (0 if bias is None else bias.sum()) * 0

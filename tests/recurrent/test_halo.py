@@ -118,14 +118,26 @@ def test_a_convolution_casts_nothing_to_what_holds_less(given, match) -> None:
 
 
 @pytest.mark.parametrize("call", [ring_halo, last_tokens])
-@pytest.mark.parametrize("name", ["width", "requires_grad"])
-def test_ranks_must_ask_for_the_same_halo(call, name) -> None:
-    spread = Spread(2, 8, 1, "contiguous", None)
+@pytest.mark.parametrize("name", ["width", "requires_grad", "initial"])
+@pytest.mark.parametrize("borders", [None, [[0, 4, 8]]], ids=["one", "whole documents"])
+def test_ranks_must_ask_for_the_same_halo(call, name, borders) -> None:
+    spread = Spread(2, 8, 1, "contiguous", borders)
 
     def main(ring):
         x = torch.zeros(1, 4, 2, requires_grad=name == "requires_grad" and ring.rank == 1)
         width = 0 if name == "width" and ring.rank else 3
+        initial = torch.zeros(1, 3, 2) if name == "initial" and ring.rank else None
         with pytest.raises(ValueError, match=f"{name} must be the same on every rank"):
-            call(x, width, plan=spread.plan(ring))
+            call(x, width, plan=spread.plan(ring), initial=initial)
 
     threads.run(2, main)
+
+
+def test_errors_about_the_tokens_before_name_the_convolution() -> None:
+    spread, x = Spread(1, 4, 1, "contiguous", None), torch.zeros(1, 4, 2)
+
+    def main(ring):
+        with pytest.raises(ValueError, match=r"^ring_short_conv: initial must be \[1, 2, 2\]"):
+            ring_short_conv(x, torch.zeros(2, 3), plan=spread.plan(ring), initial=x)
+
+    threads.run(1, main)
