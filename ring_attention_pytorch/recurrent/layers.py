@@ -180,14 +180,8 @@ def ring_mamba2(  # noqa: PLR0913 - a public entry point
     torch.Size([1, 6, 2, 4])
     """
     name = "ring_mamba2"
-    plan.check_numbers(name, x, x=x, dt=dt, a=a, b=b, c=c, skip=skip)
-    state = initial.mT if initial is not None and initial.ndim == 4 else initial
-    check_call(name, plan, c, b, x, state, dt=(dt, 3))
-    if a.shape != x.shape[2:3] or (skip is not None and skip.shape not in (a.shape, x.shape[2:])):
-        raise plan.error(
-            f"{name}: a must be [{x.shape[2]}] and skip that or {[*x.shape[2:]]}, got "
-            f"{[*a.shape]} and {None if skip is None else [*skip.shape]}"
-        )
+    _check_mamba2(name, plan, x, dt, a, b, c, skip=skip, initial=initial)
+    state = None if initial is None else initial.mT
     wide = accumulation_dtype(x.dtype)
     dt, values = dt.to(wide), x.to(wide)
     call = Call(
@@ -198,6 +192,28 @@ def ring_mamba2(  # noqa: PLR0913 - a public entry point
         factor = skip.to(wide)
         out = out + values * (factor if skip.ndim == 2 else factor[:, None])
     return out.to(x.dtype), None if last is None else last.mT
+
+
+def _check_mamba2(
+    name: str, plan: RunPlan, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor,
+    **more: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise ValueError if shapes or dtypes don't fit."""
+    plan.check_tokens(name, x=x, dt=dt, b=b, c=c)
+    heads, skip, initial = x.shape[2:3], more["skip"], more["initial"]
+    fits = x.ndim == b.ndim == 4 and c.shape == b.shape and 0 not in (*x.shape[2:], *b.shape[2:])
+    fits = fits and dt.shape == x.shape[:3] and a.shape == heads and not heads[0] % b.shape[2]
+    if not fits or (skip is not None and skip.shape not in (heads, x.shape[2:])):
+        raise plan.error(
+            f"{name}: x must be [b, n, h, p], dt [b, n, h], a [h], b and c [b, n, groups, d], h a "
+            f"multiple of groups, skip [h] or [h, p], and none of these 0; got {[*x.shape]}, "
+            f"{[*dt.shape]}, {[*a.shape]}, {[*b.shape]}, {[*c.shape]} and "
+            f"{None if skip is None else [*skip.shape]}"
+        )
+    want = plan.runs.batch, *x.shape[2:], b.shape[3]
+    if initial is not None and initial.shape != want:
+        raise plan.error(f"{name}: initial must be {[*want]}, got {[*initial.shape]}")
+    plan.check_numbers(name, x, x=x, dt=dt, a=a, b=b, c=c, **more)
 
 
 def _delta(

@@ -141,3 +141,28 @@ def test_heads_and_their_sizes_are_not_0(name) -> None:
             ring_gated_delta_rule(**{**given, **empty}, plan=spread.plan(ring))
 
     threads.run(1, main)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [({"c": torch.zeros(1, 3, 2, 6)}, r"ring_mamba2: c must be \[1, 4\] and more on cpu"),
+     ({"b": torch.zeros(1, 4, 2, 5)}, r"b and c .*, \[1, 4, 2, 5\], \[1, 4, 2, 6\]"),
+     ({"a": torch.zeros(3)}, r"a \[h\], .*, \[3\],"),
+     ({"dt": torch.zeros(1, 4, 3)}, r"dt \[b, n, h\], .*, \[1, 4, 3\],"),
+     ({"skip": torch.zeros(4, 6)}, r"skip \[h\] or \[h, p\], .* and \[4, 6\]"),
+     ({"initial": torch.zeros(1, 4, 6, 5)}, r"initial must be \[1, 4, 5, 6\], got \[1, 4, 6, 5\]")],
+)  # fmt: skip
+def test_errors_about_mamba_2_are_in_its_own_words(wrong, match) -> None:
+    """Its tensors are b, c and x, not keys, queries and values; states are given transposed."""
+    spread, x, b = (
+        Spread(1, 4, 1, "contiguous", None),
+        torch.zeros(1, 4, 4, 5),
+        torch.zeros(1, 4, 2, 6),
+    )
+    given = dict(x=x, dt=x[..., 0], a=x[0, 0, :, 0], b=b, c=b) | wrong
+
+    def main(ring):
+        with pytest.raises(ValueError, match=match):
+            ring_mamba2(**given, plan=spread.plan(ring))
+
+    threads.run(1, main)
