@@ -48,7 +48,7 @@ class RecurrentLayer(nn.Module):
         """
         return self._read(x, mask, plan, None, False)[0]
 
-    @typed(report_to_ring_of("plan"))
+    @typed(report_to_ring_of("plan"), apart=True)
     def read(
         self, x: Tensor, mask: Tensor | None, plan: RunPlan, before: LayerState | None
     ) -> tuple[Tensor, LayerState]:

@@ -13,7 +13,7 @@ from ring_attention_pytorch.recurrent.runs import before_samples, last_of_sample
 _CALLER = "ring_halo"
 
 
-@typed(report_to_ring_of("plan"))
+@typed(report_to_ring_of("plan"), apart=True)
 def ring_halo(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None = None) -> Tensor:
     """Return the `width` tokens before each of this rank's runs, in the run's document.
 
@@ -137,7 +137,7 @@ def _last_route(plan: RunPlan, width: int) -> tuple[list[Tensor], list[Tensor], 
     return sends, [*map(plan.indices, lands)], plan.indices(rows), plan.indices(places)
 
 
-@typed(report_to_ring_of("plan"))
+@typed(report_to_ring_of("plan"), apart=True)
 def ring_short_conv(
     x: Tensor,
     weight: Tensor,

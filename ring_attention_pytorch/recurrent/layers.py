@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from ring_attention_pytorch.ranks.agreement import report_to_ring_of, typed
 from ring_attention_pytorch.recurrent.eager import Grid, recurrence
@@ -32,7 +31,6 @@ from ring_attention_pytorch.recurrent.levels import first_states, in_full_precis
 from ring_attention_pytorch.recurrent.plan import RunPlan, needs_gradients
 from ring_attention_pytorch.recurrent.scan import scanned
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.runtime.torch_func import run_apart
 
 KernelName = Literal["eager", "fla"]
 _CHUNK, _CHUNK_OF_CHANNELS = 64, 16  # tokens; gates of each channel take memory for all pairs
@@ -55,7 +53,7 @@ class Call(NamedTuple):
     chunk: int | None = None  # tokens that the eager kernel computes at once
 
 
-@typed(report_to_ring_of("plan"))
+@typed(report_to_ring_of("plan"), apart=True)
 def ring_gated_delta_rule(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,
@@ -106,7 +104,7 @@ def ring_gated_delta_rule(  # noqa: PLR0913 - a public entry point
     return _delta("ring_gated_delta_rule", call, 3, scale, normalize)
 
 
-@typed(report_to_ring_of("plan"))
+@typed(report_to_ring_of("plan"), apart=True)
 def ring_kda(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,
@@ -141,7 +139,7 @@ def ring_kda(  # noqa: PLR0913 - a public entry point
     return _delta("ring_kda", call, 4, scale, normalize)
 
 
-@typed(report_to_ring_of("plan"))
+@typed(report_to_ring_of("plan"), apart=True)
 def ring_mamba2(  # noqa: PLR0913 - a public entry point
     x: Tensor,
     dt: Tensor,
@@ -344,8 +342,6 @@ def _two_passes(call: Call) -> tuple[Tensor, Tensor | None]:
     given = call.q, call.k, call.v, finite(call.g), call.beta, initial
     back = any(needs_gradients(*given))
     passes = Passes(call.plan, call.scale, call.normalize, call.final, back)
-    if is_compiling():
-        return run_apart(two_passes, *given, passes)
     return two_passes(*given, passes)
 
 
