@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ring_attention_pytorch.recurrent import ring_halo, ring_short_conv
+from ring_attention_pytorch.recurrent import RunPlan, ring_halo, ring_short_conv
 from ring_attention_pytorch.recurrent.halo import last_tokens
 from tests.support import threads
 from tests.support.recurrent_cases import Spread, check
@@ -131,6 +131,19 @@ def test_ranks_must_ask_for_the_same_halo(call, name, borders) -> None:
             call(x, width, plan=spread.plan(ring), initial=initial)
 
     threads.run(2, main)
+
+
+def test_rings_of_one_group_agree_in_the_same_calls() -> None:
+    """Also where the documents of one are whole on its ranks, and those of another one are not."""
+
+    def main(everyone):
+        borders = [0, 4, 8] if everyone.rank < 2 else [0, 8]
+        ring, x = threads.PartRing(everyone, 2), torch.full((1, 4, 1), 1.0 + everyone.rank)
+        plan = RunPlan.make(x, cu_seqlens=borders, group=ring)
+        halo, last = ring_halo(x, 1, plan=plan), last_tokens(x, 1, plan=plan)
+        return halo.item(), last.item()
+
+    assert threads.run(4, main)[0] == [(0, 2), (0, 2), (0, 4), (3, 4)]
 
 
 def test_errors_about_the_tokens_before_name_the_convolution() -> None:
