@@ -259,8 +259,10 @@ def _check(name: str, heads: int, shared: str, **numbers: int) -> None:
 def _masked(x: Tensor, mask: Tensor | None, plan: RunPlan, dim: int) -> Tensor:
     """Return tokens with 0 for padding; raise ValueError if they don't fit the plan."""
     plan.check_tokens("a recurrent layer", x=x, mask=mask)
-    if x.ndim != 3 or x.shape[2] != dim:
-        raise plan.error(f"a recurrent layer: x must be [b, n, {dim}], got {list(x.shape)}")
+    if x.ndim != 3 or x.shape[2] != dim or not x.is_floating_point():
+        raise plan.error(
+            f"a recurrent layer: x must be floating [b, n, {dim}], got {x.dtype} {list(x.shape)}"
+        )
     if mask is None:
         return x
     if mask.ndim != 2 or mask.dtype != torch.bool:

@@ -62,7 +62,7 @@ def ring_gated_delta_rule(  # noqa: PLR0913 - a public entry point
     beta: Tensor,
     *,
     plan: RunPlan,
-    scale: float | None = None,
+    scale: float | int | None = None,
     normalize: bool = False,
     initial: Tensor | None = None,
     final: bool = False,
@@ -113,7 +113,7 @@ def ring_kda(  # noqa: PLR0913 - a public entry point
     beta: Tensor,
     *,
     plan: RunPlan,
-    scale: float | None = None,
+    scale: float | int | None = None,
     normalize: bool = False,
     initial: Tensor | None = None,
     final: bool = False,
@@ -215,7 +215,7 @@ def _check_mamba2(
 
 
 def _delta(
-    name: str, call: Call, gate_dims: int, scale: float | None, normalize: bool
+    name: str, call: Call, gate_dims: int, scale: float | int | None, normalize: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Check a call with the delta rule, choose its kernel, and compute it.
 

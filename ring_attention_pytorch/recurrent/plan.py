@@ -158,6 +158,7 @@ class RunPlan:
         return cls(ring, Runs.of(segments, packing, x.shape[0]), x.device)
 
     @classmethod
+    @checked
     def of(cls, plan: RingPlan) -> "RunPlan":
         """Return the plan for the tokens of attention's plan; nothing is exchanged.
 

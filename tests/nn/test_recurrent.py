@@ -194,6 +194,6 @@ def test_wrong_sizes_and_tokens() -> None:
         GatedDeltaNet(8, heads=4, key_heads=3)
     layer, x = GatedDeltaNet(8, heads=2, dim_head=4), torch.zeros(1, 3, 8)
     plan = RunPlan.make(x)
-    for wrong, mask in ((x[..., :4], None), (x, torch.zeros(1, 3))):
+    for wrong, mask in ((x[..., :4], None), (x, torch.zeros(1, 3)), (x.long(), None)):
         with pytest.raises(ValueError, match="a recurrent layer: "):
             layer(wrong, mask, plan=plan)

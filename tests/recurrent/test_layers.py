@@ -130,6 +130,18 @@ def test_parameters_of_mamba_2_are_not_cast_either(name) -> None:
     threads.run(1, main)
 
 
+@pytest.mark.parametrize("rule", [ring_gated_delta_rule, ring_kda])
+def test_a_scale_may_be_an_int(rule) -> None:
+    spread = Spread(1, 9, 1, "contiguous", None)
+    sharded, _ = data(spread, rule is ring_kda, 0)
+
+    def main(ring):
+        plan = spread.plan(ring)
+        assert torch.equal(*(rule(**sharded, plan=plan, scale=scale)[0] for scale in (2, 2.0)))
+
+    threads.run(1, main)
+
+
 @pytest.mark.parametrize("name", ["q", "v"])
 def test_heads_and_their_sizes_are_not_0(name) -> None:
     spread = Spread(1, 4, 1, "contiguous", None)
