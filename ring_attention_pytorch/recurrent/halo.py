@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.arguments import check_least, checks_of
 from ring_attention_pytorch.comm.exchange import fetch_rows
-from ring_attention_pytorch.ranks.agreement import report_to_ring_of, typed
+from ring_attention_pytorch.ranks.agreement import report_to_ring_of, reporting, typed
 from ring_attention_pytorch.recurrent.plan import RunPlan, needs_gradients
 from ring_attention_pytorch.recurrent.runs import before_samples, last_of_samples
 
@@ -37,7 +37,7 @@ def ring_halo(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None = 
     >>> ring_halo(x, 2, plan=RunPlan.make(x)).tolist()
     [[0.0, 0.0]]
     """
-    with checks_of(_CALLER):
+    with reporting(plan.ring.report_failure), checks_of(_CALLER):
         check_least(0, width=width)
     return _halo(_CALLER, x, width, plan, initial)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.recurrent import RunPlan, ring_halo, ring_short_conv
 from ring_attention_pytorch.recurrent.halo import last_tokens
 from tests.support import threads
@@ -83,10 +84,14 @@ def test_a_halo_spans_ranks_and_begins_with_zeros() -> None:
         (torch.zeros(1, 4, 2), -1, "width must be at least 0"),
     ],
 )
-def test_wrong_arguments(x, width, match) -> None:
+def test_wrong_arguments(monkeypatch, x, width, match) -> None:
+    """Ranks that wait for this one are told."""
+    told = []
+    monkeypatch.setattr(Ring, "report_failure", lambda _, error: told.append(str(error)))
     spread = Spread(1, 4, 1, "contiguous", None)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=match) as error:
         threads.run(1, lambda ring: ring_halo(x, width, plan=spread.plan(ring)))
+    assert told == [str(error.value)]
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(3, 2), torch.zeros(2), torch.zeros(2, 0)])
