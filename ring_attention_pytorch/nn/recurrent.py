@@ -65,7 +65,7 @@ class RecurrentLayer(nn.Module):
         """
         return self._read(x, _Call(mask, plan))[0]
 
-    @typed(report_to_ring_of("plan"))
+    @typed(report_to_ring_of("plan"), apart=True)
     def read(
         self, x: Tensor, mask: Tensor | None, plan: RunPlan, before: LayerState | None
     ) -> tuple[Tensor, LayerState]:
@@ -239,8 +239,10 @@ def _masked(x: Tensor, call: _Call, dim: int) -> Tensor:
     """Return tokens with 0 for padding; raise ValueError if they don't fit the plan."""
     mask, plan = call.mask, call.plan
     plan.check_tokens("a recurrent layer", x=x, mask=mask)
-    if x.ndim != 3 or x.shape[2] != dim:
-        raise plan.error(f"a recurrent layer: x must be [b, n, {dim}], got {list(x.shape)}")
+    if x.ndim != 3 or x.shape[2] != dim or not x.is_floating_point():
+        raise plan.error(
+            f"a recurrent layer: x must be floating [b, n, {dim}], got {x.dtype} {list(x.shape)}"
+        )
     if mask is None:
         return x
     if mask.ndim != 2 or mask.dtype != torch.bool:

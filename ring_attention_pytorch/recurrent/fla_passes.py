@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ring_attention_pytorch.comm.exchange import fill_in, summed_by_owners
 from ring_attention_pytorch.recurrent.chunks import Chunks, How, Inputs, Returned
@@ -26,6 +25,7 @@ from ring_attention_pytorch.recurrent.runs import gathers
 from ring_attention_pytorch.recurrent.scan import scanned, scanned_as_gathered
 from ring_attention_pytorch.recurrent.state_maps import gradients_of, store_maps
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.runtime.torch_func import refuse_second_order
 
 _CALLER = "ring_scan"
 
@@ -121,8 +121,8 @@ class _TwoPasses(Function):
         return torch.ops.aten._unsafe_view(out, tensors[2].shape), last
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor, dlast: Tensor | None) -> tuple[Any, ...]:
+        refuse_second_order("the delta rule by kernels of fla")
         with in_full_precision(do.device):
             return _TwoPasses._backward(ctx, do, dlast)
 
