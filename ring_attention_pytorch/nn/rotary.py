@@ -14,6 +14,16 @@ from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 THETA = 10000  # default of rotary embedding
 
 
+class Angles:
+    """Angles that a model gives its layers, as no tensor: FSDP in mixed precision casts tensors.
+
+    In 16 bits the angles of far tokens would collide.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values: Tensor = values
+
+
 class RingRotaryEmbedding(nn.Module):
     """A module that computes the rotary angles of the tokens that a rank holds.
 
@@ -87,10 +97,8 @@ class RingRotaryEmbedding(nn.Module):
             total = seq * ring.size
             seq = positions(layout, rank=ring.rank, ring_size=ring.size, length=total)
         seq = seq.to(device=self.inv_freq.device, dtype=torch.float32)
-        with torch.autocast(seq.device.type, enabled=False):
-            inv_freq = self.inv_freq.float()
-            angles = seq.unsqueeze(-1) * inv_freq
-            return torch.cat((angles, angles), dim=-1)
+        angles = seq.unsqueeze(-1) * self.inv_freq.float()
+        return torch.cat((angles, angles), dim=-1)
 
 
 @checked

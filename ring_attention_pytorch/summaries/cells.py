@@ -114,7 +114,7 @@ class Places(NamedTuple):
             of_tokens = torch.tensor(of_runs).repeat_interleave(sizes, dim=0)
             of_tokens[:, 0] = position - of_tokens[:, 0]
             samples.append(of_tokens)
-        return cls(torch.stack(samples), borders)
+        return cls(torch.stack(samples) if samples else torch.empty(0, length, 4).long(), borders)
 
     def held(self, positions: Tensor) -> Tensor:
         """Return the rows of `tokens` at these positions: `[batch * n, 4]`."""

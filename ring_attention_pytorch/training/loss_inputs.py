@@ -20,7 +20,7 @@ from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.runtime.graph_pool import outside_graph_pool
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.streams import capturing
-from ring_attention_pytorch.tensor_kinds import check_plain
+from ring_attention_pytorch.tensor_kinds import check_plain, has_values
 
 
 class Head(NamedTuple):
@@ -152,6 +152,8 @@ def check_labels(x: Tensor, labels: Tensor, weights: Tensor | None) -> None:
     for name, t in {"x": x, "labels": labels, "weights": weights}.items():
         if t is not None:
             check_plain(name, t)
+            if not has_values(t):
+                raise ValueError(f"{name} must have values, got a {type(t).__name__} on {t.device}")
     if x.ndim != 3 or not x.is_floating_point():
         raise ValueError(
             f"logits or hidden states must be floating [b, n, d], got {x.dtype} {list(x.shape)}"

@@ -201,3 +201,9 @@ def test_the_longest_wavelength_is_theta_times_two_pi() -> None:
     assert frequencies[0] == 1.0
     wavelengths = 2 * math.pi / frequencies.double()
     assert wavelengths[-1].item() == pytest.approx(2 * math.pi * 10000 ** (62 / 64), rel=1e-6)
+
+
+def test_angles_on_the_meta_device_have_a_shape() -> None:
+    module = RingRotaryEmbedding(8).to("meta")
+    for found in (module(6), module(torch.arange(6, device="meta"))):
+        assert (found.shape, found.dtype, found.device.type) == ((6, 8), torch.float32, "meta")

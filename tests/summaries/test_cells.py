@@ -15,3 +15,9 @@ def test_each_earlier_token_is_covered_exactly_once(rule: Cells) -> None:
         seen = tokens[cells < rule.row(query)].tolist() + list(range(start, query + 1))
         assert seen == list(range(query + 1))
         assert query - start < rule.window + rule.stride
+
+
+def test_no_samples_have_no_cells() -> None:
+    places = Places.of(Cells(2, 2, 2), None, 0, 6)
+    assert (places.borders, places.tokens.shape) == ([0], (0, 6, 4))
+    assert places.held(torch.arange(3)).shape == (0, 4)
