@@ -152,8 +152,6 @@ def check_labels(x: Tensor, labels: Tensor, weights: Tensor | None) -> None:
     for name, t in {"x": x, "labels": labels, "weights": weights}.items():
         if t is not None:
             check_plain(name, t)
-            if not has_values(t):
-                raise ValueError(f"{name} must have values, got a {type(t).__name__} on {t.device}")
     if x.ndim != 3 or not x.is_floating_point():
         raise ValueError(
             f"logits or hidden states must be floating [b, n, d], got {x.dtype} {list(x.shape)}"
@@ -172,6 +170,9 @@ def check_labels(x: Tensor, labels: Tensor, weights: Tensor | None) -> None:
                 f"{name} must be {kind} {list(x.shape[:2])} on {x.device}, as x is, "
                 f"got {t.dtype} {list(t.shape)} on {t.device}"
             )
+    for name, t in {"x": x, "labels": labels, "weights": weights}.items():
+        if t is not None and not has_values(t):
+            raise ValueError(f"{name} must have values, got a {type(t).__name__} on {t.device}")
 
 
 def reads_at_once(t: Tensor) -> bool:
