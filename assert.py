@@ -48,7 +48,9 @@ class Options:
 
 @click.command(help=__doc__, context_settings={"show_default": True})
 @click.option("--world-size", default=8, type=click.IntRange(1), help="number of processes")
-@click.option("--batch-size", default=2, help="samples that each process brings")
+@click.option(
+    "--batch-size", default=2, type=click.IntRange(1), help="samples that each process brings"
+)
 @click.option(
     "--num-sharded-batches",
     default=1,
@@ -62,7 +64,7 @@ class Options:
 @click.option(
     "--num-buckets", default=2, type=click.IntRange(1), help="tiles of a process' queries"
 )
-@click.option("--seq-len", default=31, help="tokens of a sequence")
+@click.option("--seq-len", default=31, type=click.IntRange(1), help="tokens of a sequence")
 @click.option("--model-dim", default=8, help="width of the model")
 @click.option("--heads", default=8, help="query heads")
 @click.option("--num-grouped-query-heads", default=2, help="query heads to each key head")

@@ -11,7 +11,6 @@ tape replays. The first lines are PyTorch's own attention; goals are multiples o
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 from benchmarks.lib.options import parser
 from ring_attention_pytorch import RingPlan, attention, ring_attn
 from ring_attention_pytorch.plan import plan_cache
+from ring_attention_pytorch.runtime.uncopied import replaced
 
 Subject = Callable[[], object]
 _GOALS = {
@@ -64,7 +64,7 @@ def subjects(device: str, n: int, h: int, h_kv: int, d: int) -> dict[str, Subjec
     *given, dout = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
     leaves = [t.clone().requires_grad_() for t in given]
     how = dict(causal=True, kernel="sdpa-cudnn" if device == "cuda" else None)
-    plan, untaped = (replace(RingPlan.make(*given, **how)) for _ in range(2))
+    plan, untaped = (replaced(RingPlan.make(*given, **how)) for _ in range(2))
     object.__setattr__(untaped, "recordings", None)
     whole = (attention.forward, *given, None)
     for _ in range(4):

@@ -58,7 +58,8 @@ def tree_attn_decode(
     Args:
         q: `[b, h, t, d]`, the same on every rank; t is 1 in decoding.
         k, v: `[b, h_kv, n, d]` and `[b, h_kv, n, d_v]`. With shard_kv_seq all keys, the same on
-            every rank; otherwise this rank's keys, any number of them, or None for no keys.
+            every rank; otherwise this rank's keys, any number of them, or None for no keys. Where
+            d_v differs from the last call's, pass k and v of no tokens instead of None.
         eps: lower bound of the total weight that results are divided by; queries without a visible
             key get 0.
         shard_kv_seq: shard the keys: each rank uses its part of k, v and key_mask.
@@ -72,7 +73,9 @@ def tree_attn_decode(
         `[b, h, t, d_v]` in q's dtype, the same on every rank; merged in float32 at least.
 
     Raises:
-        ValueError: an argument is invalid, or differs between ranks; on every rank.
+        ValueError: an argument is invalid, or differs between ranks; on every rank in the first
+            call of a kind. Later ones compare nothing before: there the other ranks get a
+            `RingError`, which says what this one raised.
 
     >>> q, kv = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8)
     >>> tree_attn_decode(q, kv, kv).shape

@@ -4,7 +4,6 @@ It calls attention a few times, so it is above it. `RingPlan.warm_up` is its onl
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,6 +16,7 @@ from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.progress import counted, say
 from ring_attention_pytorch.ranks.agreement import agree, error_of
 from ring_attention_pytorch.runtime.launches import compile_only, compile_together
+from ring_attention_pytorch.runtime.uncopied import replaced
 from ring_attention_pytorch.shared_keys import attend_with_shared
 
 _CALLS = 4  # the first one, two that are recorded, one that replays the recording
@@ -80,8 +80,8 @@ def _dry_run(plan: RingPlan, tensors: list[Tensor], sinks: Tensor | None) -> Non
     original would count this as its first call. For swaps of heads, which do run, it is the first.
     """
     with torch.autograd.set_multithreading_enabled(False), set_detect_anomaly(False):
-        shared = None if plan.shared is None else replace(plan.shared)
-        _call(replace(plan, shared=shared), tensors, sinks)
+        shared = None if plan.shared is None else replaced(plan.shared)
+        _call(replaced(plan, shared=shared), tensors, sinks)
 
 
 def _check(wanted: Signature, given: Sequence[Tensor]) -> None:

@@ -1,6 +1,5 @@
 """Keys that all ranks hold: one softmax with the ring's, and gradients equal on all ranks."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from ring_attention_pytorch.plan.placement import Placement
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads
+from ring_attention_pytorch.runtime.uncopied import replaced
 from ring_attention_pytorch.schedule import relays
 from ring_attention_pytorch.shared_keys import _total
 from tests.support import threads
@@ -347,8 +347,8 @@ def test_a_kernel_can_leave_dq_where_another_has_shared_keys(shared_leave):
     plan, found = RingPlan.make(*given[:3], **how), []
     assert plan.shared is not None
     which = plan.shared if shared_leave else plan
-    changed = replace(which, kernel=which.kernel._replace(backward=leaving_dq))
-    changed = replace(plan, shared=changed) if shared_leave else changed
+    changed = replaced(which, kernel=which.kernel._replace(backward=leaving_dq))
+    changed = replaced(plan, shared=changed) if shared_leave else changed
     for each in (plan, changed):
         out = ring_attn(*given[:3], shared_keys=(given[3], given[4]), plan=each)
         found.append(torch.autograd.grad(out.sin().sum(), given))

@@ -31,7 +31,12 @@ from ring_attention_pytorch.nn.checks import (
 )
 from ring_attention_pytorch.nn.projections import HeadProjections
 from ring_attention_pytorch.nn.reference import default_attention
-from ring_attention_pytorch.nn.rotary import THETA, RingRotaryEmbedding, apply_rotary_pos_emb
+from ring_attention_pytorch.nn.rotary import (
+    THETA,
+    Angles,
+    RingRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
 from ring_attention_pytorch.nn.sharding import (
     ShardConfig,
     check_packed,
@@ -179,7 +184,7 @@ class RingAttention(HeadProjections):
         self,
         x: Tensor,
         mask: Tensor | None = None,
-        rotary_emb: Tensor | None = None,
+        rotary_emb: Tensor | Angles | None = None,
         force_ring_reduce_off: bool = False,
         ring_size: int | None = None,
         *,
@@ -197,8 +202,8 @@ class RingAttention(HeadProjections):
             x: `[b, n, dim]`: this rank's part of the sequence, or with auto_shard_seq its batch
                 of whole sequences.
             mask: bool `[b, n]`, True where a token can be seen; also applies with causal.
-            rotary_emb: angles `[n, dim_head]` of the tokens x; without auto_shard_seq also
-                `[b, n, dim_head]`.
+            rotary_emb: angles `[n, dim_head]` of the tokens x, in float32 or float64; without
+                auto_shard_seq also `[b, n, dim_head]`.
             force_ring_reduce_off: in this call x is a whole sequence of this process alone.
             ring_size: number of consecutive ranks that make one ring; must divide the group.
             context: `[b, m, dim]`, tokens to attend to instead of x: whole sequences or a part,
@@ -223,6 +228,8 @@ class RingAttention(HeadProjections):
         """
         packed: dict[str, Any] = {"documents": documents, "cu_seqlens": cu_seqlens}
         shared = shared_tokens, shared_mask
+        if isinstance(rotary_emb, Angles):
+            rotary_emb = rotary_emb.values
         if is_compiling() and not self.force_regular_attn:
             apart = self.spread.auto or context is not None or force_ring_reduce_off
             if (apart and plan is None) or shared_tokens is not None:
@@ -362,7 +369,7 @@ class RingAttention(HeadProjections):
         if (number := options.pop("shared_keys", None)) is not None:
             options["shared_keys"] = (like.expand(len(x), number, key_heads, self.dim_head),) * 2
         note = tangents_note(x, *self.parameters())
-        options["also"] = {"rotary_emb": False, **note, **options.get("also", {})}
+        options["also"] = {**self._rotation(None), **note, **options.get("also", {})}
         return self._plan(q, k, k, mask, ring, **options)
 
     def _plan(
@@ -376,6 +383,13 @@ class RingAttention(HeadProjections):
             bucket_size=self.bucket_size, **self.over_ring, **(usual | options),
         )  # fmt: skip
         return plan if self.kept is None else self.kept.in_place_of(plan)
+
+    def _rotation(self, angles: Tensor | None) -> dict[str, Any]:
+        """Return how tokens are rotated, by name, which must be the same on all ranks."""
+        return {
+            "rotary_emb": angles is not None, "rotary_embed": self.rotary_embed is not None,
+            "rotary_restart": self.rotary_restart,
+        }  # fmt: skip
 
     @property
     def rate(self) -> float:
@@ -401,7 +415,7 @@ class RingAttention(HeadProjections):
             agree(ring, "ring attention", {}, check=ValueError(str(error)))
             raise  # if `agree` did not
         if plan is None and not self.force_regular_attn:
-            also = {"rotary_emb": angles is not None, **tangents_note(q, k, v)}
+            also = {**self._rotation(angles), **tangents_note(q, k, v)}
             options |= dict(key_options, cross=context is not None, also=also)
             plan = self._plan(q, k, v, seen, ring, **options)
         if plan is not None and not is_compiling() and not self.watched:  # no guard on a flag

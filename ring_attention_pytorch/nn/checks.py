@@ -16,7 +16,7 @@ from ring_attention_pytorch.nn.rotary import THETA
 from ring_attention_pytorch.nn.sharding import check_mask
 from ring_attention_pytorch.plan.checks import check_same_way
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.tensor_kinds import check_plain
+from ring_attention_pytorch.tensor_kinds import check_plain, has_values
 
 
 def check_shape(
@@ -129,6 +129,12 @@ def check_angles(x: Tensor, angles: Tensor, dim_head: int, by_sample: bool) -> N
     shape, want = list(angles.shape), [x.shape[1], dim_head]
     if shape != want and not (by_sample and shape == [x.shape[0], *want]):
         raise ValueError(f"rotary_emb must be {want}, got {shape}")
+    if angles.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"rotary_emb must be float32 or float64, got {angles.dtype}: in 16 bits the angles of "
+            "far tokens collide. If FSDP casts them, make the module with rotary_embed=True, or "
+            "its policy with cast_forward_inputs=False"
+        )
     if angles.device != x.device:
         raise ValueError(f"rotary_emb must be on {x.device} as x is, got {angles.device}")
 
@@ -215,7 +221,8 @@ def check_ids(
         raise ValueError(
             f"labels must be int64 {list(x.shape)}, got {labels.dtype} {list(labels.shape)}"
         )
-    if x.device.type == "cpu" and not is_compiling():  # on a GPU, reading values would synchronize
+    # on a GPU, reading values would synchronize
+    if x.device.type == "cpu" and not is_compiling() and has_values(x):
         _check_values(x, labels, classes, ignored)
     check_mask("mask", mask, x)
 

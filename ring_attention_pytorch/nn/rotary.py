@@ -14,6 +14,16 @@ from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 THETA = 10000  # default of rotary embedding
 
 
+class Angles:
+    """Angles that a model gives its layers, as no tensor: FSDP in mixed precision casts tensors.
+
+    In 16 bits the angles of far tokens would collide.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values: Tensor = values
+
+
 class RingRotaryEmbedding(nn.Module):
     """A module that computes the rotary angles of the tokens that a rank holds.
 
@@ -63,8 +73,10 @@ class RingRotaryEmbedding(nn.Module):
         self.group: Group = group
         if self.layout is not None and not ring:
             raise ValueError(f"layout={self.layout!r} needs ring=True")
+        self.theta: int | float = theta
         # a buffer because checkpoints contain it; `_apply` keeps it in float32
-        self.register_buffer("inv_freq", theta ** -(torch.arange(0, dim, 2).float() / dim))
+        self.register_buffer("inv_freq", _frequencies(dim, theta))
+        self.register_load_state_dict_pre_hook(_load_exact)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Self:
         """Move with the module, but stay float32: in bfloat16 positions would collide."""
@@ -81,16 +93,40 @@ class RingRotaryEmbedding(nn.Module):
         Positions `[b, n]`, for samples with different documents, give `[b, n, dim]`. Pass an int n
         only if every rank of the ring holds n tokens, and positions otherwise.
         """
+        if self.inv_freq.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"inv_freq must stay in float32, got {self.inv_freq.dtype}: far tokens would get "
+                "wrong angles; in FSDP's or DDP's MixedPrecision leave buffer_dtype out"
+            )
         if isinstance(seq, int):
             ring = as_ring(self.group) if self.ring else Ring.alone()
             layout = self.layout or "contiguous"
             total = seq * ring.size
             seq = positions(layout, rank=ring.rank, ring_size=ring.size, length=total)
         seq = seq.to(device=self.inv_freq.device, dtype=torch.float32)
-        with torch.autocast(seq.device.type, enabled=False):
-            inv_freq = self.inv_freq.float()
-            angles = seq.unsqueeze(-1) * inv_freq
-            return torch.cat((angles, angles), dim=-1)
+        angles = seq.unsqueeze(-1) * self.inv_freq.float()
+        return torch.cat((angles, angles), dim=-1)
+
+
+def _frequencies(dim: int, theta: float) -> Tensor:
+    return theta ** -(torch.arange(0, dim, 2).float() / dim)
+
+
+def _load_exact(
+    module: RingRotaryEmbedding, state: dict[str, Any], prefix: str, *more: Any
+) -> None:
+    """Load exact frequencies in place of the same ones that were saved in 16 bits."""
+    saved = state.get(key := f"{prefix}inv_freq")
+    if saved is None or saved.ndim != 1 or saved.dtype not in (torch.bfloat16, torch.float16):
+        return
+    exact, unit = _frequencies(2 * len(saved), module.theta), torch.finfo(saved.dtype)
+    if saved.is_meta or saved.float().cpu().allclose(exact, unit.eps, unit.tiny * unit.eps):
+        state[key] = exact.to(saved.device)
+        return
+    more[-1].append(
+        f"{key} was saved in {saved.dtype}, of another theta than {module.theta}: far tokens would "
+        "get wrong angles; make the module with that theta, or save it in float32"
+    )
 
 
 @checked

@@ -3,7 +3,7 @@
 Backward differentiates the sum of all ranks' results (`comm/exchange.py`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from ring_attention_pytorch.ranks.agreement import (
     typed,
 )
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
-from ring_attention_pytorch.tensor_kinds import check_plain
+from ring_attention_pytorch.tensor_kinds import check_plain, has_values
 
 
 @checked
@@ -102,6 +102,8 @@ def _check_part(x: Tensor, length: int, dim: int, layout: Layout, ring: Ring) ->
         raise ValueError(f"length must be at least 0, got {length}")
     lengths = [count(s) for s in all_segments(layout, ring.size, length)]
     _check_dim(x, dim)
+    if ring.size > 1 and not has_values(x):
+        raise ValueError(f"x must have values to be sent, got a {type(x).__name__} on {x.device}")
     if x.shape[dim] != lengths[ring.rank]:
         raise ValueError(
             f"layout={layout!r} puts {lengths} of {length} tokens on the ranks, "
@@ -304,14 +306,24 @@ class ShardConfig:
         return replace(shards, layout=layout)
 
 
+def report_to_plan(given: Any) -> Callable[[ValueError], None]:
+    """Return a function that writes a failure report for the ranks of a plan, or of several."""
+    plan = next(iter(given), None) if isinstance(given, Sequence) else given
+    ring = getattr(plan, "ring", None)
+    return (ring if isinstance(ring, Ring) else Ring.alone()).report_failure
+
+
 def report_to_group_of_module(caller: str) -> Report:
     """Make the `report` of `typed` for methods of modules with a `ShardConfig`.
 
-    `caller` is the name under which these methods agree with other ranks.
+    `caller` is the name under which these methods agree with other ranks. With a plan they don't:
+    then a failure report is written for ranks that will wait.
     """
 
     def report(given: dict[str, Any], error: ValueError) -> None:
-        if given.get("plan") is not None:
+        plan, plans = given.get("plan"), given.get("plans")
+        if plan is not None or plans is not None:
+            report_to_plan(plans if plan is None else plan)(error)
             return
         module: Any = given.get("self")
         size = given.get("ring_size")

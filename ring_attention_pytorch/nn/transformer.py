@@ -32,12 +32,13 @@ from ring_attention_pytorch.nn.feedforward import feed_forward
 from ring_attention_pytorch.nn.generation import Generation
 from ring_attention_pytorch.nn.loss import mean_cross_entropy, next_tokens, shifted
 from ring_attention_pytorch.nn.norm import RMSNorm
-from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding
+from ring_attention_pytorch.nn.rotary import Angles, RingRotaryEmbedding
 from ring_attention_pytorch.nn.sharding import (
     AutoShard,
     ShardConfig,
     check_packed,
     report_to_group_of_module,
+    report_to_plan,
 )
 from ring_attention_pytorch.operators import Ranks, TracedRing
 from ring_attention_pytorch.plan.checks import check_shards
@@ -45,7 +46,7 @@ from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption,
 from ring_attention_pytorch.plan.packing import local_packing, whole_packing
 from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.agreement import agree, raise_together, typed
+from ring_attention_pytorch.ranks.agreement import agree, raise_together, reporting, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.torch_func import run_apart
 
@@ -216,7 +217,7 @@ class RingTransformer(Generation, nn.Module):
         classes = self.token_emb.num_embeddings
         if plans is not None:
             decided = mask, ring_size, return_loss or None, force_ring_reduce_off or None
-            with checks_of("RingTransformer"):
+            with reporting(report_to_plan(plans)), checks_of("RingTransformer"):
                 check_plans(plans, len(self.layers), [*decided, *packed.values()])
                 check_ids(x, None, labels, classes, self.ignore_index)
             logits = self._logits(self.token_emb(x), None, plans)
@@ -243,7 +244,7 @@ class RingTransformer(Generation, nn.Module):
         positions: int | Tensor = tokens.shape[1]
         if plans:
             positions = operators.positions(plans[0], tokens, self.rotary_restart)
-        angles = self.rotary_emb(positions)
+        angles = Angles(self.rotary_emb(positions))
         for number, (attn, ff) in enumerate(self.layers):
             if self.pattern[number] != "a":
                 tokens = tokens + recurrent.run_recurrent(attn, tokens, mask, plans[number:])
@@ -334,9 +335,9 @@ class RingTransformer(Generation, nn.Module):
             mask = shards.shard(mask)
         if labels is not None:
             labels = shards.shard(labels)
-        everyone = as_ring(self.spread.group)
         return _Batch(
-            x, mask, labels, shards.ring, everyone, shards, shards.packing, shards.layout
+            x, mask, labels, shards.ring, as_ring(self.spread.group), shards, shards.packing,
+            shards.layout,
         )  # fmt: skip
 
     def _widest_window(self) -> int | None:
@@ -406,15 +407,15 @@ class RingTransformer(Generation, nn.Module):
         if packing is None:
             return labels
         positions = segment_positions(segments[ring.rank], x.device)
-        is_last = last_of_document(packing, positions)
-        return labels.masked_fill(is_last, self.ignore_index)
+        return labels.masked_fill(last_of_document(packing, positions), self.ignore_index)
 
     def _plans(self, tokens: Tensor, batch: _Batch) -> tuple[RingPlan, ...]:
         """List the plans of all blocks, made once for each (window, dropout) that occurs."""
         if self.force_regular_attn:
             return ()
         layers = {(attn.window, attn.rate): attn for attn in self._attentions}
-        also = {"dropout of layers": tuple(attn.rate for attn in self._attentions)}
+        also: dict[str, Any] = {"rotary_restart": self.rotary_restart}
+        also["dropout of layers"] = tuple(attn.rate for attn in self._attentions)
         options = dict(documents=batch.packing, layout=batch.layout, also=also)
         plans = {}
         for kind, attn in layers.items():

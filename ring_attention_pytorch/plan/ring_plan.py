@@ -44,6 +44,7 @@ from ring_attention_pytorch.runtime.observe import Record, spanned, switch, watc
 from ring_attention_pytorch.runtime.replay import Recordings, Replay
 from ring_attention_pytorch.runtime.statistics import Statistics, statistics_of
 from ring_attention_pytorch.runtime.tape import Tape
+from ring_attention_pytorch.runtime.uncopied import replaced, uncopied
 from ring_attention_pytorch.schedule.pieces import Workload
 from ring_attention_pytorch.schedule.steps import Schedule
 
@@ -59,6 +60,7 @@ class Agreed(NamedTuple):
     always: bool = False  # exchange notes in each call, not only for the plan
 
 
+@uncopied
 @dataclass(frozen=True)
 class RingPlan:
     """All of a ring attention that depends on ranks, lengths and masks, and not on values.
@@ -233,11 +235,9 @@ class RingPlan:
         return self._own.layers.of(number, make, _LAYERS)
 
     def _of_layer(self, number: int, dropout: Dropout) -> "RingPlan":
-        terms = self.terms._replace(dropout=dropout)
-        swap, of_layer = self.ulysses, f" of layer {number}"
-        swap = None if swap is None else replace(swap, of_layer=of_layer)
-        agreed = self.agreed._replace(of_layer=of_layer)
-        plan = replace(self, terms=terms, ulysses=swap, agreed=agreed)
+        terms, name = self.terms._replace(dropout=dropout), f" of layer {number}"
+        swap = self.ulysses and replace(self.ulysses, of_layer=name)
+        plan = replaced(self, terms=terms, ulysses=swap, agreed=self.agreed._replace(of_layer=name))
         return plan.in_graphs() if has_graphs(self) else plan
 
     @checked
@@ -281,7 +281,7 @@ class RingPlan:
 
     def by(self, transport: Transport) -> "RingPlan":
         """Return this plan with another transport, whose calls overlap differently."""
-        return replace(self, transport=transport, _shared=Worked())
+        return replaced(self, transport=transport, _shared=Worked())
 
     def run(
         self, direction: str, function: Callable[..., _Results], *given: Tensor | None

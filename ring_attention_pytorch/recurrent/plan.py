@@ -42,7 +42,8 @@ from ring_attention_pytorch.recurrent.runs import (
     gathers,
 )
 from ring_attention_pytorch.runtime.streams import capturing
-from ring_attention_pytorch.tensor_kinds import check_plain
+from ring_attention_pytorch.runtime.uncopied import uncopied
+from ring_attention_pytorch.tensor_kinds import check_plain, has_values
 
 _CALLER = "recurrent layers"
 
@@ -86,6 +87,7 @@ class HaloRoute(NamedTuple):
     outputs: Tensor
 
 
+@uncopied
 @dataclass(frozen=True, eq=False)
 class RunPlan:
     """The part of recurrent layers that depends on ranks, lengths and documents, not on values.
@@ -239,6 +241,10 @@ class RunPlan:
         """
         want = self.runs.batch, self.runs.tokens[self.ring.rank]
         for name, t in tensors.items():
+            if t is not None and not has_values(t):  # tables that it would make are kept
+                raise self.error(
+                    f"{caller}: {name} must have values, got a {type(t).__name__} on {t.device}"
+                )
             if t is not None and (tuple(t.shape[:2]) != want or t.device != self.device):
                 raise self.error(
                     f"{caller}: {name} must be {[*want]} and more on {self.device} by the plan, "

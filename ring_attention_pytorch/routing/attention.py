@@ -5,7 +5,6 @@ https://arxiv.org/abs/2303.09752. Names and parameters match CoLT5-attention.
 """
 
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from ring_attention_pytorch.routing.router import (
 )
 from ring_attention_pytorch.routing.soft_topk import check_count
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.runtime.uncopied import replaced
 
 
 class HeavyAttention(nn.Module):
@@ -118,7 +118,7 @@ class HeavyAttention(nn.Module):
         made = plan.attention.of(
             key, lambda: RingPlan.make(q, k, v, key_mask=seen, group=plan.ring, **options)
         )
-        out, lse = attend(q, k, v, plan=replace(made, key_mask=seen), return_lse=True)
+        out, lse = attend(q, k, v, plan=replaced(made, key_mask=seen), return_lse=True)
         return self.with_null(q, out, lse)
 
     def with_null(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:

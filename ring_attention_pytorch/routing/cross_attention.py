@@ -97,7 +97,8 @@ class ConditionalRoutedCrossAttention(nn.Module):
         self.num_tokens_kv: Tokens = num_tokens_kv
         over: dict[str, Any] = dict(ring_attn=ring_attn, layout=layout, group=group)
         self.spread: ShardConfig = ShardConfig.make(**over)
-        options = router_options(router_kwargs, router_straight_through, use_triton) | over
+        given = router_kwargs, router_straight_through, use_triton, "route_block_size"
+        options = router_options(*given) | over
         self.q_router: CoordinateDescentRouter | None = None
         if num_tokens_q is not None:
             self.q_router = CoordinateDescentRouter(dim, **options)

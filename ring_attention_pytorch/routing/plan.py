@@ -30,8 +30,10 @@ from ring_attention_pytorch.ranks.agreement import (
     typed,
 )
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
+from ring_attention_pytorch.runtime.uncopied import uncopied
 
 
+@uncopied
 @dataclass(frozen=True, eq=False)
 class RoutingPlan:
     """A plan of a batch's sequence over a ring, agreed by all ranks; it serves all routed layers.

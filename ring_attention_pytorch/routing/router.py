@@ -391,8 +391,26 @@ def rounded(scores: Tensor, toward: Tensor) -> Tensor:
     return steps * step
 
 
-def router_options(given: dict | None, straight_through: bool, use_triton: bool) -> dict[str, Any]:
-    """Merge `router_kwargs` with the module's own options for its router."""
+_OF_ROUTERS = {
+    "n_iters", "fetch_k_ratio", "eps", "eps_decay", "eps_init", "use_triton", "cosine_sim_routing",
+    "cosine_sim_scale", "route_block_size", "triton_checkpoint_segments",
+}  # fmt: skip
+
+
+def router_options(
+    given: dict | None, straight_through: bool, use_triton: bool, *decided: str
+) -> dict[str, Any]:
+    """Merge `router_kwargs` with the module's own options for its router.
+
+    Raises:
+        ValueError: an option is none of a router's, or the module decides it, as it does `decided`.
+    """
+    allowed = sorted(_OF_ROUTERS - {*decided})
+    if wrong := [name for name in given or {} if name not in allowed]:
+        raise ValueError(
+            f"router_kwargs may be {', '.join(allowed)}, got {', '.join(map(str, wrong))}; what "
+            "else a router has, the module decides"
+        )
     options = dict(given or {}, straight_through=straight_through)
     if use_triton:
         options["use_triton"] = True

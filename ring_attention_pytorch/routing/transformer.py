@@ -71,14 +71,21 @@ class ConditionalRoutedTransformer(RingTransformer):
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
         self.rotary_emb: Any = None  # the blocks rotate by themselves
-        options: dict[str, Any] = dict(rotary_emb=True) | dict(block_kwargs or {})
+        options: dict[str, Any] = dict(
+            dim=dim, num_heavy_attn_tokens_q=num_heavy_attn_tokens_q,
+            num_heavy_attn_tokens_kv=num_heavy_attn_tokens_kv,
+            num_heavy_ff_tokens=num_heavy_ff_tokens, light_window_size=light_window_size,
+            heavy_window_size=heavy_window_size, **self.spread.of_layers(),
+        )  # fmt: skip
+        more = block_kwargs or {}
+        if wrong := [str(name) for name in more if name in options or not isinstance(name, str)]:
+            raise ValueError(
+                f"block_kwargs are options that the model does not have, got {', '.join(wrong)}; "
+                "leave them out"
+            )
         for _ in range(depth):
-            self.layers.append(ConditionalRoutedTransformerBlock(
-                dim, num_heavy_attn_tokens_q=num_heavy_attn_tokens_q,
-                num_heavy_attn_tokens_kv=num_heavy_attn_tokens_kv,
-                num_heavy_ff_tokens=num_heavy_ff_tokens, light_window_size=light_window_size,
-                heavy_window_size=heavy_window_size, **self.spread.of_layers(), **options,
-            ))  # fmt: skip
+            block = ConditionalRoutedTransformerBlock(**{"rotary_emb": True, **more}, **options)
+            self.layers.append(block)
 
     @typed(report_to_group_of_module("RingTransformer"))
     def forward(  # type: ignore[override]  # without documents and plans

@@ -17,6 +17,7 @@ from torch import Tensor
 from ring_attention_pytorch.runtime.graph_nodes import Addresses, Capture, can_be_set
 from ring_attention_pytorch.runtime.replay import Function, Recordings, Replay, Tensors
 from ring_attention_pytorch.runtime.streams import capturing, passing_capture
+from ring_attention_pytorch.runtime.uncopied import replaced
 
 _ALIGNMENT = 32  # bytes: kernels read this many at once if addresses are multiples of it
 
@@ -50,7 +51,7 @@ def with_graphs(plan: Any) -> Any:
     swap = plan.ulysses
     if swap is not None and swap.by.replay.graph and not has_graphs(swap):
         swap = _recorded(replace(swap), swap.by.replay)
-    found = replace(plan if transport is plan.transport else plan.by(transport), ulysses=swap)
+    found = replaced(plan if transport is plan.transport else plan.by(transport), ulysses=swap)
     return _recorded(found, found.replay)
 
 

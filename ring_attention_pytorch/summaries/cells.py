@@ -107,14 +107,15 @@ class Places(NamedTuple):
                 number += 1
                 if cells[document][1]:
                     borders.append(borders[-1] + cells[document][1])
-            sizes = torch.tensor([run.stop - run.start for run in documents.runs])
+            sizes = torch.tensor([run.stop - run.start for run in documents.runs], dtype=torch.long)
             of_runs = [
                 (o, *cells[run.document]) for run, o in zip(documents.runs, documents.offsets)
             ]
-            of_tokens = torch.tensor(of_runs).repeat_interleave(sizes, dim=0)
+            of_tokens = torch.tensor(of_runs, dtype=torch.long).view(-1, 4)
+            of_tokens = of_tokens.repeat_interleave(sizes, dim=0)
             of_tokens[:, 0] = position - of_tokens[:, 0]
             samples.append(of_tokens)
-        return cls(torch.stack(samples), borders)
+        return cls(torch.stack(samples) if samples else torch.empty(0, length, 4).long(), borders)
 
     def held(self, positions: Tensor) -> Tensor:
         """Return the rows of `tokens` at these positions: `[batch * n, 4]`."""

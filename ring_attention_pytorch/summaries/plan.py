@@ -1,7 +1,7 @@
 """The plan of attention with summaries: two `RingPlan`s, near and far, and the pooling of cells."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from ring_attention_pytorch.plan.placement import attention_ring, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import agree, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring
+from ring_attention_pytorch.runtime.uncopied import arguments_of, of_uncopied, uncopied
 from ring_attention_pytorch.summaries.cells import (
     Cells,
     Grouped,
@@ -110,7 +111,9 @@ def _padded(pooled: Grouped, token: Tensor, place: Tensor) -> tuple[Tensor, Tens
     return tokens, places, real
 
 
+@uncopied
 @dataclass(frozen=True, eq=False)
+@of_uncopied
 class SummaryPlan(RingPlan):
     """The plan of near attention, which also contains the plan of the far part.
 
@@ -173,7 +176,7 @@ class SummaryPlan(RingPlan):
         near = RingPlan.make(
             q, k, v, causal=True, window=window, group=ring, ulysses=1, **options
         )  # fmt: skip
-        mine = {f.name: getattr(near, f.name) for f in fields(RingPlan) if f.init}
+        mine = arguments_of(near)
         total = sum(map(count, near.query_segments))
         places = Places.of(rule, near.packing, q.shape[0], total)
         held = [places.held(segment_positions(s)) for s in near.query_segments]

@@ -20,7 +20,7 @@ from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.runtime.graph_pool import outside_graph_pool
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.streams import capturing
-from ring_attention_pytorch.tensor_kinds import check_plain
+from ring_attention_pytorch.tensor_kinds import check_plain, has_values
 
 
 class Head(NamedTuple):
@@ -170,6 +170,9 @@ def check_labels(x: Tensor, labels: Tensor, weights: Tensor | None) -> None:
                 f"{name} must be {kind} {list(x.shape[:2])} on {x.device}, as x is, "
                 f"got {t.dtype} {list(t.shape)} on {t.device}"
             )
+    for name, t in {"x": x, "labels": labels, "weights": weights}.items():
+        if t is not None and not has_values(t):
+            raise ValueError(f"{name} must have values, got a {type(t).__name__} on {t.device}")
 
 
 def reads_at_once(t: Tensor) -> bool:

@@ -51,7 +51,7 @@ ATTENTION = [
         "gates(shown, a, solution.eps)", "gates(scores.double(), a, solution.eps)",
     ),
     Mutant(
-        "regular attention reads keys that are masked", "nn/reference.py:default_attention",
+        "regular attention reads keys that are masked", "nn/reference.py:_attend",
         "k, v = (t.masked_fill(", "_ = (t.masked_fill(",
     ),
 ]  # fmt: skip

@@ -501,9 +501,12 @@ def misuse(name: str) -> None:
     kind, _, what = name.partition(": ")
     auto = kind == "auto"
     causal, held = what == "context, causal", 8 if what == "rings of other sizes" else 1
-    module = made(
-        RingAttention, dict(ring_attn=True, auto_shard_seq=auto, causal=causal, ring_seq_size=held)
-    )
+    options: dict[str, Any] = dict(
+        ring_attn=True, auto_shard_seq=auto, causal=causal, ring_seq_size=held,
+        rotary_embed=what == "restarts on one rank" or (what == "rotated on one rank" and odd_one),
+        rotary_restart=what == "restarts on one rank" and odd_one,
+    )  # fmt: skip
+    module = made(RingAttention, options)
     x = torch.randn(2, n if auto else n // size, 12, dtype=torch.float64)
     mask = torch.ones(x.shape[:2], dtype=torch.bool)
     one_more = torch.cat((x, x[:, :1]), dim=1)
@@ -538,6 +541,8 @@ def misuse(name: str) -> None:
 
 
 REFUSED = {
+    "hand: rotated on one rank": "rotary_embed must be the same on every rank, got false on",
+    "hand: restarts on one rank": "rotary_restart must be the same on every rank, got false on",
     "auto: mask on one rank": "mask must be the same on every rank, got false on rank",
     "auto: mask too long on one rank": "mask must be bool [2, 8]",
     "auto: mask of numbers on one rank": "mask must be bool [2, 8]",

@@ -201,3 +201,35 @@ def test_the_longest_wavelength_is_theta_times_two_pi() -> None:
     assert frequencies[0] == 1.0
     wavelengths = 2 * math.pi / frequencies.double()
     assert wavelengths[-1].item() == pytest.approx(2 * math.pi * 10000 ** (62 / 64), rel=1e-6)
+
+
+def test_angles_on_the_meta_device_have_a_shape() -> None:
+    module = RingRotaryEmbedding(8).to("meta")
+    for found in (module(6), module(torch.arange(6, device="meta"))):
+        assert (found.shape, found.dtype, found.device.type) == ((6, 8), torch.float32, "meta")
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("theta", [100, 10_000, 5e6])
+def test_a_checkpoint_in_16_bits_costs_no_positions(
+    dtype: torch.dtype, theta: float, assign: bool
+) -> None:
+    """As many are saved; frequencies that are rounded so turn token 8000 by a radian too much."""
+    module = torch.nn.Sequential(RingRotaryEmbedding(16, theta=theta))
+    saved = {name: t.to(dtype) for name, t in module.state_dict().items()}
+    loaded = torch.nn.Sequential(RingRotaryEmbedding(16, theta=theta))
+    loaded.load_state_dict(saved, assign=assign)
+    assert loaded[0](8000).equal(module[0](8000))
+    assert saved["0.inv_freq"].dtype == dtype  # the caller's
+    other = torch.nn.Sequential(RingRotaryEmbedding(16, theta=1.5 * theta))
+    with pytest.raises(RuntimeError, match=r"0.inv_freq was saved in .* of another theta than"):
+        other.load_state_dict(saved)
+
+
+def test_frequencies_in_16_bits_are_refused() -> None:
+    """FSDP and DDP cast buffers by their data, past the module."""
+    module = RingRotaryEmbedding(16)
+    module.inv_freq.data = module.inv_freq.data.bfloat16()
+    with pytest.raises(ValueError, match=r"inv_freq must stay in float32, got torch\.bfloat16"):
+        module(4)

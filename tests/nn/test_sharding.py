@@ -194,7 +194,14 @@ def misuse(name: str) -> None:
             "dim": {"dim": 1},
             "layout": {"layout": "striped"},
         }.get(name, {})
-        x = {"shape": x[..., :3], "dtype": x.double(), "part": x[:, 1:]}.get(name, x)
+        x = {
+            "values": x.to("meta"),
+            "shape": x[..., :3],
+            "dtype": x.double(),
+            "part": x[:, 1:],
+        }.get(name, x)
+    if name == "no values":
+        x = x.to("meta")
     if name == "dim" and not odd_one:
         x, call["dim"] = x.transpose(0, 1).contiguous(), 0
     unshard_sequence(x, **call)
@@ -208,6 +215,8 @@ REFUSED = {
     "shape": "the rest of x's shape must be the same on every rank",
     "dtype": "dtype must be the same on every rank",
     "part": "tokens on the ranks, rank 1 has",
+    "values": "x must have values to be sent, got a Tensor on meta (on rank 1)",
+    "no values": "x must have values to be sent, got a Tensor on meta",
 }
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ring_attention_pytorch import RingTransformer, shard_sequence
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support.module_cases import (
     EXACT,
     Case,
@@ -356,6 +358,7 @@ def misuse(name: str) -> None:
     options = dict(causal=True, ring_attn=True, auto_shard_seq=auto, ring_seq_size=1)
     if what == "windows differ":
         options["max_lookback_seq_len"] = 2 if odd_one else 3
+    options["rotary_restart"] = what == "restarts on one rank" and odd_one
     model = made(RingTransformer, options)
     x = torch.zeros((2, 8 if auto else 8 // size), dtype=torch.long)
     mask, longer = torch.ones_like(x, dtype=torch.bool), torch.cat((x, x[:, :1]), dim=1)
@@ -387,6 +390,7 @@ REFUSED = {
     "auto: lengths differ": "ranks of one ring must bring equal lengths",
     "auto: windows differ": "window must be the same on every rank",
     "auto: ring size": "ring_size must divide the group's",
+    "hand: restarts on one rank": "rotary_restart must be the same on every rank",
     "hand: mask on one rank": "mask must be the same on every rank",
     "hand: mask too long on one rank": "mask must be bool [2,",
     "hand: labels on one rank": "labels must be the same on every rank",
@@ -406,6 +410,49 @@ def test_what_cannot_be_is_refused_in_the_same_words_on_all_ranks(
     pools: Callable, size: int
 ) -> None:
     check_refused(pools(size), misuse, REFUSED)
+
+
+IDS = torch.zeros(1, 4, dtype=torch.long)
+WITH_PLANS: dict[str, tuple[dict[str, Any], str]] = {
+    "an id": (dict(x=IDS + 99), "ids must be 0 to"),
+    "a label": (dict(labels=IDS + 99), "labels must be 0 to"),
+    "a mask": (dict(mask=IDS.bool()), "beside plans only labels are taken"),
+    "a plan too few": (dict(plans=1), "plans must be one for each of 2 blocks, got 1"),
+    "no tensor": (dict(x="ids"), "violates type hint"),
+    "another name": (dict(masks=None), "unexpected keyword argument 'masks'"),
+}
+
+
+@pytest.mark.parametrize("layers", ["a", "ra"])
+@pytest.mark.parametrize("name", WITH_PLANS)
+def test_ranks_that_wait_with_plans_hear_of_an_error(
+    name: str, layers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With plans ranks don't agree, so the failure is reported."""
+    told: list[str] = []
+    monkeypatch.setattr(Ring, "report_failure", lambda ring, error: told.append(str(error)))
+    model = made(RingTransformer, dict(causal=True, layers=layers))
+    plans = model.plans(IDS)
+    wrong, words = WITH_PLANS[name]
+    call = {"x": IDS, **wrong, "plans": plans[: wrong.get("plans")]}
+    with pytest.raises(ValueError, match=words):
+        model(**call)
+    assert any(words in text for text in told), told
+
+
+def test_tensors_without_values_give_shapes_and_leave_no_trace() -> None:
+    ids, mask = torch.randint(0, 11, (2, 6)), torch.rand(2, 6) < 0.7
+    sizes: dict[str, Any] = dict(num_tokens=11, dim=12, depth=2, dim_head=4, heads=4)
+    for options in (dict(causal=True), dict(force_regular_attn=True), dict(rotary_restart=True)):
+        with FakeTensorMode():
+            fake = torch.zeros(2, 6, dtype=torch.long)
+            loss = RingTransformer(**sizes, **options)(fake, fake.bool(), return_loss=True)
+            loss.backward()
+            assert isinstance(loss, FakeTensor)
+        model = RingTransformer(**sizes, **options)
+        whole = RingTransformer(**sizes, **options | {"force_regular_attn": True})
+        whole.load_state_dict(model.state_dict())
+        assert relative_error(model(ids, mask), whole(ids, mask)) < 1e-5
 
 
 # what travels

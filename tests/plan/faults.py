@@ -68,7 +68,7 @@ SILENT = [
     ),
     Mutant(
         "swaps of any layer", "plan/ring_plan.py:RingPlan._of_layer",
-        "None if swap is None else replace(swap, of_layer=of_layer)", "swap",
+        "self.ulysses and replace(self.ulysses, of_layer=name)", "self.ulysses",
     ),
     Mutant(
         "predicates of one name are one", "runtime/digests.py:digest_of_function",
@@ -88,7 +88,7 @@ SILENT = [
 KEPT = [
     Mutant(
         "what is compiled ahead is a plan's first call", "warm_up.py:_dry_run",
-        "replace(plan, shared=shared)", "plan",
+        "replaced(plan, shared=shared)", "plan",
     ),
     Mutant(
         "kernels are compiled one after another", "runtime/launches.py:compile_together",

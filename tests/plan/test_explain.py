@@ -1,6 +1,5 @@
 """A plan explains itself: what will be sent, kept and computed, and how long that takes."""
 
-from dataclasses import replace
 from itertools import product
 from unittest import mock
 
@@ -13,6 +12,7 @@ from ring_attention_pytorch.plan import calibrate, picture
 from ring_attention_pytorch.plan.calibrate import with_measured
 from ring_attention_pytorch.plan.explain import predicted
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime.uncopied import replaced
 from ring_attention_pytorch.schedule.cost import predict
 from ring_attention_pytorch.schedule.hardware import H200, Hardware, hardware, number_of
 from ring_attention_pytorch.schedule.pieces import KVShape, Workload
@@ -25,7 +25,7 @@ NEAR = {f"near {n}": 1e-4 + n / 100e9 for n in calibrate._BYTES}
 
 def on(plan: RingPlan, machine: Hardware) -> RingPlan:
     """The plan, as if it had been chosen by such speeds."""
-    return replace(plan, chosen=plan.chosen._replace(machine=machine))
+    return replaced(plan, chosen=plan.chosen._replace(machine=machine))
 
 
 def test_explaining_says_whose_speeds_they_are():
@@ -34,7 +34,7 @@ def test_explaining_says_whose_speeds_they_are():
     q = torch.empty(1, 4, 2, 8)
     plan = RingPlan.make(q, q, q, causal=True, transport="gather")
     two = all_segments("contiguous", 2, 8)
-    plan = replace(plan, ring=ring, query_segments=two, blocks=Workload(two, two, plan.visible))
+    plan = replaced(plan, ring=ring, query_segments=two, blocks=Workload(two, two, plan.visible))
     assert "on H200s" in explain_plan(plan)
     assert "on A100s" in explain_plan(on(plan, hardware("sdpa", number_of("L4"))))
     assert "measured here" in explain_plan(on(plan, with_measured(H200, NEAR, JOB)))

@@ -1,10 +1,9 @@
 """Results of first calls: shared by a plan and those that differ from it in dropout, or not."""
 
-from dataclasses import replace
-
 import torch
 
 from ring_attention_pytorch import RingPlan
+from ring_attention_pytorch.runtime.uncopied import replaced
 
 
 def test_tiles_are_shared_with_layers_but_not_their_records_or_plans():
@@ -13,5 +12,5 @@ def test_tiles_are_shared_with_layers_but_not_their_records_or_plans():
     layer = plan.for_layer(1)
     assert layer._shared is plan._shared
     assert layer._own is not plan._own
-    assert replace(plan)._own.made == {}
+    assert replaced(plan)._own.made == {}
     assert plan.for_layer(1) is layer

@@ -69,3 +69,10 @@ def test_lower_precisions_have_limits_of_their_own(dtype: str, monkeypatch) -> N
     code, printed = here(monkeypatch, "--world-size", "2", "--dtype", dtype)
     assert code == 0, printed
     assert "outputs and gradients are the same" in printed
+
+
+@pytest.mark.parametrize("option", ["--batch-size", "--seq-len"])
+def test_there_is_something_to_compare(option: str, monkeypatch) -> None:
+    code, printed = here(monkeypatch, "--world-size", "1", option, "0")
+    assert code == 2, printed
+    assert f"'{option}': 0 is not in the range x>=1" in printed

@@ -1,10 +1,10 @@
 """The plan of recurrent layers: agreed by all ranks, or refused by all with the same text."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ring_attention_pytorch import RingPlan, RunPlan, shard_batch
 from ring_attention_pytorch.geometry.layouts import positions
@@ -15,6 +15,7 @@ from ring_attention_pytorch.recurrent import (
     ring_short_conv,
 )
 from ring_attention_pytorch.recurrent.halo import last_tokens
+from ring_attention_pytorch.runtime.uncopied import replaced
 from tests.support import threads
 from tests.support.recurrent_cases import Spread
 
@@ -53,7 +54,7 @@ def test_a_first_call_in_a_cuda_graph_is_refused(monkeypatch, new) -> None:
         made = Spread(2, 8, 1, "zigzag", None).plan(ring)
         made.agree_once("ring_scan", final=True)
         monkeypatch.setattr(plan, "capturing", lambda device: True)
-        captured = replace(made, device=torch.device("cuda"))
+        captured = replaced(made, device=torch.device("cuda"))
         captured._agreed.update(made._agreed)
         captured.agree_once("ring_scan", final=True)  # as before
         new(captured)
@@ -178,3 +179,12 @@ def test_what_inference_has_made_serves_training(layer) -> None:
         assert leaf.grad is not None
 
     threads.run(2, main)
+
+
+def test_tensors_without_values_are_refused() -> None:
+    """The tables of a call's first kind would have none either, and stay."""
+    made = RunPlan.make(torch.zeros(1, 4, 2))
+    with FakeTensorMode():
+        x = torch.zeros(1, 4, 2)
+        with pytest.raises(ValueError, match="x must have values, got a FakeTensor on cpu"):
+            made.check_tokens("a layer", x=x)

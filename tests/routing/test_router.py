@@ -1,11 +1,15 @@
 """The router by itself: scores, choices, and tokens that go out and come back."""
 
+import inspect
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RoutingPlan, routing
 from ring_attention_pytorch.geometry.layouts import positions
+from ring_attention_pytorch.routing.router import _OF_ROUTERS
 from tests.support import routing_reference, threads
 from tests.support.reference import relative_error
 from tests.support.routing_cases import DIM
@@ -97,3 +101,28 @@ def test_scores_are_the_same_whatever_is_worked_on_at_once(monkeypatch) -> None:
     for a, b in zip(*found):
         assert relative_error(a, b) < 1e-6
     assert torch.equal(found[0][0], found[1][0])
+
+
+DECIDED = [
+    {"straight_through": False}, {"num_routing_tokens": 2}, {"learned_routing_tokens": True},
+    {"ring_attn": True}, {"layout": "zigzag"}, {"group": None}, {"dim": 3}, {"epz": 1.0}, {1: 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("given", DECIDED, ids=str)
+def test_a_router_s_options_are_not_what_its_module_decides(given: dict) -> None:
+    (name,) = given
+    cross = partial(routing.ConditionalRoutedCrossAttention, 8, num_tokens_q=2, num_tokens_kv=2)
+    of_heavy = partial(routing.ConditionalRoutedAttention, 8, num_heavy_tokens_q=2)
+    feed_forward = partial(routing.ConditionalRoutedFeedForward, 8, num_heavy_tokens=2)
+    for make in (cross, partial(of_heavy, num_heavy_tokens_kv=2), feed_forward):
+        with pytest.raises(ValueError, match=f"router_kwargs may be .* got {name}; what else"):
+            make(router_kwargs=given)
+    with pytest.raises(ValueError, match=r"router_kwargs may be .* got route_block_size; what"):
+        cross(router_kwargs={"route_block_size": 2})
+
+
+def test_all_other_options_of_a_router_are_its_module_s() -> None:
+    has = {*inspect.signature(routing.CoordinateDescentRouter.__init__).parameters} - {"self"}
+    assert has - _OF_ROUTERS == {name for given in DECIDED[:7] for name in given}
+    assert has > _OF_ROUTERS

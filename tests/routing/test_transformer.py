@@ -113,3 +113,16 @@ def test_it_learns() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.3 < 1.0 < losses[0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"causal": True}, {"dim": 8}, {"layout": "zigzag"}, {"num_heavy_ff_tokens": 3}, {1: 2}],
+)
+def test_options_of_blocks_are_not_the_model_s(given: dict) -> None:
+    (name,) = given
+    with pytest.raises(ValueError, match=f"block_kwargs are options that .* got {name}; leave"):
+        ConditionalRoutedTransformer(
+            num_tokens=9, dim=16, depth=1, num_heavy_attn_tokens_q=2, num_heavy_attn_tokens_kv=2,
+            num_heavy_ff_tokens=2, light_window_size=2, block_kwargs=given,
+        )  # fmt: skip

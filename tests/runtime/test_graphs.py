@@ -18,6 +18,7 @@ from ring_attention_pytorch.runtime import graphs, streams
 from ring_attention_pytorch.runtime.graphs import Graph, has_graphs, with_graphs
 from ring_attention_pytorch.runtime.interfaces import Traits
 from ring_attention_pytorch.runtime.replay import Recordings
+from ring_attention_pytorch.runtime.uncopied import replaced
 from ring_attention_pytorch.schedule.cost import Cost
 from tests.support import threads
 from tests.support.cases import Attention, over_shared_memory
@@ -121,7 +122,7 @@ def more(plan: None, x: Tensor) -> tuple[Tensor]:
 
 def on(plan: RingPlan, device: torch.device) -> RingPlan:
     """Say that a plan is for another device than it was made on."""
-    return replace(plan, expected=plan.expected._replace(device=device))
+    return replaced(plan, expected=plan.expected._replace(device=device))
 
 
 def plain(plan: RingPlan, given: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
@@ -280,7 +281,7 @@ def another_plan_has_no_graphs_of_this_one() -> None:
     plan = with_graphs(RingPlan.make(q, q, q, kernel="eager", key_mask=torch.ones(1, 4).bool()))
     for _ in range(3):
         ring_attn(q, q, q, plan=plan)
-    other = replace(plan, key_mask=torch.tensor([[True, False, True, True]]))
+    other = replaced(plan, key_mask=torch.tensor([[True, False, True, True]]))
     for each in (other, with_graphs(other)):
         assert not torch.equal(ring_attn(q, q, q, plan=each), ring_attn(q, q, q, plan=plan))
 
@@ -409,10 +410,10 @@ def test_what_a_graph_holds_overlaps(new_driver):
     plan = on(RingPlan.make(q, q, q, kernel="eager"), GPU)
     other = replace(plan.transport)
     plan.calls(back=False)  # which may be others there
-    two = replace(plan, chosen=plan.chosen._replace(overlapping_transport=other))
+    two = replaced(plan, chosen=plan.chosen._replace(overlapping_transport=other))
     assert two.in_graphs().transport is two.in_graphs().in_graphs().transport is other
     assert not two.in_graphs()._shared.calls
-    merging = replace(two, kernel=plan.kernel._replace(traits=Traits(fuses_merge=True)))
+    merging = replaced(two, kernel=plan.kernel._replace(traits=Traits(fuses_merge=True)))
     assert merging.in_graphs().transport is plan.in_graphs().transport is plan.transport
 
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from ring_attention_pytorch.plan import plan_cache
 from ring_attention_pytorch.runtime.interfaces import Traits
 from ring_attention_pytorch.runtime.replay import Recordings
 from ring_attention_pytorch.runtime.tape import Tape, opaque
+from ring_attention_pytorch.runtime.uncopied import replaced
 from tests.support import threads
 from tests.support.cases import over_shared_memory
 from tests.support.reference import dense_attention, relative_error
@@ -113,7 +113,7 @@ def test_a_kernel_that_does_not_say_so_has_no_tape() -> None:
             out.copy_(q)
             lse.copy_(q[..., 0].transpose(1, 2))
 
-    plan = replace(plan, kernel=plan.kernel._replace(forward=unseen, traits=Traits()))
+    plan = replaced(plan, kernel=plan.kernel._replace(forward=unseen, traits=Traits()))
     for _ in range(6):
         given = [t.detach() for t in tensors("causal", torch.float64)]
         assert torch.equal(ring_attn(*given, plan=plan), given[0])

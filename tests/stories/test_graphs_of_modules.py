@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +14,7 @@ from ring_attention_pytorch.plan import plan_cache
 from ring_attention_pytorch.plan.plan_cache import GraphCache
 from ring_attention_pytorch.runtime import graphs
 from ring_attention_pytorch.runtime.graphs import has_graphs, with_graphs
+from ring_attention_pytorch.runtime.uncopied import replaced
 from tests.support import threads
 from tests.support.graphs import again, stand_in
 from tests.support.reference import dense_attention, relative_error
@@ -123,7 +123,7 @@ def test_graphs_of_another_group_or_device_go(monkeypatch):
     plan = RingPlan.make(q, q, q, kernel="eager")
     for group, left in (("first", 1), ("first", 1), ("second", 1), (None, 2), ("second", 2)):
         ring = SimpleNamespace(group=group, first=0, size=1, rank=0)
-        kept.in_place_of(replace(plan, ring=ring))
+        kept.in_place_of(replaced(plan, ring=ring))
         assert len(kept) == left
 
 
@@ -164,7 +164,7 @@ def layouts_make_another_kind(patch: pytest.MonkeyPatch) -> None:
             how = dict(causal=True, layout=layout, kernel="eager", transport="gather", ulysses=2)
             plan = kept.in_place_of(RingPlan.make(*mine, group=ring, **how))
             # graphs of threads would wait for one another
-            out = ring_attn(*mine, plan=replace(plan))
+            out = ring_attn(*mine, plan=replaced(plan))
             want = dense_attention(q, k, v, causal=True)[0][:, at]
             found.append(relative_error(out, want))
         return found

@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,19 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from examples import meshes
-from ring_attention_pytorch import RingAttention, RingTransformer
+from ring_attention_pytorch import (
+    RingAttention,
+    RingTransformer,
+    Summaries,
+    shard_sequence,
+    unshard_sequence,
+)
+from tests.support.reference import relative_error
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "meshes.md"
 
@@ -151,6 +159,58 @@ def test_weights_go_from_one_form_into_the_other_and_what_does_not_fit_raises(po
     for told in pools(4).run(split_by_hand):
         for text, found in zip(texts, told, strict=True):
             assert text in found
+
+
+MIXED = {
+    "attention": {},
+    "delta net": {"layers": "ra"},
+    "mamba": {"layers": "ma"},
+    "summaries": {"attn_summaries": Summaries(8, stride=4)},
+    "no kernels": {"force_regular_attn": True},
+}  # fmt: skip
+
+
+def mixed_errors(kind: str) -> dict[str, float]:
+    """For a pool of 2: blocks by FSDP2 in bfloat16, against one process's model in bfloat16.
+
+    In 16 bits rotary angles of so many tokens would collide.
+    """
+    torch.manual_seed(0)
+    how: dict[str, Any] = dict(num_tokens=9, dim=16, depth=2, dim_head=8, heads=2, causal=True)
+    how |= MIXED[kind]
+    alone = "force_regular_attn" in how  # each rank attends to the whole sequence
+    whole = RingTransformer(**how)
+    for name, p in whole.named_parameters():
+        p.data *= 4 if "to_qkv.1" in name else 1  # otherwise all tokens are seen alike
+    model = RingTransformer(**how, ring_attn=True, auto_shard_seq=False)
+    model.load_state_dict(whole.state_dict())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.layers:
+        fully_shard(block[0], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    ids = torch.randint(0, 9, (1, 600))
+    mine = ids if alone else shard_sequence(ids)
+    logits, want = model(mine), whole.bfloat16()(ids)
+    logits = logits if alone else unshard_sequence(logits, length=600)
+    model(mine, return_loss=True).backward()
+    whole(ids, return_loss=True).backward()
+    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    errors = {name: relative_error(grads[name], p.grad) for name, p in whole.named_parameters()}
+    return errors | {"logits": relative_error(logits, want)}
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_mixed_precision_of_blocks_keeps_plans_and_angles(kind, pools):
+    for errors in pools(2).run(mixed_errors, kind):
+        assert errors.pop("logits") < 0.02
+        assert max(errors.values()) < 0.1, errors
+
+
+def test_angles_in_16_bits_are_refused():
+    layer = RingAttention(16, dim_head=8, heads=2)
+    with pytest.raises(ValueError, match=r"rotary_emb must be float32 or float64, got torch\.bf"):
+        layer(torch.randn(1, 4, 16), rotary_emb=torch.zeros(4, 8, dtype=torch.bfloat16))
 
 
 def over_all(model: nn.Module) -> nn.Module:

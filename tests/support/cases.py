@@ -17,6 +17,7 @@ from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.merging import merge_attention
+from ring_attention_pytorch.runtime.uncopied import replaced
 from tests.support import case as language
 from tests.support import threads
 from tests.support.case import Results, check_in_processes, check_in_threads, gradients
@@ -76,7 +77,7 @@ def shard_of(
             before = {name: (0.5 * t).detach() for name, t in given.items()}
             step(case, before, mine, dict(plan=plan))
         if case.plan == "replaced":
-            plan = replace(plan, key_mask=how["key_mask"])
+            plan = replaced(plan, key_mask=how["key_mask"])
         how = dict(plan=plan)
     return step(case, given, mine, how)
 
@@ -245,7 +246,7 @@ def over_shared_memory(
         transport = replace(
             transport, fabric=replace(transport.fabric, by_copy_engine=by_copy_engine)
         )
-    return replace(plan.by(transport), ulysses=swap)
+    return replaced(plan.by(transport), ulysses=swap)
 
 
 # --- what is right ---
@@ -384,7 +385,7 @@ def miscounted(case: Attention, size: int) -> list[tuple[Any, tuple[int, int]]]:
 
             return run
 
-        told = replace(plan, kernel=plan.kernel._replace(forward=counted(0), backward=counted(1)))
+        told = replaced(plan, kernel=plan.kernel._replace(forward=counted(0), backward=counted(1)))
         ring_attn(*leaves, plan=told).backward(dout[:, at])
         return tuple(map(plan.calls, (False, True))), tuple(made)
 

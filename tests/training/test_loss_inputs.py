@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ring_attention_pytorch.training import loss_inputs
 from ring_attention_pytorch.training.loss_inputs import Head, check_labels, check_values, targets
@@ -104,3 +105,17 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused(given, why: str) -> None:
     check_labels(X, LABELS, torch.ones(2, 3))
     with pytest.raises(ValueError, match=why):
         check_labels(*given)
+
+
+def test_tensors_without_values_have_no_loss() -> None:
+    """Their flags would stay, and a later loss read them."""
+    with FakeTensorMode():
+        fake, labels = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)
+    given = {
+        "x": (fake, LABELS, None), "labels": (X, labels, None), "weights": (X, LABELS, fake[..., 0])
+    }  # fmt: skip
+    for name, tensors in given.items():
+        with pytest.raises(ValueError, match=f"^{name} must have values, got a FakeTensor on cpu"):
+            check_labels(*tensors)
+    with pytest.raises(ValueError, match="must have values, got a Tensor on meta"):
+        check_labels(X.to("meta"), LABELS.to("meta"), None)
