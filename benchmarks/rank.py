@@ -16,8 +16,7 @@ how long the host takes to launch both, the device being idle.
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-import torch.distributed as dist
-
+from benchmarks.lib.imagined import Imagined
 from benchmarks.lib.options import parser
 from benchmarks.lib.results import (
     GRAPH,
@@ -47,20 +46,6 @@ from benchmarks.lib.rings import (
 )
 from benchmarks.lib.sequences import KINDS, Mask, open_everywhere, packed, whole
 from benchmarks.lib.still import ALONE, still
-from ring_attention_pytorch.ranks.ring import Ring
-
-
-class Imagined(Ring):
-    """Stand among `size` ranks of whom one is there: all say what it says, and have what it has."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.group, self.size, self.rank, self.first = None, size, rank, 0
-
-    def gather_bytes(self, message: bytes, size: int = 0) -> list[bytes]:
-        return [message] * self.size
-
-    def shared(self) -> tuple[dist.ProcessGroup, tuple[int, ...]] | None:
-        return dist.group.WORLD, (0,) * self.size
 
 
 def cases(shape: Shape, documents: Sequence[str], ranks: int) -> Iterator[tuple[str, Mask]]:

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from benchmarks.lib.attempts import attempt
 from benchmarks.lib.clock import all_done
+from benchmarks.lib.imagined import Imagined
 from benchmarks.lib.options import parser
 from benchmarks.lib.rings import captured, joined
 from benchmarks.lib.spans import covered, recorded
@@ -48,7 +49,7 @@ from ring_attention_pytorch import (
     ring_gated_delta_rule,
     ring_scan,
 )
-from ring_attention_pytorch.ranks.ring import Exchange, Ring
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.recurrent.fla import backward_refused
 
 LENGTHS = [2**15, 2**13, 2**17]
@@ -64,25 +65,6 @@ class Layer(NamedTuple):
 
     run: Function
     around: Callable[[], AbstractContextManager[object]] = nullcontext
-
-
-class Copied(Ring):
-    """Stand among `size` ranks of whom one is there: messages are copies of as many bytes."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.group, self.size, self.rank, self.first = None, size, rank, 0
-        self.received: dict[Any, Tensor] = {}
-
-    def gather_bytes(self, message: bytes, size: int = 0) -> list[bytes]:
-        return [message] * self.size
-
-    def exchange(self, sends: Any, receives: Any) -> Exchange:
-        for number, (_, t) in enumerate(receives):
-            key = number, tuple(t.shape)
-            if key not in self.received:
-                self.received[key] = torch.zeros_like(t)
-            t.copy_(self.received[key])
-        return Exchange(self, sends, receives, [], None)
 
 
 class Pass(NamedTuple):
@@ -298,7 +280,7 @@ def of_ranks(tensors: Sequence[Tensor], alone: dict[str, Times], given: Any) -> 
     mine = [t[:, : n // ranks].contiguous() for t in tensors]
     row("  these tokens alone", whole(given.device), mine, given, alone, ranks)
     for layout, rank in product(("zigzag", "contiguous"), range(ranks)):
-        plan = RunPlan.make(mine[0], layout=layout, group=Copied(rank, ranks))
+        plan = RunPlan.make(mine[0], layout=layout, group=Imagined(rank, ranks))
         row(f"  {layout:10} rank {rank} of {ranks}", ours(plan), mine, given, alone, ranks)
         row(f"  {layout:10} scan", *scan(plan, given), given, {}, ranks)
 
