@@ -72,6 +72,11 @@ def test_states_of_each_chain_are_stored_one_after_another(seed) -> None:
     assert {way.places.dtype, way.offsets.dtype} == {torch.int32}  # as kernels read them
 
 
+def test_a_rank_without_chains_follows_nothing() -> None:
+    way = Levels.of([], torch.device("cpu"))
+    assert (way.steps, len(way.order), way.offsets.tolist()) == ((), 0, [0])
+
+
 def test_a_sample_without_tokens_keeps_its_first_state() -> None:
     states, initial, samples = torch.ones(1, 1), torch.tensor([[5.0], [6.0]]), torch.tensor([1])
     assert last_states(2, samples, states, initial).tolist() == [[5.0], [1.0]]
