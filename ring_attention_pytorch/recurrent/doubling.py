@@ -128,8 +128,8 @@ def _route(plan: RunPlan, final: bool) -> Doubling:
     follows = torch.tensor([sample is not None for sample in samples], device=device).bool()
     starts, first_samples = [], []
     for number, run in enumerate(plan.mine):
-        sample = sample_of[run]
-        if run.position == 0 and sample is not None:
+        sample = runs.begins(run)
+        if sample is not None:
             starts.append(number)
             first_samples.append(sample)
     return Doubling(

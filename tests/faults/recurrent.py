@@ -36,6 +36,8 @@ def battery() -> Iterable[Callable[[], None]]:
     yield lambda: test_layers.test_without_final_states(3, "zigzag")
     yield lambda: patched(test_fla_passes.test_without_final_states, 2, False)
     yield test_cuts.test_a_rank_has_about_four_pieces_of_whole_chunks
+    yield lambda: patched(test_scan.test_by_doubling, "channels", 3)
+    yield lambda: patched(test_scan.test_second_derivatives_exchange_on_all_ranks_alike, False)
     for count in (1, 3):
         yield lambda count=count: patched(
             test_pieces.test_maps_of_runs_and_states_and_gradients_of_pieces, count, "zigzag", 0
