@@ -19,6 +19,7 @@ from ring_attention_pytorch import RingPlan
 from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
 from ring_attention_pytorch.kernels._configs import config_for
 from ring_attention_pytorch.runtime.interfaces import Traits
+from ring_attention_pytorch.runtime.uncopied import replaced
 from tests.support import threads
 from tests.support.cases import over_shared_memory
 from tests.support.forks import context
@@ -221,11 +222,11 @@ def test_keys_come_together_as_a_plan_has_them(square: bool, monkeypatch) -> Non
 
     def main(ring: threads.ThreadRing) -> None:
         messages = RingPlan.make(q, q, q, causal=True, layout="zigzag", group=ring)
-        plan = replace(messages, kernel=messages.kernel._replace(traits=Traits(square=square)))
+        plan = replaced(messages, kernel=messages.kernel._replace(traits=Traits(square=square)))
         ways = {}, dict(own_apart=True) if square else dict(together=True)
         many, together = (over_shared_memory(plan, [q] * 3, ring, 9, **way) for way in ways)
         chosen = together.chosen._replace(overlapping_transport=many.transport)
-        of_few = replace(together, chosen=chosen)
+        of_few = replaced(together, chosen=chosen)
         found = few.both_ways(of_few)
         assert found["gather, together"] is of_few
         assert found["gather, overlapping"].transport is many.transport

@@ -17,6 +17,7 @@ from ring_attention_pytorch.geometry.layouts import LAYOUTS
 from ring_attention_pytorch.geometry.tiles import tiles
 from ring_attention_pytorch.plan import ring_plan
 from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.runtime.uncopied import replaced
 from tests.support import threads
 from tests.support.cases import (
     CPU_KERNELS,
@@ -114,7 +115,7 @@ def test_layers_that_are_given_a_plan_exchange_keys_only():
     def main(ring: Ring) -> None:
         own = made[ring.rank]
         transport = replace(own.transport, fabric=replace(own.transport.fabric, ring=ring))
-        plan = replace(own, ring=ring, transport=transport)
+        plan = replaced(own, ring=ring, transport=transport)
         q = torch.randn(2, plan.signature[1], 1, 4)
         for _ in range(3):
             ring_attn(q, q, q, plan=plan)
