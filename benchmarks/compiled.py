@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from benchmarks.lib.options import parser
-from benchmarks.lib.rings import Shape, device_name, joined, make_plan, shapes, synchronize
+from benchmarks.lib.rings import Shape, device_name, joined, make_plan, shapes, turn
 from ring_attention_pytorch import RingAttention, RingPlan, RingTransformer, ring_attn
 
 Step = Callable[[], tuple[Tensor, ...]]
@@ -28,7 +28,7 @@ _DEPTH, _VOCABULARY = 2, 1024
 
 
 class Work(NamedTuple):
-    """What is timed: a function of (inputs, plan), its inputs, leaves and plan."""
+    """The work that is timed: a function of (inputs, plan), its inputs, leaves and plan."""
 
     run: Callable[..., Tensor]
     given: list[Tensor]
@@ -122,10 +122,10 @@ def report(name: str, shape: Shape, rounds: int, repeats: int) -> None:
         skipped[way] = counters["inductor"]["cudagraph_skips"]
         exact = exact or got
         errors[way] = max(_error(a, b) for a, b in zip(got, exact))
-    times: dict[str, list[tuple[float, float]]] = {way: [] for way in timed}
+    times: dict[str, list[list[float]]] = {way: [] for way in timed}
     for _ in range(rounds):
         for way, step in timed.items():
-            times[way].append(_turn(step, repeats, shape.device))
+            times[way].append(turn(step, repeats, shape.device))
     if dist.get_rank():
         return
     print(f"\n{name}, {shape.tokens} tokens a rank, {dist.get_world_size()} ranks, ms:")
@@ -141,23 +141,6 @@ def report(name: str, shape: Shape, rounds: int, repeats: int) -> None:
 
 def _error(got: Tensor, want: Tensor) -> float:
     return ((got - want).double().norm() / want.double().norm()).item()
-
-
-def _turn(step: Step, repeats: int, device: torch.device) -> tuple[float, float]:
-    """Return seconds of a step, and of the host to launch one, of the slowest rank."""
-    synchronize(device)
-    dist.barrier()
-    synchronize(device)
-    start = time.perf_counter()
-    step()
-    host = time.perf_counter() - start
-    for _ in range(repeats - 1):
-        step()
-    synchronize(device)
-    found = torch.tensor([(time.perf_counter() - start) / repeats, host], device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    mean, launch = found.tolist()
-    return mean, launch
 
 
 def main(argv: Sequence[str] | None = None) -> None:

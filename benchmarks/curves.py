@@ -44,7 +44,7 @@ Whole = dict[str, Any]
 
 
 class PyTorchBlock(Block):
-    """The same with PyTorch's attention."""
+    """A block with PyTorch's attention."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.to_qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
@@ -55,7 +55,7 @@ class PyTorchBlock(Block):
 
 
 class PyTorchModel(Model):
-    """The same, of such blocks."""
+    """A model of blocks with PyTorch's attention."""
 
     block = PyTorchBlock
 

@@ -46,9 +46,9 @@ from benchmarks.lib.results import GRAPH, ONE_BY_ONE, Row, Run, Subject, failed,
 from benchmarks.lib.rings import device_name, gpus, ranks
 from ring_attention_pytorch import tree_attn_decode
 from ring_attention_pytorch.inference import decode_plan
-from ring_attention_pytorch.inference.attention import plan_decoding, ring_attn_with_cache
+from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
-from ring_attention_pytorch.inference.decode_plan import DecodePlan
+from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.programs import Tuning
 from ring_attention_pytorch.ranks.ring import Ring
@@ -232,7 +232,9 @@ def tune(sizes: Sequence[tuple[int, int]], ring: Ring, device: torch.device) -> 
             layers = Case(b, keys, 1).layers
             cache = filled(b, keys, layers, ring, device, page)
             try:
-                call = planned(plan_decoding(q, cache, Scores(D**-0.5), tuning), cache, q, k)
+                scores, kernel = Scores(D**-0.5), "triton" if q.is_cuda else "eager"
+                asked = Asked(tuple(q.shape), True, False, scores, False, False, kernel)
+                call = planned(DecodePlan(cache.pools, asked, tuning), cache, q, k)
                 for _ in range(3):
                     out = call(0).float()
                 apart = (out - first.setdefault((b, keys), out)).abs().max().item()
@@ -244,11 +246,11 @@ def tune(sizes: Sequence[tuple[int, int]], ring: Ring, device: torch.device) -> 
             print(f"  {'   '.join(told)}   page {page}, {tuple(tuning)}", flush=True)
 
 
-def lost(device: torch.device, keys: int = 4096) -> float:
+def lost(device: torch.device) -> float:
     """Return the relative error of 8 bits beside 16, for random keys."""
     torch.manual_seed(0)
     q = torch.randn(1, 1, HEADS, D, device=device, dtype=torch.bfloat16)
-    k, v = torch.randn(2, 1, keys, KEY_HEADS, D, device=device, dtype=q.dtype).unbind(0)
+    k, v = torch.randn(2, 1, 4096, KEY_HEADS, D, device=device, dtype=q.dtype).unbind(0)
     found = []
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         cache = RingCache(1, KEY_HEADS, D, dtype=dtype, device=device, group=Ring.alone())

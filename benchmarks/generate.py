@@ -25,7 +25,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from benchmarks.lib.calls import group, is_first, slowest, wait
+from benchmarks.lib.calls import group, is_first, slowest
+from benchmarks.lib.clock import wait
 from benchmarks.lib.options import Parser
 from benchmarks.lib.rings import device_name
 from ring_attention_pytorch import RingTransformer
@@ -41,7 +42,7 @@ Span = tuple[str, Any, Any]
 
 
 class Subject(Protocol):
-    """What is measured: a model with the keys of all tokens that it has read."""
+    """A model that is measured, with the keys of all tokens that it has read."""
 
     keys: int  # bytes of keys and values on this rank
 

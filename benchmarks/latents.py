@@ -26,10 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.lib.attempts import attempt
+from benchmarks.lib.clock import all_done, slowest_rank
 from benchmarks.lib.machines import received, start
 from benchmarks.lib.options import parser
 from benchmarks.lib.results import Row, Run, Subject, by_pass, failed, named_errors
-from benchmarks.lib.rings import Times, by_turns, device_name, gpus, joined, synchronize
+from benchmarks.lib.rings import Times, by_turns, device_name, gpus, joined
 from benchmarks.ring import shared_gib
 from ring_attention_pytorch import RingPlan, mla_plan, mla_ring_attn, ring_attn
 from ring_attention_pytorch.plan.over_machines import plan_crossing
@@ -41,7 +42,7 @@ Attend = Callable[..., Tensor]
 
 
 class Case(NamedTuple):
-    """What is measured on this rank: its tensors, and the cotangent of out."""
+    """This rank's tensors, and the cotangent of out."""
 
     leaves: list[Tensor]  # q_nope, q_rope, latent, k_rope, w_up
     dout: Tensor
@@ -107,11 +108,10 @@ def first(case: Case, plan: RingPlan, attend: Attend) -> Measured:
         before = torch.cuda.memory_allocated()
     results = case.both(attend)
     peak = torch.cuda.max_memory_allocated() - before if device.type == "cuda" else 0
-    dist.barrier()
+    all_done(device)
     begin = received()
     case.both(attend)
-    synchronize(device)
-    dist.barrier()
+    all_done(device)
     came = (received() - begin) / 2**20
     return Measured(plan, results, peak / 2**30 + shared_gib(device), came)
 
@@ -129,9 +129,8 @@ def differences(one: Sequence[Tensor], other: Sequence[Tensor]) -> tuple[float, 
     for t in pairs[-1]:  # the projection's: each rank has a part of the sum
         dist.all_reduce(t)
     found = [(a - b).norm() / b.norm() for a, b in pairs]
-    worst = torch.stack([found[0], torch.stack(found[1:]).max()])
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    out, gradients = worst.tolist()
+    worst = found[0].item(), torch.stack(found[1:]).max().item()
+    out, gradients = slowest_rank(worst, found[0].device)
     return out, gradients
 
 

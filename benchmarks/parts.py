@@ -214,7 +214,7 @@ def joined(q: Tensor, k: Tensor, v: Tensor, tk: Tensor, tv: Tensor) -> tuple[Ten
 
 
 def errors(o: Namespace, drawn: Drawn) -> Iterator[str]:
-    """Of shared keys in the default dtype, against dense attention in float64."""
+    """Return errors with shared keys in the default dtype, against dense attention in float64."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     n, text, h, g = 512 * ranks, 97, 8, 2
     draw = torch.Generator().manual_seed(0)

@@ -24,6 +24,7 @@ import pstats
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib.util import find_spec
 from io import StringIO
 from itertools import product
@@ -35,6 +36,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.lib.attempts import attempt
+from benchmarks.lib.clock import all_done
+from benchmarks.lib.imagined import Imagined
 from benchmarks.lib.options import parser
 from benchmarks.lib.rings import captured, joined
 from benchmarks.lib.spans import covered, recorded
@@ -46,7 +49,7 @@ from ring_attention_pytorch import (
     ring_gated_delta_rule,
     ring_scan,
 )
-from ring_attention_pytorch.ranks.ring import Exchange, Ring
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.recurrent.fla import backward_refused
 
 LENGTHS = [2**15, 2**13, 2**17]
@@ -62,25 +65,6 @@ class Layer(NamedTuple):
 
     run: Function
     around: Callable[[], AbstractContextManager[object]] = nullcontext
-
-
-class Copied(Ring):
-    """Stand among `size` ranks of whom one is there: messages are copies of as many bytes."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.group, self.size, self.rank, self.first = None, size, rank, 0
-        self.received: dict[Any, Tensor] = {}
-
-    def gather_bytes(self, message: bytes, size: int = 0) -> list[bytes]:
-        return [message] * self.size
-
-    def exchange(self, sends: Any, receives: Any) -> Exchange:
-        for number, (_, t) in enumerate(receives):
-            key = number, tuple(t.shape)
-            if key not in self.received:
-                self.received[key] = torch.zeros_like(t)
-            t.copy_(self.received[key])
-        return Exchange(self, sends, receives, [], None)
 
 
 class Pass(NamedTuple):
@@ -126,43 +110,34 @@ def inputs(n: int, heads: Sequence[int], d: int, device: str, dtype: torch.dtype
 
 def seconds(run: Callable[[], Any], device: str, repeats: int) -> Pass:
     """Return the median times of a call that all ranks make together."""
-
-    def wait() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if dist.is_initialized():
-            dist.barrier()
-
-    def begun() -> float:
-        wait()
-        return time.perf_counter()
-
     for _ in range(2):
         run()
     times, hosts = [], []
     for _ in range(repeats):
-        start = begun()
+        start = all_done(device)
         run()
         hosts.append(time.perf_counter() - start)
-        start = begun()
+        start = all_done(device)
         for _ in range(CALLS):
             run()
-        times.append((begun() - start) / CALLS)
-    busy = covered(recorded(run, CALLS, wait)) / CALLS / 1e6 if device == "cuda" else 0.0
+        times.append((all_done(device) - start) / CALLS)
+    busy = 0.0
+    if device == "cuda":
+        busy = covered(recorded(run, CALLS, partial(all_done, device))) / CALLS / 1e6
     return Pass(sorted(times)[repeats // 2], sorted(hosts)[repeats // 2], busy)
 
 
-def host_profile(run: Callable[[], Any], calls: int = 20) -> str:
+def host_profile(run: Callable[[], Any]) -> str:
     """Return the functions that take the host's main thread longest in a call, with the calls."""
     profiler = cProfile.Profile()
     run()
     profiler.enable()
-    for _ in range(calls):
+    for _ in range(20):
         run()
     profiler.disable()
     text = StringIO()
     pstats.Stats(profiler, stream=text).strip_dirs().sort_stats("tottime").print_stats(40)
-    return f"{calls} calls\n{text.getvalue()}"
+    return f"20 calls\n{text.getvalue()}"
 
 
 def step(function: Function, tensors: Sequence[Tensor], back: bool) -> Callable[[], Any]:
@@ -305,7 +280,7 @@ def of_ranks(tensors: Sequence[Tensor], alone: dict[str, Times], given: Any) -> 
     mine = [t[:, : n // ranks].contiguous() for t in tensors]
     row("  these tokens alone", whole(given.device), mine, given, alone, ranks)
     for layout, rank in product(("zigzag", "contiguous"), range(ranks)):
-        plan = RunPlan.make(mine[0], layout=layout, group=Copied(rank, ranks))
+        plan = RunPlan.make(mine[0], layout=layout, group=Imagined(rank, ranks))
         row(f"  {layout:10} rank {rank} of {ranks}", ours(plan), mine, given, alone, ranks)
         row(f"  {layout:10} scan", *scan(plan, given), given, {}, ranks)
 

@@ -242,7 +242,7 @@ def needs() -> Table:
 
 
 def timeline() -> Table:
-    """Where the time of a call goes, ours and TransformerEngine."""
+    """Return where the time of a call goes, ours and TransformerEngine."""
     names = ("attention_us", "transfer_us", "other_us", "idle_us", "microseconds", "apart_us")
     head = ["ms", "attention", "only transfers", "only others", "nothing", "all",
             "attention twice at once"]  # fmt: skip

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.lib import peers
+from benchmarks.lib.clock import wait
 from benchmarks.lib.options import parser
 from benchmarks.lib.results import (
     GRAPH,
@@ -57,7 +58,6 @@ from benchmarks.lib.rings import (
     planned,
     predicted_seconds,
     shapes,
-    synchronize,
     theory_of,
 )
 from benchmarks.lib.still import ALONE, still
@@ -208,7 +208,7 @@ def trace(shape: Shape, asked: argparse.Namespace) -> None:
             dist.barrier()
             with profile(activities=kinds) as profiler:
                 run()
-                synchronize(shape.device)
+                wait(shape.device)
         name = f"{transport}-{kernel}-{shape.tokens}-rank{rank}.json"
         profiler.export_chrome_trace(str(asked.trace / name))
 

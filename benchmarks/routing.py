@@ -10,7 +10,6 @@ block's time, "share_scores" is that of its three routers' scores, and "share_to
 top-k and selection. Tokens are those of the whole sequence.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.lib.clock import all_done, slowest_rank
 from benchmarks.lib.options import parser
 from benchmarks.lib.results import Row, Run
 from benchmarks.lib.rings import device_name, gpus, joined
@@ -83,14 +83,6 @@ def routed_block(setting: Setting, layout: str) -> ConditionalRoutedTransformerB
 def measured(run: Callable[[], None], setting: Setting) -> Figures:
     """Return the least time of a few, of the slowest rank."""
     cuda = setting.device == "cuda"
-
-    def finished() -> float:
-        if cuda:
-            torch.cuda.synchronize()
-        if dist.is_initialized():
-            dist.barrier()
-        return time.perf_counter()
-
     run()  # compiles, allocates
     start_bytes = 0
     if cuda:
@@ -98,14 +90,11 @@ def measured(run: Callable[[], None], setting: Setting) -> Figures:
         torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(setting.repeats):
-        start = finished()
+        start = all_done(setting.device)
         run()
-        times.append(finished() - start)
+        times.append(all_done(setting.device) - start)
     peak = (torch.cuda.max_memory_allocated() - start_bytes) / 2**30 if cuda else 0.0
-    worst = torch.tensor([min(times), peak], dtype=torch.float64, device=setting.device)
-    if dist.is_initialized():
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return Figures(*worst.tolist())
+    return Figures(*slowest_rank([min(times), peak], setting.device))
 
 
 def step(block: nn.Module, x: Tensor) -> Callable[[], None]:

@@ -11,7 +11,6 @@ formula, "tflops" stays as it is while tokens grow. The plan, "plan_ms", is made
 layers.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.lib.clock import all_done, slowest_rank
 from benchmarks.lib.options import parser
 from benchmarks.lib.results import Row, Run, rounded
 from benchmarks.lib.rings import device_name, gpus, joined
@@ -106,21 +106,12 @@ class Case:
         return run
 
 
-def finished(device: str) -> float:
-    """Return the time when all ranks have done what they were given."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    if dist.is_initialized():
-        dist.barrier()
-    return time.perf_counter()
-
-
 def measured(setting: Setting, subject: str, length: int, ranks: int) -> Row:
     """Measure one subject at one length: the least time of some calls, after one that warms up."""
     case, cuda = Case(setting, subject, length, ranks), setting.device == "cuda"
-    start = finished(setting.device)
+    start = all_done(setting.device)
     plan = case.plan()
-    planned = finished(setting.device) - start
+    planned = all_done(setting.device) - start
     held = 0
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -128,10 +119,10 @@ def measured(setting: Setting, subject: str, length: int, ranks: int) -> Row:
     run, times = case.step(plan), []
     run()
     while not times or (len(times) < 3 and sum(times) < 3.0):
-        start = finished(setting.device)
+        start = all_done(setting.device)
         run()
-        times.append(finished(setting.device) - start)
-    seconds = slowest(min(times), setting.device)
+        times.append(all_done(setting.device) - start)
+    (seconds,) = slowest_rank([min(times)], setting.device)
     row = {
         "tokens": length, "mask": "causal", "pass": "both", "subject": subject, "ranks": ranks,
         "keys": round(setting.keys(subject, length)), "ms": rounded(1e3 * seconds),
@@ -141,15 +132,6 @@ def measured(setting: Setting, subject: str, length: int, ranks: int) -> Row:
     if cuda:
         row["peak_gib"] = round((torch.cuda.max_memory_allocated() - held) / 2**30, 2)
     return row
-
-
-def slowest(seconds: float, device: str) -> float:
-    """Return the time of the slowest rank."""
-    if not dist.is_initialized():
-        return seconds
-    worst = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return worst.item()
 
 
 def error(setting: Setting) -> Tensor:

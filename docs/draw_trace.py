@@ -38,7 +38,7 @@ def kind_of(name: str, category: str) -> str:
 
 
 def events_of(file: Path) -> list[Event]:
-    """What ran on the GPU, in order, from the first on."""
+    """Return the events on the GPU, in order, from the first on."""
     kept = ("kernel", "gpu_memcpy", "gpu_memset")
     found = [
         Event(e["ts"], e["dur"], e["args"]["stream"], kind_of(e["name"], e["cat"]))

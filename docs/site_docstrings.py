@@ -1,4 +1,4 @@
-"""What the site does to docstrings: their doctests, which end them, become examples."""
+"""Turn the doctests at the end of docstrings into examples on the site."""
 
 import textwrap
 from typing import Any

@@ -1,7 +1,7 @@
-"""What the site does to pages: the README is its first, links out of docs/ lead to the code, and
-pictures to themselves, to be seen large on a phone.
+"""Prepare pages for the site: the README is its first, and links out of docs/ lead to the code.
 
-`mkdocs.yml` names this file as a hook. On GitHub the same links lead to the same files.
+Pictures lead to themselves, to be seen large on a phone. `mkdocs.yml` names this file as a hook. On
+GitHub the same links lead to the same files.
 """
 
 import re

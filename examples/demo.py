@@ -42,7 +42,7 @@ TENSORS = ("out", "dq", "dk", "dv")
 
 
 def on_ranks(work: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
-    """What the generator `work(*args)` yields on the first of four processes, as it comes.
+    """Yield from the generator `work(*args)` on the first of four processes, as it comes.
 
     An error in any of them is raised here.
     """
@@ -248,7 +248,7 @@ def show_pictures(screen: Screen, seconds: float = 0.6) -> bool:
 
 
 class Sizes(NamedTuple):
-    """Of the attention that is measured, in float32."""
+    """Sizes of the attention that is measured, in float32."""
 
     batch: int = 1
     length: int = 2048
@@ -323,7 +323,7 @@ def measure(
 
 
 def formula(layout: str, window: int | None, sizes: Sizes) -> Measured:
-    """What `measure` should find."""
+    """Return the figures that `measure` should find."""
     segments = all_segments(layout, RANKS, sizes.length)
     passes = len(needed_distances(segments, segments, Mask(True, window))) - 1
     block = sizes.batch * sizes.length // RANKS * sizes.key_heads * sizes.width * 4

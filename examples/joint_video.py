@@ -58,7 +58,7 @@ class JointBlock(nn.Module):
     def forward(
         self, text: Tensor, video: Tensor, text_mask: Tensor, group: Group = None
     ) -> tuple[Tensor, Tensor]:
-        """Of this rank's text tokens and video tokens return the new ones.
+        """Return the new text tokens and video tokens of this rank.
 
         text is this rank's part of the text, as `shard_sequence` deals it; `text_mask` is whole.
         """

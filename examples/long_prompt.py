@@ -44,7 +44,7 @@ class Config(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What a rank says of a run; `error` instead of all else, if it failed."""
+    """A rank's record of a run; `error` instead of all else, if it failed."""
 
     text: str = ""
     prompt_seconds: float = 0.0  # until the first token

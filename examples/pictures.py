@@ -38,7 +38,7 @@ def colour(text: str, rank: int) -> str:
 
 
 def layouts(length: int, ring_size: int, paint: Paint = plain) -> str:
-    """Which rank holds which token, a line for each layout.
+    """Return which rank holds which token, a line for each layout.
 
     >>> print(layouts(length=16, ring_size=2))
       contiguous  0000000011111111
@@ -125,7 +125,7 @@ def hops(
 
 
 def pairs_by_hop(layout: str, length: int, ring_size: int, visible: Mask) -> list[list[int]]:
-    """How many scores each rank computes at each hop, a list for each rank."""
+    """Return how many scores each rank computes at each hop, a list for each rank."""
     held = all_segments(layout, ring_size, length)
     return [
         [
@@ -147,7 +147,7 @@ def imbalance(layout: str, length: int, ring_size: int, visible: Mask) -> float:
 
 
 def block_state(found: Sequence[Tile], rows: int, columns: int) -> str:
-    """How much of a block of scores is visible, in a word.
+    """Return how much of a block of scores is visible, in a word.
 
     >>> block_state([Tile(slice(0, 4), slice(0, 4), None, 0)], 4, 4)
     'triangle'

@@ -87,7 +87,7 @@ def by_trainer(steps: int, length: int, ring: bool = True) -> list[float]:
 
 
 def by_plain(steps: int, length: int) -> list[float]:
-    """The same by transformers alone, in one process."""
+    """Train by transformers alone, in one process; return the losses."""
     return by_trainer(steps, length, ring=False)
 
 

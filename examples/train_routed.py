@@ -34,7 +34,7 @@ LIGHT_MULT = 1.0
 
 @dataclass(frozen=True)
 class Routed:
-    """What a routed model has beside a `Config`: of each window, so many tokens are routed."""
+    """Options of a routed model beside a `Config`: so many tokens of each window are routed."""
 
     light_window: int = 64
     heavy_window: int = 64
@@ -45,7 +45,7 @@ class Routed:
 
 
 class Losses(NamedTuple):
-    """Of one step."""
+    """The losses of one step."""
 
     number: int
     routed: float
@@ -59,14 +59,14 @@ def pairs(length: int, window: int | None = None) -> int:
 
 
 def dense_flops(config: Config) -> float:
-    """Of the forward of one sequence through the blocks; a multiply-add is two."""
+    """Count the FLOPs of one sequence's forward through the blocks; a multiply-add is two."""
     n, dim = config.length, config.dim
     projections, feed_forward = 8 * dim * dim, 16 * dim * dim
     return config.depth * (n * (projections + feed_forward) + 4 * dim * pairs(n))
 
 
 def routed_flops(config: Config, routed: Routed, heavy_mult: float) -> float:
-    """The same of the routed model: what runs, empty slots and hidden pairs of its blocks too."""
+    """Count the routed model's FLOPs: all that run, empty slots and hidden pairs of blocks too."""
     n, dim, windows = config.length, config.dim, -(-config.length // routed.heavy_window)
     light = n * (8 + 4 * LIGHT_MULT) * dim * dim + 4 * dim * pairs(n, routed.light_window)
     turns = windows * (routed.queries + routed.keys)  # queries and keys of all windows by turns
@@ -89,7 +89,7 @@ def equal_width(config: Config, routed: Routed) -> float:
 
 
 def make_routed(config: Config, routed: Routed, *, ring: bool) -> ConditionalRoutedTransformer:
-    """The same weights everywhere; with `ring` it spreads its sequences over all processes."""
+    """Make a model, with the same weights everywhere; with `ring` its sequences are sharded."""
     torch.manual_seed(config.seed)
     heads = dict(
         light_heads=config.heads, light_dim_head=config.dim // config.heads,

@@ -48,7 +48,7 @@ TEST_BATCHES = 4
 
 
 def make_model(config: Config, given: Summaries | None, *, ring: bool) -> RingTransformer:
-    """The same weights everywhere and in all models; `given` says what is seen in summary."""
+    """Make a model, with the same weights in all of them; `given` says what is seen in summary."""
     torch.manual_seed(config.seed)
     return RingTransformer(
         num_tokens=256, dim=config.dim, depth=config.depth, heads=config.heads,
@@ -83,7 +83,7 @@ def own_sequences(config: Config, number: int, *, tested: bool = False) -> Tenso
 
 
 def keys_seen(name: str, length: int, given: Summaries) -> float:
-    """How many keys a token sees, on average.
+    """Return how many keys a token sees, on average.
 
     >>> keys_seen("exact", 8, Summaries(window=0, stride=2))
     4.5
@@ -134,7 +134,7 @@ def flops(name: str, config: Config, given: Summaries) -> float:
 
 @dataclass
 class History:
-    """What became of one model."""
+    """The losses and figures of one model."""
 
     name: str
     flops: float  # of a step
@@ -272,7 +272,7 @@ def write(found: list[History], known: dict[str, int], file: str) -> None:
 
 
 def table(found: list[History], config: Config, given: Summaries) -> str:
-    """What each model costs and reaches; bytes are of a layer and sequence, forward."""
+    """List what each model costs and reaches; bytes are of a layer and sequence, forward."""
     ranks = at_least_four()
     head = f"{'loss':>7} {'keys seen':>10} {'TFLOPs':>8} {'KiB to each of':>15} {ranks}"
     lines = [f"{'':<10} {head} {'steps':>7} {'seconds':>8}"]

@@ -56,7 +56,7 @@ MOST_GRADIENT_ERROR = 1e-10
 
 @dataclass(frozen=True)
 class Config:
-    """What is trained, and how. `batch` counts the sequences of a step, of all processes."""
+    """Sizes of the model and of training. `batch` is a step's sequences, of all processes."""
 
     steps: int = 100
     length: int = 1024
@@ -87,12 +87,12 @@ def world_size() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all."""
+    """True if this process speaks for all."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def on_gpus() -> bool:
-    """Whether every process of this machine can have one of its own."""
+    """True if every process of this machine can have one of its own."""
     return torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
@@ -127,7 +127,7 @@ def own_sequences(config: Config, step: int) -> Tensor:
 
 
 def make_model(config: Config, *, ring: bool) -> RingTransformer:
-    """The same weights everywhere; with `ring` it spreads its sequences over all processes."""
+    """Make a model, with the same weights everywhere; with `ring` its sequences are sharded."""
     torch.manual_seed(config.seed)
     model = RingTransformer(
         num_tokens=256,

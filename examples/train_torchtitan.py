@@ -92,7 +92,7 @@ class Fused(Transformer):
 
 
 class RingLlama(Fused):
-    """The same with ring attention."""
+    """The model with ring attention."""
 
     def __init__(self, args: TransformerModelArgs) -> None:
         super().__init__(args)
@@ -137,7 +137,7 @@ class Text(BaseDataLoader):
 
 
 class Meter:
-    """What torchtitan's trainer wants of its metrics; keeps the loss of the last step."""
+    """The metrics that torchtitan's trainer asks for; it keeps the loss of the last step."""
 
     color = tools.NoColor()
     ntokens_since_last_log, num_flops_per_token = 0, 0

@@ -368,17 +368,9 @@ def explain_kernel(  # noqa: PLR0913 - a public entry point
         check_qkv(q, k, v)
         options.check_for(Call(q, k, v, 1))
     request = KernelRequest.of(
-        q,
-        v,
-        window=window,
-        key_mask=key_mask,
-        scale=scale,
-        softclamp=softclamp,
-        alibi_slopes=alibi_slopes,
-        mask_mod=mask_mod,
-        dropout=dropout,
-        packed=packed,
-    )
+        q, v, window=window, key_mask=key_mask, scale=scale, softclamp=softclamp,
+        alibi_slopes=alibi_slopes, mask_mod=mask_mod, dropout=dropout, packed=packed,
+    )  # fmt: skip
     return explain(request, kernel)
 
 

@@ -7,13 +7,15 @@ A key among the k best of all is among the k best of its rank. Ties go to the ea
 neither the number of ranks nor the layout changes the choice.
 """
 
+import os
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import all_gather_along
-from ring_attention_pytorch.ranks.agreement import agree, report_to_group, typed
+from ring_attention_pytorch.ranks.agreement import agree, raise_together, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, as_ring
 
 _CALLER = "top_keys"
@@ -43,7 +45,9 @@ def top_keys(
         backward sums all ranks' gradients of a score on its owner. Positions have no gradient.
 
     Raises:
-        ValueError: shapes don't fit one another, or differ between ranks; on all ranks.
+        ValueError: shapes don't fit one another, or differ between ranks, or a candidate's position
+            is negative or another's, too; on all ranks. On GPUs, where the host would wait,
+            positions are compared only with RING_ATTENTION_CHECK=always.
 
     Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, section 2.1
 
@@ -51,11 +55,13 @@ def top_keys(
     (tensor([[3., 3.]]), tensor([[7, 9]]))
     """
     ring = as_ring(group)
+    compares = not scores.is_cuda or os.environ.get("RING_ATTENTION_CHECK") == "always"
     same: dict[str, Any] = {
         "queries of scores": [*scores.shape[:-1]],
         "dtype": scores.dtype,
         "device": scores.device.type,
         "k": k,
+        "whether positions are compared": compares,
         "requires_grad of scores": scores.requires_grad and torch.is_grad_enabled(),
     }
     held = {"m": scores.shape[-1] if scores.ndim else 0}
@@ -65,6 +71,8 @@ def top_keys(
     counts = [min(k, rank["m"]) for rank in ranks]
     candidates = all_gather_along(-1, found, counts, ring, _CALLER)
     places = all_gather_along(-1, at.contiguous(), counts, ring, _CALLER)
+    if compares:
+        raise_together(ring, _CALLER, partial(_check_places, candidates.detach(), places))
     order = places.argsort(dim=-1, stable=True)
     found, at = _best(candidates.gather(-1, order), places.gather(-1, order), k)
     missing = k - found.shape[-1]
@@ -125,6 +133,20 @@ def _by_threshold(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     chosen = at.new_zeros(*place.shape[:-1], k + 1).scatter_(-1, place, at)[..., :k]
     values, inner = scores.gather(-1, chosen).sort(dim=-1, descending=True, stable=True)
     return values, chosen.gather(-1, inner)
+
+
+def _check_places(scores: Tensor, places: Tensor) -> None:
+    """Raise ValueError unless a query's visible candidates have different positions, from 0."""
+    visible = scores != -torch.inf
+    ordered = places.masked_fill(~visible, -1).sort(dim=-1).values
+    later = ordered[..., 1:]
+    twice = later[(later == ordered[..., :-1]) & (later >= 0)]
+    if len(wrong := torch.cat((places[visible & (places < 0)], twice))):
+        at = int(wrong[0])
+        raise ValueError(
+            f"positions must be from 0, each of one key on one rank, got {at}"
+            f"{' twice' if at >= 0 else ''}; pass those in the whole sequence"
+        )
 
 
 def _check(scores: Tensor, positions: Tensor, k: int) -> None:

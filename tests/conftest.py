@@ -107,7 +107,7 @@ def seed():
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """What a worker of pytest-xdist measured goes home with its last message."""
+    """Send the figures of a worker of pytest-xdist with its last message."""
     if (output := getattr(session.config, "workeroutput", None)) is not None:
         output["figures"] = asdict(FIGURES)
 
@@ -120,7 +120,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was measured: the figures that are published come from here."""
+    """Print the figures that were measured; those that are published come from here."""
     write = terminalreporter.write_line
     for dtype, worst in FIGURES.worst.items():
         figures = "  ".join(f"{name} {error:.1e}" for name, error in worst.items())

@@ -33,7 +33,7 @@ def command_of(pid: int) -> bytes:
 
 
 def work(rank: int, how: str, *rest: Any) -> Any:
-    """What a worker does: rank 1 something of its own, while others wait for it."""
+    """Do a worker's part: rank 1 something of its own, while others wait for it."""
     torch.set_num_threads(1)
     shared = torch.ones(2)
     dist.all_reduce(shared)

@@ -117,7 +117,7 @@ def test_narrow_inputs_are_summed_wide(dtype, bound):
     ids=["plain", "softclamp", "sinks"],
 )
 def test_finite_differences(options):
-    """Of all modes: forward, and both over reverse, and reverse over forward."""
+    """All modes agree with finite differences: forward, both over reverse, reverse over forward."""
     given = (drawn(1, 4, 2, 3), drawn(1, 4, 1, 3), drawn(1, 4, 1, 2))
     given += (options.get("sinks"),) if "sinks" in options else ()
 
@@ -157,7 +157,7 @@ def dense_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("ulysses", [1, 2])
 def test_what_has_no_tangent_or_cotangent_counts_as_zero(ulysses):
-    """Of q, k, v only k moves; of their gradients only dv is used, and of (out, lse) only lse."""
+    """Only k moves of q, k, v; only dv of their gradients is used, and only lse of (out, lse)."""
     q, k, v, t = (drawn(1, 6, 2, 4) for _ in range(4))
 
     def of(attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> list[Tensor]:

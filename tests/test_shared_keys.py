@@ -158,7 +158,7 @@ def test_their_gradients_cross_to_a_machine_once(machines, monkeypatch):
 
 
 def in_a_block(ring: Ring) -> bool:
-    """Whether swapped heads in a batch's block, with nothing said, give what they do outside."""
+    """True if swapped heads in a batch's block, with nothing said, give what they do outside."""
     at = positions("zigzag", rank=ring.rank, ring_size=ring.size, length=N)
     q, k, v = (t[:, at] for t in drawn()[QKV])
     sk, sv = drawn()[SHARED]
@@ -295,7 +295,7 @@ def test_a_plan_is_for_such_shared_keys():
 
 
 def differ(ring: Ring, what: str, options: dict[str, Any]) -> str:
-    """What this rank is told where rank 1 has something else."""
+    """Return this rank's error where rank 1 has something else."""
     more = ring.rank == 1
     k = K[:, : 2 + (more and what == "lengths")].clone()
     if more and what == "values":

@@ -112,6 +112,36 @@ def test_what_does_not_fit_is_refused(given, said):
         top_keys(*given)
 
 
+@pytest.mark.parametrize(
+    ("at", "got"),
+    [
+        ([[0, 1, 2], [0, 1, 2]], "got 0 twice"),
+        ([[5, 1, 2], [3, 4, 2]], "got 2 twice"),
+        ([[5, 1, 1], [3, 4, 2]], "got 1 twice"),
+        ([[5, 1, 6], [3, -1, 2]], "got -1;"),
+    ],
+)
+@pytest.mark.parametrize("k", [3, 40])
+def test_all_ranks_hear_of_a_position_that_two_keys_have(at, got, k):
+    def main(ring: Ring) -> str:
+        scores = torch.tensor([[0.0, torch.nan, 2.0], [1.0, 1.0, 1.0]])
+        with pytest.raises(ValueError, match="positions must be from 0") as told:
+            top_keys(scores, torch.tensor(at[ring.rank]), k, group=ring)
+        return str(told.value)
+
+    (told,) = {*threads.run(2, main)[0]}
+    assert got in told
+
+
+def test_hidden_keys_have_any_position():
+    def main(ring: Ring) -> list[int]:
+        scores = torch.tensor([1.0, 2.0, -torch.inf, -torch.inf]) - ring.rank
+        at = torch.tensor([[7, 3, 5, -1], [2, 4, 7, 4]][ring.rank])
+        return top_keys(scores, at, 8, group=ring)[1].tolist()
+
+    assert threads.run(2, main)[0] == [[3, 4, 7, 2] + [-1] * 4] * 2
+
+
 def test_all_ranks_hear_of_another_number():
     def main(ring: Ring) -> str:
         with pytest.raises(ValueError, match="k must be the same on every rank") as told:

@@ -8,6 +8,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from benchmarks.lib.clock import all_done, slowest_rank, wait
 from benchmarks.lib.rings import joined
 
 CALLS = 16  # of a graph
@@ -68,23 +69,11 @@ def slowest(run: Callable[[], object], calls: int, rounds: int, device: torch.de
     """Return the median time of rounds of so many calls, in microseconds a call."""
     found = []
     for _ in range(rounds + 1):
-        wait(device)
-        if dist.is_initialized():
-            dist.barrier()
-        wait(device)
-        begin = time.perf_counter()
+        begin = all_done(device)
         run()
         wait(device)
-        took = torch.tensor((time.perf_counter() - begin) * 1e6 / calls, device=device)
-        if dist.is_initialized():
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-        found.append(took.item())
+        found += slowest_rank([(time.perf_counter() - begin) * 1e6 / calls], device)
     return median(found[1:])
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def too_much(nbytes: int, device: torch.device) -> str | None:

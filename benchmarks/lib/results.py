@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 
 class Subject(NamedTuple):
-    """What is measured: its name, its kernel if that is one of ours, how it is launched."""
+    """A subject of a measurement: its name, its kernel if it is one of ours, how it is launched."""
 
     name: str
     kernel: str | None = None

@@ -10,7 +10,7 @@ import os
 import random
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
 from types import MappingProxyType
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.lib.attempts import attempt, ending_at_once
+from benchmarks.lib.clock import all_done, slowest_rank, wait
 from benchmarks.lib.machines import take_gpu
 from benchmarks.lib.peers import one_gpu
 from benchmarks.lib.results import GRAPH, ONE_BY_ONE, Row, Subject, named_errors
@@ -160,13 +161,13 @@ def predicted_seconds(plan: RingPlan, mode: str) -> float | None:
         return None
     found = predicted(plan)
     seconds = found.gpu if mode == GRAPH else max(found.gpu, found.host)
-    return _slowest([seconds], plan.device)[0]
+    return slowest_rank([seconds], plan.device)[0]
 
 
-def alone(shape: Shape, kernel: str, like: list[Tensor]) -> Attend:
+def alone(shape: Shape, kernel: str, like: list[Tensor], **mask: Any) -> Attend:
     """Return a kernel on this GPU: PyTorch's own operator where it is that, else by our loop."""
-    bare = one_gpu(kernel, shape.causal)
-    return bare or planned(make_plan(shape, like, kernel=kernel, group=Ring.alone()))
+    bare = None if mask else one_gpu(kernel, shape.causal)
+    return bare or planned(make_plan(shape, like, kernel=kernel, group=Ring.alone(), **mask))
 
 
 def theory_of(subject: Subject) -> Subject:
@@ -197,14 +198,12 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> fl
     found = []
     run()  # whatever is compiled or allocated once
     for _ in range(3 if repeats > 1 else 1):
-        synchronize(device)
-        dist.barrier()
-        start = time.perf_counter()
+        start = all_done(device)
         for _ in range(repeats):
             run()
-        synchronize(device)
+        wait(device)
         found.append((time.perf_counter() - start) / repeats)
-    return median(_slowest(found, device))
+    return median(slowest_rank(found, device))
 
 
 class Times(NamedTuple):
@@ -232,29 +231,26 @@ def by_turns(
     calls: dict[tuple[Subject, int], int] = {}
     found: dict[tuple[Subject, int], list[list[float]]] = {turn: [] for turn in turns}
     for name, i in turns:  # whatever is made once, and a guess
-        _turn(runs[name][i], 1, device)
-        guess, _ = _slowest(_turn(runs[name][i], repeats, device), device)
+        turn(runs[name][i], 1, device)
+        guess, _ = turn(runs[name][i], repeats, device)
         calls[name, i] = max(repeats, round(load / guess))
     for number in counted(range(rounds), "by turns", rounds, "rounds"):
         random.Random(number).shuffle(turns)
         for name, i in turns:
-            took = _turn(runs[name][i], calls[name, i], device, host_work.get(name))
-            found[name, i].append(_slowest(took, device))
+            took = turn(runs[name][i], calls[name, i], device, host_work.get(name))
+            found[name, i].append(took)
     at = {turn: [*map(median, zip(*each))] for turn, each in found.items()}
     return {name: Times(at[name, 0][0], *at[name, 1]) for name in runs}
 
 
-def _turn(
+def turn(
     run: Callable[[], object],
     calls: int,
     device: torch.device,
     host_work: Callable[[], None] | None = None,
-) -> tuple[float, float]:
-    """Return seconds of a call, and of the host to launch the first."""
-    synchronize(device)
-    dist.barrier()
-    synchronize(device)
-    start = time.perf_counter()
+) -> list[float]:
+    """Return seconds of a call, and of the host to launch the first, of the slowest rank."""
+    start = all_done(device)
     run()
     host = time.perf_counter() - start
     for _ in range(calls - 1):
@@ -263,15 +259,8 @@ def _turn(
         end = torch.cuda.current_stream(device).record_event()
         while not end.query():  # over and over, or the time would not be that of the device
             host_work()
-    synchronize(device)
-    return (time.perf_counter() - start) / calls, host
-
-
-def _slowest(times: Iterable[float], device: torch.device) -> list[float]:
-    """Return the slowest rank's time of each."""
-    found = torch.tensor([*times], device=device, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.tolist()
+    wait(device)
+    return slowest_rank([(time.perf_counter() - start) / calls, host], device)
 
 
 def captured(run: Callable[[], object]) -> Callable[[], object]:
@@ -290,12 +279,6 @@ def captured(run: Callable[[], object]) -> Callable[[], object]:
         return result
 
     return replay
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def measured(
@@ -355,9 +338,7 @@ def checker(shape: Shape, tensors: list[Tensor], layout: Layout, hidden: Hidden 
             (got[:, at].float() - exact).norm() / exact.norm()
             for got, exact in ((out.detach(), want), (dq, want_dq))
         ]
-        worst = torch.stack(found)
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        return tuple(worst.tolist())
+        return tuple(slowest_rank(torch.stack(found).tolist(), q.device))
 
     return errors
 

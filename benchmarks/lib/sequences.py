@@ -44,6 +44,7 @@ KINDS: dict[str, Callable[[random.Random, int, bool], int]] = {
         COUNTED, draw, max(1, total // 4)
     ),
     "of 1 to 60 tokens": lambda draw, total, first: draw.randint(1, 60),
+    "two, one of 84 %": lambda draw, total, first: 27 * total // 32 if first else total,
 }
 
 

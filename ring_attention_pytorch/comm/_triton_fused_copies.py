@@ -13,27 +13,11 @@ from ring_attention_pytorch.runtime._triton_early import let_next_begin
 
 @triton.jit(do_not_specialize=["purpose", "rank", "patience", "n", "heads", "lines"])
 def write_kernel(
-    state,
-    purpose: tl.int32,
-    rank: tl.int32,
-    patience: tl.int64,
-    k,
-    v,
-    k_strides,
-    v_strides,
-    place,
-    n: tl.int32,
-    heads: tl.int32,
-    table,
-    lines: tl.int32,
-    RANKS: tl.constexpr,
-    LANES: tl.constexpr,
-    WAITS: tl.constexpr,
-    D: tl.constexpr,
-    D_V: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    state, purpose: tl.int32, rank: tl.int32, patience: tl.int64, k, v, k_strides, v_strides, place,
+    n: tl.int32, heads: tl.int32, table, lines: tl.int32,
+    RANKS: tl.constexpr, LANES: tl.constexpr, WAITS: tl.constexpr, D: tl.constexpr,
+    D_V: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Write k and v [b, n, h, d] to `place` [b, m, h, d + d_v], which peers read.
 
     With `WAITS` it waits at the barrier first; if that fails, NaN is written. A line of the table
@@ -72,19 +56,10 @@ def _rows(x, strides, batch, token, head, col, within):
 
 @triton.jit(do_not_specialize=["purpose", "rank", "patience", "lines"])
 def pull_kernel(
-    state,
-    purpose: tl.int32,
-    rank: tl.int32,
-    patience: tl.int64,
-    out,
-    table,
-    lines: tl.int32,
-    RANKS: tl.constexpr,
-    LANES: tl.constexpr,
-    WORD: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    state, purpose: tl.int32, rank: tl.int32, patience: tl.int64, out, table, lines: tl.int32,
+    RANKS: tl.constexpr, LANES: tl.constexpr, WORD: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Wait at the barrier, then copy to `out` by the table.
 
     A line is: address, offset in `out` and length, these two in words. All are multiples of
@@ -117,21 +92,10 @@ def pull_kernel(
 
 @triton.jit(do_not_specialize=["purpose", "rank", "patience", "lines"])
 def take_kernel(
-    state,
-    purpose: tl.int32,
-    rank: tl.int32,
-    patience: tl.int64,
-    outs,
-    table,
-    lines: tl.int32,
-    RANKS: tl.constexpr,
-    LANES: tl.constexpr,
-    WORD: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    OUTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    state, purpose: tl.int32, rank: tl.int32, patience: tl.int64, outs, table, lines: tl.int32,
+    RANKS: tl.constexpr, LANES: tl.constexpr, WORD: tl.constexpr, ALIGNED: tl.constexpr,
+    OUTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Wait at the barrier, then copy to `OUTS` tensors by the table.
 
     A line is: index of the tensor, address, offset in the tensor, row pitch there and here, width
@@ -182,27 +146,11 @@ def _place(outs, line, WORD: tl.constexpr, ALIGNED: tl.constexpr, OUTS: tl.const
 
 @triton.jit(do_not_specialize=["purpose", "rank", "patience", "lines"])
 def sum_kernel(
-    state,
-    purpose: tl.int32,
-    rank: tl.int32,
-    patience: tl.int64,
-    dk,
-    dv,
-    table,
-    lines: tl.int32,
-    RANKS: tl.constexpr,
-    LANES: tl.constexpr,
-    TYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    D: tl.constexpr,
-    D_V: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    MOST: tl.constexpr,
-    FRESH: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    state, purpose: tl.int32, rank: tl.int32, patience: tl.int64, dk, dv, table, lines: tl.int32,
+    RANKS: tl.constexpr, LANES: tl.constexpr, TYPE: tl.constexpr, WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, MOST: tl.constexpr, FRESH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Wait at the barrier, then add peers' gradients to dk, dv [b, n, h, d]; `FRESH` overwrites.
 
     A line is: first row, number of rows, number of ranks, and `MOST` addresses. At each address are
@@ -229,19 +177,11 @@ def sum_kernel(
 
 @triton.jit
 def _sum(
-    total,
-    line,
-    FIRST: tl.constexpr,
-    D: tl.constexpr,
-    PITCH: tl.constexpr,
-    TYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    MOST: tl.constexpr,
-    FRESH: tl.constexpr,
-):
+    total, line,
+    FIRST: tl.constexpr, D: tl.constexpr, PITCH: tl.constexpr, TYPE: tl.constexpr,
+    WIDE: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    MOST: tl.constexpr, FRESH: tl.constexpr,
+):  # fmt: skip
     """Sum columns of a line's rows, `D` columns from `FIRST` on, in `total`."""
     to, rows, ranks = total + tl.load(line) * D, tl.load(line + 1), tl.load(line + 2)
     col = tl.arange(0, WIDTH)

@@ -14,6 +14,7 @@ from torch.autograd import Function
 from ring_attention_pytorch.ranks.ring import Exchange, Messages, Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
 from ring_attention_pytorch.schedule.passing import (
+    merged_pieces,
     merging_machines,
     passes,
     passes_spare,
@@ -122,12 +123,12 @@ def gather_to_merge(
     merged = merge(_stacked(x, ring, members(machines, machines[ring.rank])))
     found = merged.new_empty((len({*machines}), *x.shape))
     found[machines[ring.rank]] = merged
+    sizes, passing = merged_pieces(machines, x.numel(), found.itemsize)
     pieces: dict[int, Tensor] = {}
     for machine, part in enumerate(found.flatten(1)):
         ranks = members(machines, machine)
-        pieces |= zip(ranks, part.tensor_split(len(ranks)))
-    parts = [pieces[rank] for rank in range(ring.size)]
-    start_gather(parts, ring, passing_machines(machines, [part.nbytes for part in parts]))()
+        pieces |= zip(ranks, part.split([sizes[rank] for rank in ranks]))
+    start_gather([pieces[rank] for rank in range(ring.size)], ring, passing)()
     return found
 
 
@@ -190,7 +191,7 @@ def _swap(
 ) -> list[Tensor]:
     """Send tensor i to rank i; return the received tensors, and a view of the own one."""
     received = _rooms(tensors[ring.rank], ring, shapes)
-    sends, receives = ([*enumerate(each)] for each in (tensors, received))
+    sends, receives = [*enumerate(tensors)], [*enumerate(received)]
     del sends[ring.rank], receives[ring.rank]
     with ring.call(call):
         start_messages(ring, sends, receives).wait()
@@ -228,9 +229,8 @@ def start_gather(parts: Sequence[Tensor], ring: Ring, machines: Machines) -> Cal
 
     def wait() -> None:
         first.wait()
-        sends, receives = (
-            [(rank, parts[owner]) for rank, owner in each] for each in (way.passed, way.relayed)
-        )
+        sends = [(rank, parts[owner]) for rank, owner in way.passed]
+        receives = [(rank, parts[owner]) for rank, owner in way.relayed]
         start_messages(ring, sends, receives).wait()
 
     return wait
@@ -264,10 +264,11 @@ def _add_received(
     """
     rooms = [(rank, sums[owner].new_empty(sums[owner].shape)) for rank, owner in comes]
     start_messages(ring, [(rank, sums[owner]) for rank, owner in sends], rooms).wait()
-    for owner in {owner for _, owner in comes}:
-        parts = {ring.rank: sums[owner]}
-        parts |= {rank: room for (rank, room), (_, of) in zip(rooms, comes) if of == owner}
-        sums[owner] = sum_parts([parts[rank] for rank in sorted(parts)])
+    parts: dict[int, dict[int, Tensor]] = {}  # by owner, and by rank
+    for (_, owner), (rank, room) in zip(comes, rooms):
+        parts.setdefault(owner, {ring.rank: sums[owner]})[rank] = room
+    for owner, by_rank in parts.items():
+        sums[owner] = sum_parts([by_rank[rank] for rank in sorted(by_rank)])
 
 
 def _stacked(x: Tensor, ring: Ring, ranks: Sequence[int]) -> Tensor:

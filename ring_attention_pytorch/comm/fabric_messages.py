@@ -119,7 +119,7 @@ class MessageChannel:
     """One call by messages."""
 
     def __init__(
-        self, fabric: Messages, program: Program, own: KVBlock, totals: KVGrads | None = None
+        self, fabric: Messages, program: Program, own: KVBlock, totals: KVGrads | None
     ) -> None:
         self.fabric: Messages = fabric
         self.program: Program = program

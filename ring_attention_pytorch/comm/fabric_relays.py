@@ -68,7 +68,7 @@ class RelayChannel(MessageChannel):
     """One call by way of relays."""
 
     def __init__(
-        self, fabric: Relays, program: Program, own: KVBlock, totals: KVGrads | None = None
+        self, fabric: Relays, program: Program, own: KVBlock, totals: KVGrads | None
     ) -> None:
         super().__init__(fabric, program, own, totals)
         self.relays: Relays = fabric

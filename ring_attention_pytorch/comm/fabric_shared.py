@@ -81,23 +81,24 @@ class SharedMemory:
     ) -> None:
         """Write this rank's tensors, then read its pieces of the others', by kernels."""
         buffer, me = self.space.swaps, self.ring.rank
-        forms = [
-            Form.of_parts(tuple(way.part(t, place) for t, way in zip(tensors, ways)))
-            for place in range(len(self.ranks))
-        ]
+        forms = []
+        for place in range(len(self.ranks)):
+            parts = [way.part(t, place) for t, way in zip(tensors, ways)]
+            forms.append(Form.of_parts(tuple(parts)))
         buffer.wait_for_readers()
         torch._foreach_copy_(buffer.local_view(forms[me]), [*tensors])
         theirs = [buffer.peer_view(rank, form) for rank, form in zip(self.ranks, forms)]
-        sources, moves = [*zip(*theirs)], [way.moves[me] for way in ways]
+        sources = [*zip(*theirs)]  # of each tensor, by rank
+        moves = [way.moves[me] for way in ways]
         key = me, self.ranks, tuple(way.key for way in ways), forms[me]
         table = fused_copies.table_of_pieces(buffer, key, outs, sources, moves)
         if table is not None:
             fused_copies.take(fused_copies.FusedCopy(buffer.read_barrier(), table), *outs)
             return
         buffer.publish()
-        for out, parts, some in zip(outs, sources, moves):
+        for out, by_rank, some in zip(outs, sources, moves):
             for m in some:
-                out[:, m.to_rows, m.to_heads] = parts[m.place][:, m.rows, m.heads]
+                out[:, m.to_rows, m.to_heads] = by_rank[m.place][:, m.rows, m.heads]
         self.space.board.fill_nan(*outs)
 
     def form(self, keys: KVBlock, length: int, masks: bool = False) -> Form:

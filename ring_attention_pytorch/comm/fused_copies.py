@@ -195,12 +195,13 @@ def _pieces(
 ) -> Table:
     spans = [*_spans(outs, sources, moves)]
     # one word size for all: next to an lse of 1 to 3 heads, out is copied by 4 or 8 bytes at once
-    aligned = gcd(16, *(nbytes for _, *places, _, width in spans for nbytes in (*places, width)))
+    aligned = 16
+    for _, address, to, there, here, _, width in spans:
+        aligned = gcd(aligned, address, to, there, here, width)
     word = min(8, aligned)
-    narrow = [
-        (number, address + at, to + at, there, here, width, rows)
-        for number, address, to, there, here, rows, at, width in _cut(spans, _WIDTH * word)
-    ]
+    narrow = []
+    for number, address, to, there, here, rows, at, width in _cut(spans, _WIDTH * word):
+        narrow.append((number, address + at, to + at, there, here, width, rows))
     most = _most(sum(line[-1] for line in narrow), _BLOCK // _WIDTH)
     lines = []
     for number, address, to, there, here, width, at, rows in _cut(narrow, most):
@@ -233,9 +234,13 @@ def _spans(
 
 
 def _sums(like: Tensor, peer_gradients: Sequence[PeerGradients]) -> Table:
-    heads, most = like.shape[2], max((len(peers.parts) for peers in peer_gradients), default=0)
-    pitches = {part[0, 0, 0].nbytes for peers in peer_gradients for part in peers.parts}
-    aligned, spans = gcd(16, *pitches), []
+    heads, most, pitch, aligned = like.shape[2], 0, 0, 16
+    for peers in peer_gradients:
+        most = max(most, len(peers.parts))
+        for part in peers.parts:
+            pitch = part[0, 0, 0].nbytes  # the same in all parts
+            aligned = gcd(aligned, pitch)
+    spans = []
     for sample in range(len(like)):
         for here, parts in _all_of(like.shape[1], peer_gradients):
             addresses = [part[sample].data_ptr() for part in parts]
@@ -244,11 +249,10 @@ def _sums(like: Tensor, peer_gradients: Sequence[PeerGradients]) -> Table:
             first = (sample * like.shape[1] + here.start) * heads
             spans.append((first, len(parts), *addresses, (here.stop - here.start) * heads))
     rows = _most(sum(span[-1] for span in spans), _at_once(like.shape[-1], most))
-    pitch = max(pitches, default=0)
-    lines = [
-        (first + at, length, ranks, *(address + at * pitch for address in there))
-        for first, ranks, *there, at, length in _cut(spans, rows)
-    ]
+    lines = []
+    for first, ranks, *addresses, at, length in _cut(spans, rows):
+        there = [address + at * pitch for address in addresses]
+        lines.append((first + at, length, ranks, *there))
     return Table.of(lines, 3 + most, aligned, like.device)
 
 

@@ -73,7 +73,7 @@ class GatherCall:
     """One call of a gather: the keys on this rank, and sums of their gradients."""
 
     def __init__(
-        self, gather: Gather, program: Program, own: KVBlock, totals: KVGrads | None = None
+        self, gather: Gather, program: Program, own: KVBlock, totals: KVGrads | None
     ) -> None:
         self.program: Program = program
         self.totals: KVGrads | Any = totals  # None is forward

@@ -78,7 +78,7 @@ class _Call:
         program: Program,
         blocks: Blocks,
         own: KVBlock,
-        totals: KVGrads | None = None,
+        totals: KVGrads | None,
     ) -> None:
         self.ring, self.program, self.own = ring, program, own
         self.segments, self.forms, self.wide_forms = blocks

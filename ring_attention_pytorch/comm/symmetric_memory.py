@@ -59,7 +59,7 @@ class SymmetricBuffer:
         device: torch.device,
         nbytes: int,
         barrier: Callable[[str], Barrier],
-        slots: int = 2,
+        slots: int,
     ) -> None:
         self.nbytes: int = nbytes
         self.slot: int = 0

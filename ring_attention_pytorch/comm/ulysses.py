@@ -297,18 +297,19 @@ class AllToAll:
         """
         queries, keys, me = ranks.queries, ranks.keys, ranks.together.rank
         spreads = (queries, keys, keys) if self.with_keys else (queries,) * len(tensors)
-        ways = [s.to_heads if self.to == "heads" else s.to_sequence for s in spreads]
-        summed = [self.to == "sequence" and s.repeats for s in spreads]
         places = into or (None,) * len(tensors)
-        rooms = [
-            way.alloc(t, me) if place is None or sums else place
-            for t, way, place, sums in zip(tensors, ways, places, summed)
-        ]
-        ranks.by.swap(tensors, ways, rooms)
-        return tuple(
-            _summed(room, spread.heads, place) if sums else room
-            for room, spread, place, sums in zip(rooms, spreads, places, summed)
-        )
+        ways, summed, found = [], [], []
+        for t, spread, place in zip(tensors, spreads, places):
+            way = spread.to_heads if self.to == "heads" else spread.to_sequence
+            sums = self.to == "sequence" and spread.repeats
+            ways.append(way)
+            summed.append(sums)
+            found.append(way.alloc(t, me) if place is None or sums else place)
+        ranks.by.swap(tensors, ways, found)
+        for i, sums in enumerate(summed):
+            if sums:
+                found[i] = _summed(found[i], spreads[i].heads, places[i])
+        return tuple(found)
 
 
 QKV_TO_HEADS, ROWS_TO_HEADS = AllToAll("heads", True), AllToAll("heads", False)
@@ -361,12 +362,12 @@ def most_bytes(
     def like(t: Tensor, length: int, heads: int) -> Part:
         return Part((t.shape[0], length, heads, t.shape[3]), t.dtype)
 
-    by_token = [like(q, rows, q.shape[2]), *(like(t, cols, t.shape[2]) for t in (k, v))]
-    by_head = [like(q, places * rows, heads), *(like(t, places * cols, few) for t in (k, v))]
-    lse = Part((q.shape[0], places * rows, heads), accumulation_dtype(q.dtype))
-    out = Part((q.shape[0], places * rows, heads, d_v or v.shape[3]), q.dtype)
-    results = [out, lse]
-    return max(Form.of_parts(tuple(parts)).nbytes for parts in (by_token, by_head, results))
+    by_token = [like(q, rows, q.shape[2]), like(k, cols, k.shape[2]), like(v, cols, v.shape[2])]
+    rows, cols = places * rows, places * cols
+    by_head = [like(q, rows, heads), like(k, cols, few), like(v, cols, few)]
+    lse = Part((q.shape[0], rows, heads), accumulation_dtype(q.dtype))
+    out = Part((q.shape[0], rows, heads, d_v or v.shape[3]), q.dtype)
+    return max(Form.of_parts(tuple(parts)).nbytes for parts in (by_token, by_head, [out, lse]))
 
 
 def _summed(t: Tensor, heads: Heads, into: Tensor | None) -> Tensor:

@@ -60,7 +60,7 @@ def gather_facts(device: str) -> Facts:
         ours=ring_attention_pytorch.__version__,
         place=str(Path(ring_attention_pytorch.__file__).parent),
         listed=_listed(),
-        numpy=_version("numpy"),
+        numpy=_numpy(),
         packages={package.name: package_refusal(package) for package in _packages()},
         device=device,
         kernels={name: why_not(name, device) for name in KERNELS},
@@ -98,9 +98,9 @@ def _listed() -> tuple[str, ...]:
     return tuple(dict.fromkeys(each.version for each in found))
 
 
-def _version(package: str) -> str | None:
+def _numpy() -> str | None:
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version("numpy")
     except importlib.metadata.PackageNotFoundError:
         return None
 

@@ -71,10 +71,8 @@ def worst(trials: Sequence[Trial]) -> Trial:
     speeds = [trial.bandwidth for trial in trials if trial.bandwidth is not None]
     slowest = min((t.speed for t in trials if t.speed), key=lambda s: s.measured, default=None)
     last = trials[-1]
-    return Trial(
-        [max(each, key=_error_of) for each in same], min(speeds, default=None), slowest,
-        last.machines, last.ulysses,
-    )  # fmt: skip
+    parities = [max(each, key=lambda parity: _or_infinite(parity.error)) for each in same]
+    return Trial(parities, min(speeds, default=None), slowest, last.machines, last.ulysses)
 
 
 def explained(
@@ -143,10 +141,6 @@ def _relative(got: Tensor, want: Tensor) -> float:
 
 def _or_infinite(error: float) -> float:
     return float("inf") if error != error else error
-
-
-def _error_of(parity: Parity) -> float:
-    return _or_infinite(parity.error)
 
 
 def _bandwidth(ring: Ring, device: str) -> float | None:

@@ -74,29 +74,12 @@ def store_rows(
 
 @triton.jit(do_not_specialize=["n", "width"])
 def append_kernel(
-    k,
-    v,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    tables,
-    lengths,
-    capacities,
-    n: tl.int32,
+    k, v, keys, values, key_scales, value_scales, tables, lengths, capacities, n: tl.int32,
     width: tl.int32,
-    PAGE: tl.constexpr,
-    RANKS: tl.constexpr,
-    RANK: tl.constexpr,
-    KV: tl.constexpr,
-    D: tl.constexpr,
-    D_V: tl.constexpr,
-    ROW_V: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_V: tl.constexpr,
-    SCALED: tl.constexpr,
-):
+    PAGE: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, KV: tl.constexpr, D: tl.constexpr,
+    D_V: tl.constexpr, ROW_V: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    WIDTH_V: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
     """Write this rank's share of k `[b, n, KV, D]` and v after the last tokens.
 
     ROW_V numbers are between values: D if they are the first D_V numbers of keys.
@@ -155,25 +138,11 @@ def append(new: tuple[Tensor, Tensor], pools: Pools, layer: int) -> None:
     lengths = pools.layer_lengths[layer]
     with torch.cuda.device_of(k):
         append_kernel[(triton.cdiv(n, _ROWS) * h_kv * b,)](
-            k,
-            v,
-            *pools.of(layer),
-            pools.tables,
-            lengths,
-            pools.capacities,
-            n,
-            pools.tables.shape[1],
-            PAGE=pools.pages.page,
-            RANKS=pools.pages.ranks,
-            RANK=pools.ring.rank,
-            KV=h_kv,
-            D=d,
-            D_V=d_v,
-            ROW_V=row_v,
-            ROWS=_ROWS,
-            WIDTH=triton.next_power_of_2(d),
-            WIDTH_V=triton.next_power_of_2(d_v),
+            k, v, *pools.of(layer), pools.tables, lengths, pools.capacities, n,
+            pools.tables.shape[1], PAGE=pools.pages.page, RANKS=pools.pages.ranks,
+            RANK=pools.ring.rank, KV=h_kv, D=d, D_V=d_v, ROW_V=row_v, ROWS=_ROWS,
+            WIDTH=triton.next_power_of_2(d), WIDTH_V=triton.next_power_of_2(d_v),
             SCALED=pools.key_scales[layer].numel() > 0,
-        )
+        )  # fmt: skip
         grid = (triton.cdiv(b, _LANES),)
         advance_kernel[grid](lengths, pools.capacities, pools.overflown, n, b, LANES=_LANES)

@@ -103,52 +103,20 @@ def _number(word):
 
 @triton.jit(
     do_not_specialize=[
-        "parts",
-        "rows",
-        "sequences",
-        "patience",
-        "purpose",
-        "slot",
-        "acc_split",
-        "acc_row",
-        "lse_split",
-        "lse_row",
+        "parts", "rows", "sequences", "patience", "purpose", "slot",
+        "acc_split", "acc_row", "lse_split", "lse_row",
     ]
-)
+)  # fmt: skip
 def merge_kernel(
-    out,
-    out_lse,
-    sinks,
-    lengths,
-    acc_of,
-    lse_of,
-    purpose: tl.int64,
+    out, out_lse, sinks, lengths, acc_of, lse_of, purpose: tl.int64,
     # the same in all calls of a plan
-    next_lengths,
-    overflown,
-    lineage,
-    state,
-    acc_split: tl.int64,
-    acc_row: tl.int64,
-    lse_split: tl.int64,
-    lse_row: tl.int64,
-    parts: tl.int32,
-    rows: tl.int32,
-    sequences: tl.int32,
-    patience: tl.int64,
-    slot: tl.int64,
-    ROWS_EACH: tl.constexpr,
-    HEADS: tl.constexpr,
-    D: tl.constexpr,
-    COLS: tl.constexpr,
-    PARTS: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    RANKS: tl.constexpr,
-    RANK: tl.constexpr,
-    ADVANCE: tl.constexpr,
-    SINKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    next_lengths, overflown, lineage, state, acc_split: tl.int64, acc_row: tl.int64,
+    lse_split: tl.int64, lse_row: tl.int64, parts: tl.int32, rows: tl.int32, sequences: tl.int32,
+    patience: tl.int64, slot: tl.int64,
+    ROWS_EACH: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, COLS: tl.constexpr,
+    PARTS: tl.constexpr, SEQUENCES: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    ADVANCE: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Merge rows `[parts, rows, D]` to out `[rows, D]`; with several RANKS also the other ranks'.
 
     Each sequence has ROWS_EACH consecutive rows. If it has overflown, they become NaN.

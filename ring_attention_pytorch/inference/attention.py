@@ -24,13 +24,19 @@ from ring_attention_pytorch.inference.checks import check_call, check_options, t
 from ring_attention_pytorch.inference.decode_plan import Asked, DecodePlan
 from ring_attention_pytorch.inference.partial import Scores
 from ring_attention_pytorch.inference.prefill import PromptChunk, plan_chunk, prefill
-from ring_attention_pytorch.inference.programs import Tuning
 from ring_attention_pytorch.inference.relayed_chunk import chunk_over
 from ring_attention_pytorch.plan.checks import check_shards
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.plan_cache import settings
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.agreement import agree, report_to_group, reporting, typed
+from ring_attention_pytorch.ranks.agreement import (
+    Check,
+    agree,
+    error_of,
+    report_to_group,
+    reporting,
+    typed,
+)
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.runtime.resolved import resolved
 
@@ -100,11 +106,12 @@ def _has_plan(cache: RingCache, given: dict[str, Any]) -> bool:
     """
     layer = given.get("layer", 0)
     pools = cache.memory(layer if type(layer) is int else 0)
-    tensors = (t for name in _TOKENS if isinstance(t := given.get(name), Tensor))
-    tokens = [t.shape[1] for t in tensors if t.ndim > 2]
+    tensors = [t for t in map(given.get, _TOKENS) if isinstance(t, Tensor) and t.ndim > 2]
     plans = [each for each in cache.plans.values() if isinstance(each, DecodePlan)]
     known = {plan.asked.shape[1] for plan in plans if plan.pools is pools}
-    return cache.in_graph or (bool(known) and {*tokens[:1]} <= known)
+    if cache.in_graph:
+        return True
+    return tensors[0].shape[1] in known if tensors else bool(known)
 
 
 @typed(report_to_cache, apart=True)
@@ -276,11 +283,13 @@ def _sharded_chunk(
     chunk, plan = _agreed_chunk(given, cache, layout, options)
     assert k is not None
     assert v is not None
-    plain = slopes is None and options.kernel is None
-    if plain and _sees_all(cache, layer, scores.window):
+    by_position = slopes is not None and cache.memory(layer).window is None
+    if options.kernel is None and not by_position and _sees_all(cache, layer, scores.window):
         if plan is None:
-            plan = plan_chunk((q, k, v), cache, layout, scores, sinks)
+            plan = plan_chunk((q, k, v), cache, layout, scores, sinks, slopes)
             cache.plans.keep((_CHUNK, scores.window), (_kind_of_chunk(given, layout, scores), plan))
+        elif slopes is not None and plan.terms.alibi is not None:
+            plan.terms.alibi.copy_(slopes)  # another layer's may have been in this plan
         return prefill((q, k, v), cache, layer, chunk, sinks, plan)
     return _by_decoding_kernel(given, cache, options, chunk)
 
@@ -330,6 +339,7 @@ def _checked(
         ValueError: an argument is invalid or does not fit the cache.
     """
     q, layer = given.q, options.layer
+    _run_check(partial(check_call, given, cache, layer), given, cache, options)
     terms = tuple(None if t is None else t.dtype for t in (given.sinks, given.alibi_slopes))
     scores, new = options.scores(q), given.k is not None
     key = (
@@ -341,10 +351,15 @@ def _checked(
         if cache.in_graph:
             raise ValueError(_UNSEEN)
         plan = cache.plans.keep(key, _plan(given, cache, scores, options))
-    else:
-        with checks_of(_CALLER), reporting(cache.ring.report_failure):
-            check_call(given, cache, layer)
     return cache.plans.keep(kind, plan)
+
+
+def _run_check(check: Check, given: Given, cache: RingCache, options: StepOptions) -> None:
+    """Run a check of a step's arguments; the other ranks hear of its error, too."""
+    if (error := error_of(check)) is not None:
+        call = {"cache": cache, "q": given.q, "layer": options.layer, "check": options.check}
+        report_to_cache(call, error)
+        raise ValueError(f"{_CALLER}: {error}")
 
 
 def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) -> DecodePlan:
@@ -353,12 +368,12 @@ def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) 
     pools = cache.memory(layer)
 
     def check() -> None:
-        check_call(given, cache, layer)
         check_options(scores, kernel, options.check)
         pools.check_window(scores.window, q.shape[1], k is not None)
         if kernel == "triton" and (refusal := triton_refusal(cache, q.dtype)) is not None:
             raise ValueError(refusal)
 
+    _run_check(check, given, cache, options)
     if kernel is None:
         kernel = "triton" if q.is_cuda and triton_refusal(cache, q.dtype) is None else "eager"
     same = {
@@ -371,16 +386,11 @@ def _plan(given: Given, cache: RingCache, scores: Scores, options: StepOptions) 
         "padded on the left": cache.has_starts,
         _STATE: cache.state_note(layer),
     }
-    agree(cache.ring, _CALLER, same, check=check)
+    agree(cache.ring, _CALLER, same)
     asked = Asked(
-        tuple(q.shape),
-        k is not None,
-        cache.has_starts,
-        scores,
-        sinks is not None,
-        slopes is not None,
-        kernel,
-    )
+        tuple(q.shape), k is not None, cache.has_starts, scores,
+        sinks is not None, slopes is not None, kernel,
+    )  # fmt: skip
     plan = DecodePlan(pools, asked)
     plan.checks = _compares_values(options.check)
     return plan
@@ -442,12 +452,3 @@ def _check_layout(layout: Layout, counts: tuple[int, ...]) -> None:
         check_shards(layout, counts)
         if not sum(counts):
             raise ValueError("a chunk must have a token")
-
-
-def plan_decoding(
-    q: Tensor, cache: RingCache, scores: Scores, tuning: Tuning | None = None
-) -> DecodePlan:
-    """Make a plan for queries like q whose keys are appended. Benchmarks pass `tuning`."""
-    kernel = "triton" if cache.device.type == "cuda" else "eager"
-    asked = Asked(tuple(q.shape), True, cache.has_starts, scores, False, False, kernel)
-    return DecodePlan(cache.pools, asked, tuning)

@@ -1,6 +1,6 @@
 """A plan of attention to a cache: all decisions for queries of one shape, made once."""
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 from zlib import crc32
 
@@ -16,10 +16,11 @@ from ring_attention_pytorch.inference.partial import (
 )
 from ring_attention_pytorch.inference.pools import Pools
 from ring_attention_pytorch.inference.prefill import QKV, PromptChunk
-from ring_attention_pytorch.inference.programs import Cut, Processors, Tuning
+from ring_attention_pytorch.inference.programs import Cut, Tuning
 from ring_attention_pytorch.inference.pushed_rows import PushedRows, pushed_rows
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.launches import Launch, can_begin_early, power_of_2
+from ring_attention_pytorch.runtime.processors import Processors
 from ring_attention_pytorch.runtime.scaled import SCALED
 from ring_attention_pytorch.schedule.passing import merging_machines
 from ring_attention_pytorch.schedule.relays import Machines
@@ -262,14 +263,10 @@ class DecodePlan:
 
         It is never freed, because CUDA graphs hold its addresses.
         """
-        splits = self.cut.splits
-        shapes = (splits, self.rows, self.width), (splits, self.rows), (self.rows,)
+        splits, rows = self.cut.splits, self.rows
+        empty = partial(torch.empty, dtype=torch.float32, device=self.pools.device)
         with torch.inference_mode(False):
-            acc, lse, spare = (
-                torch.empty(shape, dtype=torch.float32, device=self.pools.device)
-                for shape in shapes
-            )
-            return acc, lse, spare
+            return empty(splits, rows, self.width), empty(splits, rows), empty(rows)
 
     @cached_property
     def factors(self) -> tuple[float, float]:
@@ -354,7 +351,8 @@ class DecodePlan:
     @cached_property
     def machines(self) -> Machines | None:
         """The machines whose ranks merge results before these cross; None if they do not."""
-        return merging_machines(self.ring.machines, 4 * self._between[0])
+        itemsize = max(4, self.pools.dtype.itemsize)  # of float32, or float64 as the cache
+        return merging_machines(self.ring.machines, itemsize * self._between[0])
 
     @property
     def _between(self) -> tuple[int, int]:
@@ -379,10 +377,11 @@ class DecodePlan:
         from ring_attention_pytorch.inference._triton_merge import merge_kernel
 
         b, n, h, _ = self.asked.shape
+        to = self.pushed
+        patience, slot = (0, 0) if to is None else (to.patience, to.slot)
         fixed = (
             self.next_lengths, self.pools.overflown, self.pools.lineage, self.state,
-            strides[0], self.width, strides[1], 1, parts, self.rows, b,
-            *((0, 0) if (to := self.pushed) is None else (to.patience, to.slot)),
+            strides[0], self.width, strides[1], 1, parts, self.rows, b, patience, slot,
         )  # fmt: skip
         return Launch(
             merge_kernel, programs, fixed, num_warps=1, launch_pdl=self.early,

@@ -8,10 +8,10 @@ from ring_attention_pytorch.inference.chunk_costs import ChunkSizes, keys_travel
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.schedule.passing import (
+    merged_pieces,
     merging_machines,
     passes,
     passes_spare,
-    passing_machines,
 )
 
 
@@ -25,7 +25,7 @@ def explain_cache(
         cache: with its present lengths.
         heads: the number of query heads.
         tokens: new tokens per sequence and call: 1 in decoding, more in a chunk of a prompt that
-            is sharded over the ranks; with no ALiBi or padding, nor a window in a layer that keeps
+            is sharded over the ranks; with no padding, nor ALiBi or a window in a layer that keeps
             all tokens.
         dtype: of the queries; None is the cache's, or bfloat16 for a cache of 8 bits.
 
@@ -92,7 +92,7 @@ def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: i
         )
     elsewhere = _mib(keys * (ranks - 1) // ranks)
     if tokens == 1:
-        sent, to = _results(cache.ring, cache.sequences * heads * (cache.value_dim + 1) * wide)
+        sent, to = _results(cache.ring, cache.sequences * heads * (cache.value_dim + 1), wide)
         return (
             f"sends {_mib(sent)} a layer, its results for all queries {to}: that depends on the "
             f"new tokens alone; the cached keys, {elsewhere} from other ranks, stay where they are"
@@ -115,13 +115,14 @@ def _sent(cache: RingCache, heads: int, tokens: int, dtype: torch.dtype, keys: i
     )
 
 
-def _results(ring: Ring, nbytes: int) -> tuple[int, str]:
-    """Return the bytes that a rank sends to merge results of `nbytes`, and to whom."""
-    machines, me = merging_machines(ring.machines, nbytes), ring.rank
+def _results(ring: Ring, numbers: int, itemsize: int) -> tuple[int, str]:
+    """Return the bytes that a rank sends to merge results of so many numbers, and to whom."""
+    nbytes, me = numbers * itemsize, ring.rank
+    machines = merging_machines(ring.machines, nbytes)
     if machines is None:
         return (ring.size - 1) * nbytes, "to each other rank"
-    pieces = [nbytes // machines.count(machine) for machine in machines]
-    way = passes(passing_machines(machines, pieces), me)
+    sizes, passing = merged_pieces(machines, numbers, itemsize)
+    pieces, way = [size * itemsize for size in sizes], passes(passing, me)
     others = sum(machines[rank] != machines[me] for rank in way.to)
     sent = (machines.count(machines[me]) - 1) * nbytes + len(way.to) * pieces[me]
     sent += sum(pieces[owner] for _, owner in way.passed)

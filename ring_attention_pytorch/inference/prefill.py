@@ -14,8 +14,8 @@ Over several machines cached keys are sent instead of queries and results, as lo
 fewer bytes (`chunk_costs.keys_travel`).
 
 A layer that keeps only its window has it on every rank: own queries see it as keys before the
-chunk, and only the chunk's keys are sent. If scores depend on positions elsewhere too (another
-window, ALiBi, padding), the whole chunk is computed as in decoding.
+chunk, and only the chunk's keys are sent. If scores depend on positions elsewhere (a window or
+ALiBi where all tokens are kept, padding), the whole chunk is computed as in decoding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -191,7 +191,12 @@ class CachedKeys(NamedTuple):
 
 
 def plan_chunk(
-    qkv: QKV, cache: RingCache, layout: LayoutOption, scores: Scores, sinks: Tensor | None
+    qkv: QKV,
+    cache: RingCache,
+    layout: LayoutOption,
+    scores: Scores,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
 ) -> RingPlan:
     """Plan a chunk's attention to itself, with the kernel of the highest throughput.
 
@@ -200,11 +205,14 @@ def plan_chunk(
     """
     q, k, v = qkv
     scale, softclamp, window = scores
-    request = KernelRequest.of(q, v, scale=scale, softclamp=softclamp, window=window)
+    slopes = None if slopes is None else slopes.detach()
+    request = KernelRequest.of(
+        q, v, scale=scale, softclamp=softclamp, window=window, alibi_slopes=slopes
+    )
     fastest = choose(None, request)
     return RingPlan.make(
         q, k, v, causal=True, layout=layout, scale=scale, softclamp=softclamp, sinks=sinks,
-        window=window,
+        window=window, alibi_slopes=slopes,
         kernel=cast(KernelOption, fastest.name), group=cache.ring,
         transport="ring",  # none is used: all ranks get the chunk's keys, to store them
         ulysses=1,
@@ -284,14 +292,14 @@ def _windows(
     step = len(seen) if len({*seen}) == 1 else 1
     for first in range(0, len(seen), step):
         n, which = seen[first], slice(first, first + step)
-        starts = range(min(n, stride))
-        segments = tuple(Segment(at - n, stride, -(-(n - at) // stride)) for at in starts)
+        starts = range(-n, min(n, stride) - n)
+        segments = tuple(Segment(start, stride, -(start // stride)) for start in starts)
         order = segment_positions(segments, cache.device) + n
-        k, v = (
-            torch.stack([t[len(t) - n :].to(dtype) for t in each])[:, order]
-            for each in zip(*held[which])
-        )
-        yield which, KVBlock(k, v, None, segments)
+        keys, values = [], []
+        for k, v in held[which]:
+            keys.append(k[len(k) - n :][order].to(dtype))
+            values.append(v[len(v) - n :][order].to(dtype))
+        yield which, KVBlock(torch.stack(keys), torch.stack(values), None, segments)
 
 
 def _attend_chunk(plan: RingPlan, q: Tensor, keys: KVBlock, result: OutputAccumulator) -> None:
@@ -305,9 +313,11 @@ def _attend_chunk(plan: RingPlan, q: Tensor, keys: KVBlock, result: OutputAccumu
 def _others(plan: RingPlan, keys: Sequence[Tensor], values: Sequence[Tensor]) -> KVBlock:
     """Join the chunk's keys of other ranks that own queries see, in the order of positions."""
     rank = plan.ring.rank
-    chunks = [each for each in all_together(plan.blocks).pieces[rank] if each.owner != rank]
-    k, v = (
-        torch.cat([all_of[rank][:, :0], *[all_of[each.owner][:, each.cols] for each in chunks]], 1)
-        for all_of in (keys, values)
-    )
-    return KVBlock(k, v, None, tuple(each.segment for each in chunks))
+    k, v, segments = [keys[rank][:, :0]], [values[rank][:, :0]], []  # there may be no others
+    for owner, first, segment in all_together(plan.blocks).pieces[rank]:
+        if owner != rank:
+            cols = slice(first, first + segment.length)
+            k.append(keys[owner][:, cols])
+            v.append(values[owner][:, cols])
+            segments.append(segment)
+    return KVBlock(torch.cat(k, 1), torch.cat(v, 1), None, tuple(segments))

@@ -6,9 +6,8 @@ group) on a part of one key head's keys.
 
 from typing import NamedTuple
 
-import torch
-
 from ring_attention_pytorch.runtime.launches import power_of_2
+from ring_attention_pytorch.runtime.processors import Processors
 
 _FULL = 0.7  # this share of the programs that fit at once saturates a GPU's memory
 _TURNS = 8  # programs for each multiprocessor if some are for new tokens; otherwise 2
@@ -29,23 +28,6 @@ class Tuning(NamedTuple):
     stages: int = 3
     programs: int = 1
     early: bool = False  # launch a kernel while the previous one runs; it waits (PDL)
-
-
-class Processors(NamedTuple):
-    """The multiprocessors of a GPU, and the most bytes of shared memory of a program."""
-
-    number: int
-    shared: int
-
-    @classmethod
-    def of(cls, device: torch.device) -> "Processors":
-        """Read them from a device; for a CPU return 2, for Triton's interpreter."""
-        if device.type != "cuda":
-            return cls(2, 1 << 20)
-        found = torch.cuda.get_device_properties(device)
-        return cls(
-            found.multi_processor_count, getattr(found, "shared_memory_per_block_optin", 1 << 16)
-        )
 
 
 class Cut(NamedTuple):

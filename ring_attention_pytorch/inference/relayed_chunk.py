@@ -39,14 +39,17 @@ class RelayedChunk(PromptChunk):
         machines, me = self.ring.machines, self.ring.rank
         number, mine = 1 + max(machines), machines[me]
         near = [rank for rank in members(machines, mine) if rank != me]
-        waits, cross = list[Wait](), list[Callable[[], Wait]]()
+        waits = list[Wait]()
+        cross: Callable[[], Wait] | None = None  # the second half of a machine's results' way
         for distance in range(1, number):
             owners = members(machines, (mine + distance) % number)
             found = {owner: attend(queries[owner]) for owner in owners}
-            waits += [other() for other in cross]  # of the machine before
-            cross = [self._merged(found, relay(machines, (mine - distance) % number, me))]
+            if cross is not None:
+                waits.append(cross())
+            cross = self._merged(found, relay(machines, (mine - distance) % number, me))
         sends = [(rank, rank, attend(queries[rank])) for rank in near]
-        waits += [other() for other in cross]
+        if cross is not None:
+            waits.append(cross())
         if near:
             waits.append(self._trade(sends[0][2], sends, [(rank, me) for rank in near]))
         return lambda: [each for wait in waits for each in wait()]

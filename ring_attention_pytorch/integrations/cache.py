@@ -300,7 +300,8 @@ class RingHFCache(Cache):
         Args:
             input_ids: `[b, n]`, the same on all ranks. Tokens already in the cache are skipped.
             attention_mask: `[b, n]`, as for `generate`: 0 where a prompt is padded on its left.
-            chunk_size: tokens of a forward pass, over all ranks; None is all.
+            chunk_size: tokens of a forward pass, over all ranks; None is all. With recurrent layers
+                a last chunk of one token that is padding is left to `generate`.
 
         Raises:
             ValueError: an argument is invalid or differs between ranks; on all ranks.
@@ -320,6 +321,8 @@ class RingHFCache(Cache):
         chunks = range(begin, length, size)
         for at in counted(chunks, "prompt", length - begin, "tokens", lambda _: size):
             end = min(at + size, length)
+            if self._states and end - at == 1 and not bool(mask[:, at].all()):
+                break  # transformers drops the mask of one token: `generate` reads it with the next
             mine = self._mine(end - at, input_ids.device)
             if attention_mask is not None:
                 given["attention_mask"] = attention_mask[:, :end]
@@ -362,6 +365,11 @@ class RingHFCache(Cache):
                 f"attention_mask must be {[*ids.shape]} as input_ids are, got {[*mask.shape]}"
             )
         check_least(1, chunk_size=chunk_size)
+        if self._states and chunk_size == 1 and mask is not None and not bool(mask.all()):
+            raise ValueError(
+                "chunk_size must be at least 2 where prompts are padded and layers have states: "
+                "transformers drops the mask of one token"
+            )
         check_layers(self.config, ids.shape[1], len(self._states))
         if self._states and len(recurrent_layers(dict(model.named_modules()))) != len(self._states):
             raise ValueError(

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.integrations.outputs import model_in, name_of
 
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -72,10 +73,10 @@ def head_of(model: nn.Module) -> dict[str, Any]:
 
 def _unwrapped(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside a module, such as DDP."""
-    found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    found = model_in(model)
     if found is None or not _bodies(found):
-        name = type(model if found is None else found).__name__
-        raise ValueError(f"head_of: needs a model of transformers with a head, got {name}")
+        got = name_of(model)
+        raise ValueError(f"head_of: needs a model of transformers with a head, got {got}")
     return found
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.integrations.calls import names
+from ring_attention_pytorch.integrations.outputs import model_in, name_of
 
 _DEEP = "deepstack_visual_embeds"
 _OURS = ("labels", "loss_weights", "documents", "cu_seqlens", "attention_mask", "key_mask")
@@ -99,11 +100,10 @@ def text_states(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
 
 
 def _model_in(model: nn.Module) -> PreTrainedModel:
-    found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    found = model_in(model)
     if found is None or _text_in(found) is found:
         raise ValueError(
-            "merged: needs a model of transformers with a text model in it, got "
-            f"{type(model if found is None else found).__name__}"
+            f"merged: needs a model of transformers with a text model in it, got {name_of(model)}"
         )
     return found
 

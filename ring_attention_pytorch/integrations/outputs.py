@@ -19,8 +19,13 @@ _widths: "WeakKeyDictionary[nn.Module, frozenset[int]]" = WeakKeyDictionary()
 
 def name_of(module: nn.Module) -> str:
     """Return the class name of the transformers model in a module, or of the module itself."""
-    models = (m for m in module.modules() if isinstance(m, PreTrainedModel))
-    return type(next(models, module)).__name__
+    found = model_in(module)
+    return type(module if found is None else found).__name__
+
+
+def model_in(module: nn.Module) -> PreTrainedModel | None:
+    """Return the transformers model in a module, such as DDP; None if there is none."""
+    return next((m for m in module.modules() if isinstance(m, PreTrainedModel)), None)
 
 
 def check_output(module: nn.Module, given: Any, batch: ShardedBatch, losses: int) -> None:

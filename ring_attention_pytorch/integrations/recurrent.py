@@ -154,8 +154,9 @@ class PromptChunk:
 
     def check(self, given: Mapping[str, Any], **_: Any) -> None:
         """Raise ValueError if a call has documents."""
-        if other := [n for n in ("cu_seqlens", "seq_idx") if given.get(n) is not None]:
-            raise self.runs.error(f"{_CALLER}: {', '.join(other)} can't be given with a cache")
+        documents = _documents(given)
+        if documents:
+            raise self.runs.error(f"{_CALLER}: {documents} can't be given with a cache")
 
     def check_layers(self, layers: int) -> None:
         """Raise ValueError if the layers did not call a convolution and a scan of ours, each."""
@@ -212,6 +213,11 @@ def _plan(block: Any, x: Tensor) -> RunPlan:
     return block.runs[key]
 
 
+def _documents(given: Mapping[str, Any]) -> str:
+    """Name the arguments that divide a call's tokens into documents; "" if there are none."""
+    return ", ".join(n for n in ("cu_seqlens", "seq_idx") if given.get(n) is not None)
+
+
 def _check(block: Any, given: Mapping[str, Any], **states: Any) -> None:
     """Raise ValueError on all ranks if a call has states of before, or documents of its own."""
 
@@ -222,9 +228,10 @@ def _check(block: Any, given: Mapping[str, Any], **states: Any) -> None:
                 f"a recurrent layer was given {', '.join(names)}: ring_forward is for whole "
                 "sequences, without a cache"
             )
-        if other := [n for n in ("cu_seqlens", "seq_idx") if given.get(n) is not None]:
+        documents = _documents(given)
+        if documents:
             raise ValueError(
-                f"{', '.join(other)} was given beside the documents of the batch; leave it out"
+                f"{documents} was given beside the documents of the batch; leave it out"
             )
 
     block.ensure(check)

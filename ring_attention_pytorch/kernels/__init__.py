@@ -214,15 +214,16 @@ def _device_refusal(can: Capabilities, case: KernelRequest) -> str | None:
         return f"runs on {where}, the tensors are on {case.device}"
     if case.capability is None:
         return None
-    got, oldest, newest = (
-        ".".join(map(str, version or ()))
-        for version in (case.capability, can.min_capability, can.max_capability)
-    )
-    if can.min_capability is not None and case.capability < can.min_capability:
-        return f"needs compute capability {oldest} or later, got {got}"
-    if can.max_capability is not None and case.capability > can.max_capability:
-        return f"needs compute capability {newest} or earlier, got {got}"
+    got, oldest, newest = case.capability, can.min_capability, can.max_capability
+    if oldest is not None and got < oldest:
+        return f"needs compute capability {_dotted(oldest)} or later, got {_dotted(got)}"
+    if newest is not None and got > newest:
+        return f"needs compute capability {_dotted(newest)} or earlier, got {_dotted(got)}"
     return None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def _interprets(device: str) -> bool:

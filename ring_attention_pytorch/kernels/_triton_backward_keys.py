@@ -31,36 +31,14 @@ from ring_attention_pytorch.runtime._triton_early import let_next_begin
 
 @triton.jit
 def _keys_step(
-    running,
-    i,
-    tile,
-    keys,
-    queries,
-    places,
-    draws,
-    inner,
-    factor,
-    # sizes
-    ROWS: tl.constexpr,
-    PACK: tl.constexpr,
-    D: tl.constexpr,
-    D_V: tl.constexpr,
+    running, i, tile, keys, queries, places, draws, inner, factor,
+    ROWS: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,  # sizes
     # forks
-    EDGE: tl.constexpr,
-    STEPPED: tl.constexpr,
-    OF_K: tl.constexpr,
-    OF_V: tl.constexpr,
-    EVEN: tl.constexpr,
-    EVEN_V: tl.constexpr,
-    MASKED: tl.constexpr,
-    CLAMP: tl.constexpr,
-    NEGATE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALIBI: tl.constexpr,
-    DROPS: tl.constexpr,
-):
+    EDGE: tl.constexpr, STEPPED: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr,
+    EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASKED: tl.constexpr, CLAMP: tl.constexpr,
+    NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    ALIBI: tl.constexpr, DROPS: tl.constexpr,
+):  # fmt: skip
     """Add rows from i on to dk, dv of one block of keys. EDGE: the tile may hide some scores.
 
     Without OF_K or OF_V the compiler leaves out all that only the other one needs.
@@ -117,15 +95,9 @@ def _keys_step(
 
 @triton.jit
 def _of_heads(
-    head_of_row,
-    alibi,
-    word,
-    other_word,
-    sample,
-    first_head,
-    ALIBI: tl.constexpr,
-    DROPS: tl.constexpr,
-):
+    head_of_row, alibi, word, other_word, sample, first_head,
+    ALIBI: tl.constexpr, DROPS: tl.constexpr,
+):  # fmt: skip
     """Return each row's ALiBi slope and its head's two marks; placeholders if not ALIBI, DROPS."""
     slope, marks = head_of_row, (head_of_row, head_of_row)
     if ALIBI:
@@ -137,84 +109,23 @@ def _of_heads(
 
 @triton.jit(do_not_specialize=VARYING)
 def keys_kernel(
-    q,
-    k,
-    v,
-    mask,
-    # ALiBi
-    alibi,
-    rows_at,
-    cols_at,
-    # dropout
-    row_numbers,
-    col_numbers,
-    word,
-    other_word,
-    bar,
-    inverse,
-    sample,
-    first_head,
-    # residuals and results
-    dout,
-    lse,
-    delta,
-    dk_before,
-    dk,
-    dv_before,
-    dv,
-    # the table of tiles
-    tiles,
-    blocks,
-    count,
-    at_once,
-    # sizes and factors
-    m,
-    key_heads,
-    group,
-    d,
-    d_v,
-    inner,
-    factor,
-    scale,
+    q, k, v, mask,
+    alibi, rows_at, cols_at,  # ALiBi
+    row_numbers, col_numbers, word, other_word, bar, inverse, sample, first_head,  # dropout
+    dout, lse, delta, dk_before, dk, dv_before, dv,  # residuals and results
+    tiles, blocks, count, at_once,  # the table of tiles
+    m, key_heads, group, d, d_v, inner, factor, scale,  # sizes and factors
     # strides
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_b,
-    mask_m,
-    do_strides,
-    lse_b,
-    lse_h,
-    lse_n,
-    delta_b,
-    delta_h,
-    delta_n,
-    dk_strides,
-    dv_strides,
+    q_strides, k_strides, v_strides, mask_b, mask_m, do_strides, lse_b, lse_h, lse_n, delta_b,
+    delta_h, delta_n, dk_strides, dv_strides,
     # sizes of blocks
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    PACK: tl.constexpr,
-    D: tl.constexpr,
-    D_V: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     # forks
-    STEPPED: tl.constexpr,
-    OF_K: tl.constexpr,
-    OF_V: tl.constexpr,
-    EVEN: tl.constexpr,
-    EVEN_V: tl.constexpr,
-    MASK: tl.constexpr,
-    CLAMP: tl.constexpr,
-    NEGATE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-    FRESH: tl.constexpr,
-    FRESH_V: tl.constexpr,
-    ALIBI: tl.constexpr,
-    DROPS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    STEPPED: tl.constexpr, OF_K: tl.constexpr, OF_V: tl.constexpr, EVEN: tl.constexpr,
+    EVEN_V: tl.constexpr, MASK: tl.constexpr, CLAMP: tl.constexpr, NEGATE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr, FRESH: tl.constexpr,
+    FRESH_V: tl.constexpr, ALIBI: tl.constexpr, DROPS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Compute dk (OF_K) and dv (OF_V) of a block of keys, from every query head that uses it."""
     let_next_begin(EARLY)
     block, of, looks = block_of(blocks, count, at_once)

@@ -27,33 +27,13 @@ from ring_attention_pytorch.runtime._triton_early import end_after_the_last
 
 @triton.jit
 def _queries_step(
-    dq,
-    j,
-    stop,
-    tile,
-    queries,
-    keys,
-    places,
-    draws,
-    inner,
-    factor,
-    # sizes
-    COLS: tl.constexpr,
-    D: tl.constexpr,
-    D_V: tl.constexpr,
+    dq, j, stop, tile, queries, keys, places, draws, inner, factor,
+    COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,  # sizes
     # forks
-    EDGE: tl.constexpr,
-    STEPPED: tl.constexpr,
-    EVEN: tl.constexpr,
-    EVEN_V: tl.constexpr,
-    MASK: tl.constexpr,
-    CLAMP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALIBI: tl.constexpr,
-    DROPS: tl.constexpr,
-):
+    EDGE: tl.constexpr, STEPPED: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
+    MASK: tl.constexpr, CLAMP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    WIDE: tl.constexpr, ALIBI: tl.constexpr, DROPS: tl.constexpr,
+):  # fmt: skip
     """Add columns j to stop to dq of one block of queries. EDGE: some scores may be hidden."""
     q_block, do_block, lse, delta, row = queries
     k, k_strides, v, v_strides, mask, mask_b, mask_m, batch, head, d, d_v = keys
@@ -88,79 +68,23 @@ def _queries_step(
 
 @triton.jit(do_not_specialize=VARYING)
 def queries_kernel(
-    q,
-    k,
-    v,
-    mask,
-    # ALiBi
-    alibi,
-    rows_at,
-    cols_at,
-    # dropout
-    row_numbers,
-    col_numbers,
-    word,
-    other_word,
-    bar,
-    inverse,
-    sample,
-    first_head,
-    # residuals and results
-    dout,
-    lse,
-    delta,
-    before,
-    dq,
-    # the table of tiles
-    tiles,
-    blocks,
-    count,
-    at_once,
-    # sizes and factors
-    n,
-    m,
-    heads,
-    group,
-    d,
-    d_v,
-    inner,
-    factor,
-    scale,
+    q, k, v, mask,
+    alibi, rows_at, cols_at,  # ALiBi
+    row_numbers, col_numbers, word, other_word, bar, inverse, sample, first_head,  # dropout
+    dout, lse, delta, before, dq,  # residuals and results
+    tiles, blocks, count, at_once,  # the table of tiles
+    n, m, heads, group, d, d_v, inner, factor, scale,  # sizes and factors
     # strides
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_b,
-    mask_m,
-    do_strides,
-    lse_b,
-    lse_h,
-    lse_n,
-    delta_b,
-    delta_h,
-    delta_n,
-    dq_strides,
+    q_strides, k_strides, v_strides, mask_b, mask_m, do_strides, lse_b, lse_h, lse_n, delta_b,
+    delta_h, delta_n, dq_strides,
     # sizes of blocks
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    PACK: tl.constexpr,
-    D: tl.constexpr,
-    D_V: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     # forks
-    STEPPED: tl.constexpr,
-    EVEN: tl.constexpr,
-    EVEN_V: tl.constexpr,
-    MASK: tl.constexpr,
-    CLAMP: tl.constexpr,
-    NEGATE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-    FRESH: tl.constexpr,
-    ALIBI: tl.constexpr,
-    DROPS: tl.constexpr,
+    STEPPED: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr,
+    CLAMP: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    WIDE: tl.constexpr, FRESH: tl.constexpr, ALIBI: tl.constexpr, DROPS: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """Compute dq of a block of queries."""
     TOKENS: tl.constexpr = ROWS // PACK
     block, pack, looks = block_of(blocks, count, at_once)

@@ -29,22 +29,10 @@ from ring_attention_pytorch.kernels._triton_parts import (
 
 @triton.jit
 def _so_far(
-    before,
-    strides,
-    lse_at,
-    batch,
-    head,
-    start,
-    held,
-    within,
-    inverse,
-    ROWS: tl.constexpr,
-    D_V: tl.constexpr,
-    WIDE: tl.constexpr,
-    FRESH: tl.constexpr,
-    DROPS: tl.constexpr,
-    PACK: tl.constexpr,
-):
+    before, strides, lse_at, batch, head, start, held, within, inverse,
+    ROWS: tl.constexpr, D_V: tl.constexpr, WIDE: tl.constexpr, FRESH: tl.constexpr,
+    DROPS: tl.constexpr, PACK: tl.constexpr,
+):  # fmt: skip
     """Load the running out and lse of these rows as (acc, top, total), as in `_attend`."""
     lse = tl.full([ROWS], -float("inf"), tl.float32)
     acc = tl.zeros([ROWS, D_V], tl.float32)
@@ -60,21 +48,10 @@ def _so_far(
 
 @triton.jit
 def _attend(
-    running,
-    q,
-    k,
-    v,
-    shown,
-    bias,
-    kept,
-    inner,
-    factor,
-    MASKED: tl.constexpr,
-    CLAMP: tl.constexpr,
-    BIASED: tl.constexpr,
-    DROPS: tl.constexpr,
+    running, q, k, v, shown, bias, kept, inner, factor,
+    MASKED: tl.constexpr, CLAMP: tl.constexpr, BIASED: tl.constexpr, DROPS: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Attend to one more block of keys.
 
     `running` is (acc, top, total): top is in base 2, total the sum of 2 ** (score - top).
@@ -103,34 +80,13 @@ def _attend(
 
 @triton.jit
 def _step(
-    running,
-    j,
-    stop,
-    tile,
-    q_block,
-    row,
-    keys,
-    places,
-    draws,
-    inner,
-    factor,
-    # sizes
-    COLS: tl.constexpr,
-    D: tl.constexpr,
-    D_V: tl.constexpr,
+    running, j, stop, tile, q_block, row, keys, places, draws, inner, factor,
+    COLS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,  # sizes
     # forks
-    EDGE: tl.constexpr,
-    STEPPED: tl.constexpr,
-    EVEN: tl.constexpr,
-    EVEN_V: tl.constexpr,
-    MASK: tl.constexpr,
-    CLAMP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    DROPS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-):
+    EDGE: tl.constexpr, STEPPED: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr,
+    MASK: tl.constexpr, CLAMP: tl.constexpr, ALIBI: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
     """Attend to a block of keys from j on, before `stop`. EDGE: the tile may hide some scores."""
     k, k_strides, v, v_strides, mask, mask_b, mask_m, batch, head, d, d_v = keys
     k_block = rows_of(k, k_strides, batch, head, j, stop, d, COLS, D, EDGE, EVEN, TMA, WIDE)
@@ -161,72 +117,21 @@ def _step(
 
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
-    q,
-    k,
-    v,
-    mask,
-    # ALiBi
-    alibi,
-    rows_at,
-    cols_at,
-    # dropout
-    row_numbers,
-    col_numbers,
-    word,
-    other_word,
-    bar,
-    inverse,
-    sample,
-    first_head,
-    # results
-    before,
-    out,
-    lse,
-    # the table of tiles
-    tiles,
-    blocks,
-    count,
-    at_once,
-    # sizes and factors
-    n,
-    m,
-    heads,
-    group,
-    d,
-    d_v,
-    inner,
-    factor,
-    # strides
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_b,
-    mask_m,
-    out_strides,
-    lse_b,
-    lse_h,
-    lse_n,
+    q, k, v, mask,
+    alibi, rows_at, cols_at,  # ALiBi
+    row_numbers, col_numbers, word, other_word, bar, inverse, sample, first_head,  # dropout
+    before, out, lse,  # results
+    tiles, blocks, count, at_once,  # the table of tiles
+    n, m, heads, group, d, d_v, inner, factor,  # sizes and factors
+    q_strides, k_strides, v_strides, mask_b, mask_m, out_strides, lse_b, lse_h, lse_n,  # strides
     # sizes of blocks
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    PACK: tl.constexpr,
-    D: tl.constexpr,
-    D_V: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PACK: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     # forks
-    STEPPED: tl.constexpr,
-    EVEN: tl.constexpr,
-    EVEN_V: tl.constexpr,
-    MASK: tl.constexpr,
-    CLAMP: tl.constexpr,
-    NEGATE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-    FRESH: tl.constexpr,
-    MOVES: tl.constexpr,
-    ALIBI: tl.constexpr,
+    STEPPED: tl.constexpr, EVEN: tl.constexpr, EVEN_V: tl.constexpr, MASK: tl.constexpr,
+    CLAMP: tl.constexpr, NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    WIDE: tl.constexpr, FRESH: tl.constexpr, MOVES: tl.constexpr, ALIBI: tl.constexpr,
     DROPS: tl.constexpr,
-):
+):  # fmt: skip
     """Compute out and lse of a block of queries.
 
     MOVES: out is other memory than `before`; lse is updated in place.

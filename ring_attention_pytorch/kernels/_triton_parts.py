@@ -6,21 +6,9 @@ import triton.language as tl
 
 # arguments whose values don't specialize a kernel
 VARYING = [
-    "count",
-    "beside",
-    "n",
-    "m",
-    "lse_b",
-    "lse_h",
-    "delta_b",
-    "delta_h",
-    "mask_b",
-    "word",
-    "other_word",
-    "bar",
-    "sample",
-    "first_head",
-]
+    "count", "at_once", "n", "m", "lse_b", "lse_h", "delta_b", "delta_h", "mask_b", "word",
+    "other_word", "bar", "sample", "first_head",
+]  # fmt: skip
 
 
 @triton.jit
@@ -113,15 +101,9 @@ def marks_of_rows(marks, number):
 
 @triton.jit
 def draws_of_rows(
-    word,
-    other_word,
-    sample,
-    head,
-    row_numbers,
-    row,
-    held,
+    word, other_word, sample, head, row_numbers, row, held,
     DROPS: tl.constexpr,
-):
+):  # fmt: skip
     """Return both marks of each row, by its head; placeholders without DROPS."""
     marks = row, row
     if DROPS:
@@ -141,20 +123,11 @@ def kept_of(first, second, number, bar):
 
 @triton.jit
 def span(
-    start,
-    stop,
-    whole,
-    a0,
-    b0,
-    b1,
-    back,
-    ahead,
-    BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr = 1,
-    back_step=1,
-    ahead_step=1,
-    STEPPED: tl.constexpr = False,
-):
+    start, stop, whole, a0, b0, b1, back, ahead,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    back_step, ahead_step,
+    STEPPED: tl.constexpr,
+):  # fmt: skip
     """Find the blocks of the other side, within b0 to b1, that start to stop of this side sees.
 
     Returns the start of the first block, the number of blocks before the full ones, the number of
@@ -211,16 +184,9 @@ def place(base, batch, head, batch_stride, head_stride):
 
 @triton.jit
 def matrix(
-    base,
-    strides,
-    batch,
-    head,
-    start,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDE: tl.constexpr,
-    PACK: tl.constexpr = 1,
-):
+    base, strides, batch, head, start,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, PACK: tl.constexpr = 1,
+):  # fmt: skip
     """Return the addresses of rows of [batch, row, head, width]: from `start` on, of `PACK` heads.
 
     WIDE: offsets within a block exceed 32 bits, too.
@@ -240,21 +206,10 @@ def matrix(
 
 @triton.jit
 def rows_of(
-    x,
-    strides,
-    batch,
-    head,
-    start,
-    stop,
-    width,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHECK: tl.constexpr,
-    EVEN: tl.constexpr,
-    TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-    PACK: tl.constexpr = 1,
-):
+    x, strides, batch, head, start, stop, width,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, CHECK: tl.constexpr, EVEN: tl.constexpr,
+    TMA: tl.constexpr, WIDE: tl.constexpr, PACK: tl.constexpr = 1,
+):  # fmt: skip
     """Load rows of x [batch, row, head, width], addressed as in `matrix`; zeros beyond its bounds.
 
     x is a tensor, or its descriptor with heads before rows if TMA. Rows are compared to `stop` only
@@ -305,16 +260,9 @@ def tanh(x):
 
 @triton.jit
 def probabilities(
-    scores,
-    lse,
-    shown,
-    bias,
-    inner,
-    factor,
-    MASKED: tl.constexpr,
-    CLAMP: tl.constexpr,
-    BIASED: tl.constexpr,
-):
+    scores, lse, shown, bias, inner, factor,
+    MASKED: tl.constexpr, CLAMP: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
     """Return p and the derivative of the softclamp. lse is in base 2."""
     slope = 1.0
     if CLAMP:
@@ -329,21 +277,10 @@ def probabilities(
 
 @triton.jit
 def add_rows(
-    before,
-    total,
-    strides,
-    batch,
-    head,
-    start,
-    length,
-    width,
-    value,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDE: tl.constexpr,
-    FRESH: tl.constexpr,
+    before, total, strides, batch, head, start, length, width, value,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, FRESH: tl.constexpr,
     PACK: tl.constexpr = 1,
-):
+):  # fmt: skip
     """Store rows in total, addressed as in `matrix`, added to `before` unless FRESH."""
     at = matrix(0, strides, batch, head, start, ROWS, WIDTH, WIDE, PACK)
     row, _ = packed(start, head, ROWS, PACK)

@@ -39,18 +39,10 @@ def _attend(
     from flash_attn.flash_attn_interface import _flash_attn_forward
 
     out, lse, *_ = _flash_attn_forward(
-        q,
-        k,
-        v,
-        dropout_p=0.0,
-        softmax_scale=terms.scale,
-        causal=False,
-        window_size_left=window[0],
-        window_size_right=window[1],
-        softcap=terms.softclamp or 0.0,
-        alibi_slopes=None,
+        q, k, v, dropout_p=0.0, softmax_scale=terms.scale, causal=False, window_size_left=window[0],
+        window_size_right=window[1], softcap=terms.softclamp or 0.0, alibi_slopes=None,
         return_softmax=False,
-    )
+    )  # fmt: skip
     return out, lse
 
 
@@ -68,22 +60,10 @@ def _differentiate(
     from flash_attn.flash_attn_interface import _flash_attn_backward
 
     _flash_attn_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        *room,
-        dropout_p=0.0,
-        softmax_scale=terms.scale,
-        causal=False,
-        window_size_left=window[0],
-        window_size_right=window[1],
-        softcap=terms.softclamp or 0.0,
-        alibi_slopes=None,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+        dout, q, k, v, out, lse, *room, dropout_p=0.0, softmax_scale=terms.scale, causal=False,
+        window_size_left=window[0], window_size_right=window[1], softcap=terms.softclamp or 0.0,
+        alibi_slopes=None, deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
     return room
 
 

@@ -81,7 +81,8 @@ def backward(
                 dlse=None if saved.dlse is None else pack.flat_by_head(saved.dlse[..., rows]),
                 **room, **_window(pack), **pack.sequences,
             )  # fmt: skip
-            dq, dk, dv = pack.of_rows(dq, batch), *(pack.of_cols(t, batch) for t in (dk, dv))
+            dq = pack.of_rows(dq, batch)
+            dk, dv = pack.of_cols(dk, batch), pack.of_cols(dv, batch)
         for total, at, t in zip(grads, (rows, cols, cols), (dq, dk, dv)):
             total.add(at, t)
 

@@ -83,17 +83,11 @@ def backward(
     for call in _calls(q, keys, tiles, terms):
         q_, k_, v_ = _operands(q[:, call.rows], k[:, call.cols], v[:, call.cols])
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _heads_first(dout[:, call.rows], q_.shape[-1]),
-            q_,
-            k_,
-            v_,
-            _heads_first(out[:, call.rows], q_.shape[-1]),
-            lse[..., call.rows],
+            _heads_first(dout[:, call.rows], q_.shape[-1]), q_, k_, v_,
+            _heads_first(out[:, call.rows], q_.shape[-1]), lse[..., call.rows],
             0.0,  # dropout
-            call.causal,
-            attn_mask=call.mask,
-            scale=terms.scale,
-        )
+            call.causal, attn_mask=call.mask, scale=terms.scale,
+        )  # fmt: skip
         places = (call.rows, d), (call.cols, d), (call.cols, d_v)
         for total, (at, width), part in zip(grads, places, parts):
             total.add(at, _tokens_first(part, width))

@@ -88,23 +88,12 @@ def _backward(
                 out, dout = _with_strides_of(q, out), _with_strides_of(q, dout)
                 unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's numbers
                 found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-                    dout,
-                    q,
-                    k,
-                    v,
-                    out,
-                    lse.unsqueeze(-1).contiguous(),
-                    unused,
-                    unused,
+                    dout, q, k, v, out, lse.unsqueeze(-1).contiguous(), unused, unused,
                     None,  # bias
-                    None,
-                    None,
-                    q.shape[2],
-                    k.shape[2],
+                    None, None, q.shape[2], k.shape[2],
                     0.0,  # dropout
-                    causal,
-                    scale=terms.scale,
-                )
+                    causal, scale=terms.scale,
+                )  # fmt: skip
                 found = [t.transpose(1, 2) for t in found]
         for total, at, t in zip(grads, (rows, cols, cols), found):
             total.add(at, t)

@@ -28,20 +28,11 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, terms: ScoreMods, window: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        None,
-        None,
-        q.shape[1],
-        k.shape[1],
+        q, k, v, None, None, q.shape[1], k.shape[1],
         0.0,  # dropout
         False,  # causal
-        False,
-        scale=terms.scale,
-        window_size_left=window[0],
-        window_size_right=window[1],
-    )
+        False, scale=terms.scale, window_size_left=window[0], window_size_right=window[1],
+    )  # fmt: skip
     return out, lse
 
 
@@ -57,24 +48,11 @@ def _differentiate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's numbers
     return torch.ops.aten._flash_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        None,
-        None,
-        q.shape[1],
-        k.shape[1],
+        dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1],
         0.0,  # dropout
         False,  # causal
-        unused,
-        unused,
-        scale=terms.scale,
-        window_size_left=window[0],
-        window_size_right=window[1],
-    )
+        unused, unused, scale=terms.scale, window_size_left=window[0], window_size_right=window[1],
+    )  # fmt: skip
 
 
 forward = partial(forward_in_windows, _attend)

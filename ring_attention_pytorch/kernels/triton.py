@@ -84,35 +84,15 @@ def _forward(job: Job, q: Tensor, *tensors: Tensor | Any) -> KernelCall:
         *in_blocks(config.cols, keys.k, keys.v),
     )
     args = [
-        q_,
-        k,
-        v,
-        keys.key_mask,
-        *_places(tiles, terms),
-        *_draws(tiles, terms),
-        # results
-        before,
-        out,
-        lse,
+        q_, k, v, keys.key_mask, *_places(tiles, terms), *_draws(tiles, terms),
+        before, out, lse,  # results
         # the table of tiles
-        *table[:3],
-        _packs_at_once(table.count, b * h_kv, h // h_kv // config.pack),
-        # sizes and factors
-        n,
-        m,
-        h,
-        h // h_kv,
-        d,
-        d_v,
-        *_factors(terms),
+        *table[:3], _packs_at_once(table.count, b * h_kv, h // h_kv // config.pack),
+        n, m, h, h // h_kv, d, d_v, *_factors(terms),  # sizes and factors
         # strides
-        q.stride(),
-        keys.k.stride(),
-        keys.v.stride(),
-        *_mask_strides(keys),
-        out.stride(),
+        q.stride(), keys.k.stride(), keys.v.stride(), *_mask_strides(keys), out.stride(),
         *lse.stride(),
-    ]
+    ]  # fmt: skip
     forks = dict(FRESH=before is None, MOVES=before is not out, STEPPED=table.stepped)
     constants = {**forks, **options}
     return KernelCall(forward_kernel, b * h // config.pack * table.count, args, constants)
@@ -122,10 +102,8 @@ def backward(saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, gr
     if not tiles:
         return
     job, given = Job(tiles, terms), (*Rows.of(saved), keys.k, keys.v, _mask(keys))
-    of_keys, of_queries = (
-        (*grads.dk.update_memory(), *grads.dv.update_memory()),
-        grads.dq.update_memory(),
-    )
+    of_keys = *grads.dk.update_memory(), *grads.dv.update_memory()
+    of_queries = grads.dq.update_memory()
     wide = apart(max(saved.q.shape[-1], keys.v.shape[-1]))
     of_both = (_backward_to_keys, _backward_to_values) if wide else (_backward_of_keys,)
 
@@ -183,36 +161,12 @@ def _keys_call(direction: str, job: Job, tensors: Sequence[Tensor | Any]) -> Ker
         *in_blocks(config.rows, saved.lse, saved.delta, pack=config.pack),
     )
     args = [
-        q,
-        k,
-        v,
-        keys.key_mask,
-        *_places(tiles, terms),
-        *_draws(tiles, terms),
-        # residuals and results
-        dout,
-        lse,
-        delta,
-        before,
-        dk,
-        before_v,
-        dv,
-        # the table of tiles
-        *table[:3],
-        _packs_at_once(table.count, b * h_kv),
-        # sizes and factors
-        m,
-        h_kv,
-        h // h_kv,
-        d,
-        d_v,
-        *_factors(terms),
-        terms.scale,
-        # strides
-        *_strides_read(saved, keys),
-        dk.stride(),
-        dv.stride(),
-    ]
+        q, k, v, keys.key_mask, *_places(tiles, terms), *_draws(tiles, terms),
+        dout, lse, delta, before, dk, before_v, dv,  # residuals and results
+        *table[:3], _packs_at_once(table.count, b * h_kv),  # the table of tiles
+        m, h_kv, h // h_kv, d, d_v, *_factors(terms), terms.scale,  # sizes and factors
+        *_strides_read(saved, keys), dk.stride(), dv.stride(),  # strides
+    ]  # fmt: skip
     early = can_begin_early(saved.q.device)
     forks = dict(FRESH=before is None, FRESH_V=before_v is None, STEPPED=table.stepped)
     forks |= dict(OF_K=direction != "dv", OF_V=direction != "dk", EARLY=early)
@@ -237,34 +191,13 @@ def _backward_of_queries(job: Job, *tensors: Tensor | Any) -> KernelCall:
         *in_blocks(config.cols, keys.k, keys.v),
     )
     args = [
-        q,
-        k,
-        v,
-        keys.key_mask,
-        *_places(tiles, terms),
-        *_draws(tiles, terms),
-        # residuals and results
-        dout,
-        saved.lse,
-        saved.delta,
-        before,
-        dq,
+        q, k, v, keys.key_mask, *_places(tiles, terms), *_draws(tiles, terms),
+        dout, saved.lse, saved.delta, before, dq,  # residuals and results
         # the table of tiles
-        *table[:3],
-        _packs_at_once(table.count, b * h_kv, h // h_kv // config.pack),
-        # sizes and factors
-        n,
-        m,
-        h,
-        h // h_kv,
-        d,
-        d_v,
-        *_factors(terms),
-        terms.scale,
-        # strides
-        *_strides_read(saved, keys),
-        dq.stride(),
-    ]
+        *table[:3], _packs_at_once(table.count, b * h_kv, h // h_kv // config.pack),
+        n, m, h, h // h_kv, d, d_v, *_factors(terms), terms.scale,  # sizes and factors
+        *_strides_read(saved, keys), dq.stride(),  # strides
+    ]  # fmt: skip
     early = can_begin_early(saved.q.device)
     constants = dict(FRESH=before is None, EARLY=early, STEPPED=table.stepped, **options)
     if early:  # the keys' kernel runs between this one and the writers of its inputs
@@ -302,24 +235,13 @@ def _options(
         if t.ndim == 4 and block * (t.stride(1) + t.stride(3)) + last_head * t.stride(2) >= 2**31:
             wide = True
     return dict(
-        ROWS=config.rows,
-        COLS=config.cols,
-        PACK=config.pack,
-        D=padded(d),
-        D_V=padded(d_v),
-        EVEN=d == padded(d),
-        EVEN_V=d_v == padded(d_v),
-        MASK=keys.key_mask is not None,
-        CLAMP=terms.softclamp is not None,
-        NEGATE=terms.scale < 0,
-        ALIBI=terms.alibi is not None,
-        DROPS=terms.dropout is not None,
-        PRECISION="ieee" if exact else "tf32",
-        TMA=config.tma and tma_fits(moved),
-        WIDE=wide,
-        num_warps=config.warps,
+        ROWS=config.rows, COLS=config.cols, PACK=config.pack, D=padded(d), D_V=padded(d_v),
+        EVEN=d == padded(d), EVEN_V=d_v == padded(d_v), MASK=keys.key_mask is not None,
+        CLAMP=terms.softclamp is not None, NEGATE=terms.scale < 0, ALIBI=terms.alibi is not None,
+        DROPS=terms.dropout is not None, PRECISION="ieee" if exact else "tf32",
+        TMA=config.tma and tma_fits(moved), WIDE=wide, num_warps=config.warps,
         num_stages=config.stages,
-    )
+    )  # fmt: skip
 
 
 def _packs_at_once(blocks: int, key_heads: int, packs: int = 1) -> int:

@@ -31,6 +31,23 @@ class LayerState(NamedTuple):
     state: Tensor  # [b, h, ...]
 
 
+class _Call(NamedTuple):
+    """A call of a layer: its mask and plan, the state before it; `keep`: return the one after."""
+
+    mask: Tensor | None
+    plan: RunPlan
+    before: LayerState | None = None
+    keep: bool = False
+
+    @property
+    def tail(self) -> Tensor | None:
+        return None if self.before is None else self.before.tail
+
+    @property
+    def initial(self) -> Tensor | None:
+        return None if self.before is None else self.before.state
+
+
 class RecurrentLayer(nn.Module):
     """A layer that carries a state along the sequence."""
 
@@ -46,9 +63,9 @@ class RecurrentLayer(nn.Module):
         Raises:
             ValueError: x or mask doesn't fit the plan.
         """
-        return self._read(x, mask, plan, None, False)[0]
+        return self._read(x, _Call(mask, plan))[0]
 
-    @typed(report_to_ring_of("plan"))
+    @typed(report_to_ring_of("plan"), apart=True)
     def read(
         self, x: Tensor, mask: Tensor | None, plan: RunPlan, before: LayerState | None
     ) -> tuple[Tensor, LayerState]:
@@ -57,19 +74,12 @@ class RecurrentLayer(nn.Module):
         Raises:
             ValueError: x or mask doesn't fit the plan.
         """
-        out, after = self._read(x, mask, plan, before, True)
+        out, after = self._read(x, _Call(mask, plan, before, keep=True))
         assert after is not None
         return out, after
 
-    def _read(
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        plan: RunPlan,
-        before: LayerState | None,
-        keep: bool,
-    ) -> tuple[Tensor, LayerState | None]:
-        """As `read`; the state after the tokens only if it is to be kept."""
+    def _read(self, x: Tensor, call: _Call) -> tuple[Tensor, LayerState | None]:
+        """Return the results, and the state after the tokens if it is to be kept."""
         raise NotImplementedError
 
 
@@ -116,27 +126,18 @@ class GatedDeltaNet(RecurrentLayer):
         self.out_norm: RMSNorm = RMSNorm(dim_head)
         self.to_out: nn.Linear = nn.Linear(heads * dim_head, dim, bias=False)
 
-    def _read(
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        plan: RunPlan,
-        before: LayerState | None,
-        keep: bool,
-    ) -> tuple[Tensor, LayerState | None]:
-        x = _masked(x, mask, plan, self.to_qkv.in_features)
+    def _read(self, x: Tensor, call: _Call) -> tuple[Tensor, LayerState | None]:
+        x = _masked(x, call, self.to_qkv.in_features)
         normed = self.norm(x)
-        qkv, tail = _convolved(self.to_qkv(normed), self.conv, mask, plan, before, keep)
+        qkv, tail = _convolved(self.to_qkv(normed), self.conv, call)
         parts = [*qkv.split(self.widths, -1), self.to_out_gates(normed)]
-        q, k, v, gates = (
-            rearrange(t, "b n (h d) -> b n h d", d=self.dim_head) for t in parts
-        )  # fmt: skip
+        q, k, v, gates = [rearrange(t, "b n (h d) -> b n h d", d=self.dim_head) for t in parts]
         decay, beta = self.to_gates(normed).chunk(2, -1)
         g = -self.log_rates.exp() * F.softplus(decay + self.steps)
-        initial = None if before is None else before.state
         out, state = ring_gated_delta_rule(
-            q, k, v, g, beta.sigmoid(), plan=plan, normalize=True, initial=initial, final=keep
-        )
+            q, k, v, g, beta.sigmoid(), plan=call.plan, normalize=True, initial=call.initial,
+            final=call.keep,
+        )  # fmt: skip
         out = self.out_norm(out) * F.silu(gates)
         return self.to_out(out.flatten(2)), _layer_state(tail, state)
 
@@ -185,33 +186,18 @@ class Mamba2(RecurrentLayer):
         self.out_norm: RMSNorm = RMSNorm(inner)
         self.to_out: nn.Linear = nn.Linear(inner, dim, bias=False)
 
-    def _read(
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        plan: RunPlan,
-        before: LayerState | None,
-        keep: bool,
-    ) -> tuple[Tensor, LayerState | None]:
-        x = _masked(x, mask, plan, self.to_xbc.in_features)
+    def _read(self, x: Tensor, call: _Call) -> tuple[Tensor, LayerState | None]:
+        x = _masked(x, call, self.to_xbc.in_features)
         normed = self.norm(x)
-        xbc, tail = _convolved(self.to_xbc(normed), self.conv, mask, plan, before, keep)
+        xbc, tail = _convolved(self.to_xbc(normed), self.conv, call)
         values, b, c = xbc.split(self.widths, -1)
         values = rearrange(values, "b n (h d) -> b n h d", d=self.dim_head)
         b, c = (rearrange(t, "b n (g d) -> b n g d", d=self.dim_state) for t in (b, c))
         dt = F.softplus(self.to_steps(normed) + self.steps)
-        initial = None if before is None else before.state
         out, state = ring_mamba2(
-            values,
-            dt,
-            -self.log_rates.exp(),
-            b,
-            c,
-            plan=plan,
-            skip=self.skip,
-            initial=initial,
-            final=keep,
-        )
+            values, dt, -self.log_rates.exp(), b, c, plan=call.plan, skip=self.skip,
+            initial=call.initial, final=call.keep,
+        )  # fmt: skip
         out = self.out_norm(out.flatten(2) * F.silu(self.to_out_gates(normed)))
         return self.to_out(out), _layer_state(tail, state)
 
@@ -221,23 +207,16 @@ def _convolution(channels: int, width: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(channels, width).uniform_(-bound, bound))
 
 
-def _convolved(
-    x: Tensor,
-    weights: Tensor,
-    mask: Tensor | None,
-    plan: RunPlan,
-    before: LayerState | None,
-    keep: bool,
-) -> tuple[Tensor, Tensor | None]:
+def _convolved(x: Tensor, weights: Tensor, call: _Call) -> tuple[Tensor, Tensor | None]:
     """Convolve tokens with the ones before them, SiLU; padding is 0, so that states skip it.
 
     Return also the last tokens of each sample, if they are to be kept.
     """
-    tail, last = None if before is None else before.tail, None
-    if keep:
-        last = last_tokens(x, weights.shape[1] - 1, plan=plan, initial=tail)
-    x = F.silu(ring_short_conv(x, weights, plan=plan, initial=tail))
-    return x if mask is None else x * mask[..., None], last
+    last = None
+    if call.keep:
+        last = last_tokens(x, weights.shape[1] - 1, plan=call.plan, initial=call.tail)
+    x = F.silu(ring_short_conv(x, weights, plan=call.plan, initial=call.tail))
+    return x if call.mask is None else x * call.mask[..., None], last
 
 
 def _layer_state(tail: Tensor | None, state: Tensor | None) -> LayerState | None:
@@ -256,11 +235,14 @@ def _check(name: str, heads: int, shared: str, **numbers: int) -> None:
             )
 
 
-def _masked(x: Tensor, mask: Tensor | None, plan: RunPlan, dim: int) -> Tensor:
+def _masked(x: Tensor, call: _Call, dim: int) -> Tensor:
     """Return tokens with 0 for padding; raise ValueError if they don't fit the plan."""
+    mask, plan = call.mask, call.plan
     plan.check_tokens("a recurrent layer", x=x, mask=mask)
-    if x.ndim != 3 or x.shape[2] != dim:
-        raise plan.error(f"a recurrent layer: x must be [b, n, {dim}], got {list(x.shape)}")
+    if x.ndim != 3 or x.shape[2] != dim or not x.is_floating_point():
+        raise plan.error(
+            f"a recurrent layer: x must be floating [b, n, {dim}], got {x.dtype} {list(x.shape)}"
+        )
     if mask is None:
         return x
     if mask.ndim != 2 or mask.dtype != torch.bool:

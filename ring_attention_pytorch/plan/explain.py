@@ -22,6 +22,8 @@ from ring_attention_pytorch.schedule.cost import (
 )
 from ring_attention_pytorch.schedule.pieces import KVShape, joined, tokens
 
+_UNEVEN = 1.05  # pairs of a rank over the mean, from which on it is said
+
 
 @checked
 def explain_plan(plan: RingPlan, *, picture: str | PathLike[str] | None = None) -> str:
@@ -55,7 +57,7 @@ def explain_plan(plan: RingPlan, *, picture: str | PathLike[str] | None = None) 
     )
     across = of_machines(plan, _bytes)
     last = _prediction(plan, prediction), *_of_host(plan, prediction)
-    return "\n".join([*head, *steps, received, *across, *last])
+    return "\n".join([*head, *_of_uneven(plan), *steps, received, *across, *last])
 
 
 class Prediction(NamedTuple):
@@ -182,6 +184,22 @@ def _pairs(plan: RingPlan, keys: Segments) -> str:
     """Describe which of these keys this rank's queries see."""
     visible = tiles(plan.blocks.queries[plan.place], keys, plan.blocks.visible)
     return f"{visible_pairs(visible)} pairs in {_plural(len(visible), 'tile')}"
+
+
+def _of_uneven(plan: RingPlan) -> list[str]:
+    """Return a line if a rank has far more visible pairs than the mean: the others wait for it."""
+    blocks = plan.blocks
+    every = tuple(segment for keys in blocks.keys for segment in keys)
+    pairs = [visible_pairs(tiles(queries, every, blocks.visible)) for queries in blocks.queries]
+    most, mean = max(pairs), sum(pairs) / len(pairs)
+    if blocks.apart or most <= _UNEVEN * mean:
+        return []
+    line = f"uneven: place {pairs.index(most)} has {most / mean:.2f} times the mean of pairs"
+    if plan.packing and isinstance(plan.layout, str):
+        line += "; a layout from balanced() deals documents evenly"
+    elif plan.visible.causal and plan.layout == "contiguous":
+        line += '; layout="zigzag" is even'
+    return [line]
 
 
 def _of_ring(plan: RingPlan) -> list[str]:

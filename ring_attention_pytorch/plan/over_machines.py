@@ -123,9 +123,8 @@ def _landed(shards: tuple[tuple, ...], degree: int) -> tuple[tuple, ...]:
 
 def _swapped(blocks: Workload, shape: KVShape, degree: int) -> int:
     """Return the bytes that all ranks swap inside machines, forward and backward."""
-    row = shape.batch * shape.heads * (shape.d + shape.d_v) * shape.itemsize
     queries, keys = (sum(map(count, side)) for side in blocks[:2])
-    return 2 * (degree - 1) * (queries * row + keys * shape.token_bytes)
+    return 2 * (degree - 1) * (queries * shape.query_bytes + keys * shape.token_bytes)
 
 
 def degree_over_machines(

@@ -123,8 +123,7 @@ class Placement:
 
     def check_plan(self, plan: Any) -> None:
         """Raise ValueError if a plan that is used in this block has another layout."""
-        if _ranks(plan.ring) != _ranks(self.ring) and plan.ring.size > 1:
-            raise ValueError("the plan is of other ranks than the batch in whose block it is used")
+        self.check_ranks(plan.ring)
         lies_alike = (plan.layout, plan.packing) == (self.layout, self.packing)
         if not (lies_alike and self.has_mask(plan.own_mask)):
             raise ValueError(
@@ -132,6 +131,11 @@ class Placement:
                 f"block it is used is in {self.layout!r}, or has others; make the plan inside the "
                 "block"
             )
+
+    def check_ranks(self, ring: Ring) -> None:
+        """Raise ValueError if a plan that is used in this block is of other ranks."""
+        if _ranks(ring) != _ranks(self.ring) and ring.size > 1:
+            raise ValueError("the plan is of other ranks than the batch in whose block it is used")
 
     def has_mask(self, mask: OwnMask) -> bool:
         """Return whether a plan's mask equals the batch's; syncs if the plan's is of no batch."""

@@ -114,19 +114,11 @@ class Proposal(NamedTuple):
             **options.agreed(everywhere=True),
             "query_positions and key_positions": "given" if options.placed else None,
         }
+        own = {"n": q.shape[1], "m": k.shape[1], "seed": seed, "room": room, **_facts(q)}
         return cls(
-            MustMatch(same, everywhere),
-            {"n": q.shape[1], "m": k.shape[1], "seed": seed, "room": room, **_facts(q)},
-            options,
-            scale,
-            kernel,
-            fewest_launches=light,
-            for_short=short,
-            for_long=long,
-            shaped=(q, k, v),
-            shared=shared,
-            codec=codec,
-        )
+            MustMatch(same, everywhere), own, options, scale, kernel, fewest_launches=light,
+            for_short=short, for_long=long, shaped=(q, k, v), shared=shared, codec=codec,
+        )  # fmt: skip
 
     @classmethod
     def _shared(

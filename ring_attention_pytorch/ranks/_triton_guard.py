@@ -171,15 +171,10 @@ def fill_nan_kernel(
 
 @triton.jit(do_not_specialize=["number", "stamp", "peer", "expected", "address", "nbytes"])
 def compare_kernel(
-    state,
-    number: tl.int64,
-    stamp: tl.int64,
-    peer: tl.int32,
-    expected: tl.int32,
-    address: tl.int64,
+    state, number: tl.int64, stamp: tl.int64, peer: tl.int32, expected: tl.int32, address: tl.int64,
     nbytes: tl.int64,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Fill a peer's message with NaN if its stamp is another, or anything was wrong before.
 
     The number of this exchange is reported to the host, unless it is 0.

@@ -187,7 +187,8 @@ def _why(cause: BaseException) -> str:
 
 
 def _advice(step: Step, words: Mapping[int, str]) -> str:
-    plans = {found[1] for text in words.values() if (found := re.search(r"by plan (\d+)", text))}
+    found = [re.search(r"by plan (\d+)", text) for text in words.values()]
+    plans = {match[1] for match in found if match is not None}
     if step.plan and plans - {str(step.plan)}:
         if step.operation.endswith("to a cache"):
             return (
@@ -366,7 +367,11 @@ def notify_peers() -> None:
             guard.fail()
     for each in [*links]:
         each.close()
-    for group in [*_groups, *([] if (world := _world()) is None else [world])]:
+    groups = [*_groups]
+    world = _world()
+    if world is not None:
+        groups.append(world)
+    for group in groups:
         config = str(dist.get_backend_config(group))
         if "gloo" in config:
             _close(group)

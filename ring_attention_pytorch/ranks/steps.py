@@ -111,7 +111,11 @@ class Steps:
         """Return a failure that a device has flagged and no rank has reported; or None."""
         if self.broken is not None:
             return None
-        return next((told for guard in self.guards if (told := guard.trouble())), None)
+        for guard in self.guards:
+            told = guard.trouble()
+            if told:
+                return told
+        return None
 
     def watch(self, guard: Guard) -> None:
         """Check this guard before each call, and let it notify peers when this rank fails."""

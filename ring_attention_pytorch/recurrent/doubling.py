@@ -42,19 +42,20 @@ class Doubling(NamedTuple):
 
     Attributes:
         steps: one for each doubling.
-        before: the maps of all that is before each run.
+        results: the maps of all that is before each run, then those through the last run of each
+            sample. One exchange, so that backward makes it whichever of them a rank's loss needs.
+        runs: this rank's runs with another one before them; samples: those whose last states are
+            asked for, or None. Their maps come in this order.
         starts: this rank's runs that begin with a sample's initial state, and the samples.
-        follow: for each of `before.at`, whether its document begins so, and the sample.
-        last: the maps through the last run of each sample; None if they are not asked for.
-        ends: for each of `last.at`, whether its document begins so.
+        follow: for each of the maps, whether its document begins so, and the sample.
     """
 
     steps: tuple[Fetch, ...]
-    before: Fetch
+    results: Fetch
+    runs: Tensor
+    samples: Tensor | None
     starts: tuple[Tensor, Tensor]
     follow: tuple[Tensor, Tensor]
-    last: Fetch | None
-    ends: Tensor | None
 
 
 def pairs_of(runs: Runs, distance: int) -> list[tuple[HeldRun, HeldRun]]:
@@ -77,18 +78,16 @@ def doubled(
         own_m, own_u = m[step.at], u[step.at]
         u = u.index_copy(0, step.at, mapped(own_m, own_u, earlier_u))
         m = m.index_copy(0, step.at, composed(own_m, earlier_m))
-    of_m, of_u = _fetched(m, u, route.before, plan)
+    of_m, of_u = _fetched(m, u, route.results, plan)
     if initial is not None:
         whether, samples = route.follow
         of_u = mapped(of_m, of_u, _where(whether, initial[samples]))
     states = first_states(u, len(plan.mine), route.starts, initial)
-    states = states.index_copy(0, route.before.at, of_u)
-    if route.last is None or route.ends is None:
+    states = states.index_copy(0, route.runs, of_u[: len(route.runs)])
+    if route.samples is None:
         return states, None
-    of_m, ended = _fetched(m, u, route.last, plan)
-    if initial is not None:
-        ended = mapped(of_m, ended, _where(route.ends, initial[route.last.at]))
-    return states, last_states(plan.runs.batch, route.last.at, ended, initial)
+    ended = of_u[len(route.runs) :]
+    return states, last_states(plan.runs.batch, route.samples, ended, initial)
 
 
 def composed(after: Tensor, before: Tensor) -> Tensor:
@@ -117,12 +116,15 @@ def _route(plan: RunPlan, final: bool) -> Doubling:
     for chain in runs.chains:
         sample_of |= dict.fromkeys(chain, runs.begins(chain[0]))
 
-    def fetch(pairs: list[tuple[HeldRun, HeldRun]]) -> Fetch:
-        wanted = [(source, run.rank, plan.number_of.get(run, -1)) for source, run in pairs]
-        return _fetch(plan, wanted)
+    def wanted(pairs: list[tuple[HeldRun, HeldRun]]) -> list[tuple[HeldRun, int, int]]:
+        return [(source, run.rank, plan.number_of.get(run, -1)) for source, run in pairs]
 
     before = pairs_of(runs, 1)
-    samples = [sample_of[run] for _, run in before if run.rank == rank]
+    last = [run for run in runs.ends() if run is not None] if final else []
+    of_samples = [(run, to, run.sample) for run in last for to in range(plan.ring.size)]
+    results = _fetch(plan, wanted(before) + of_samples)
+    mine = [run for _, run in before if run.rank == rank]
+    samples = [sample_of[run] for run in (*mine, *last)]
     follows = torch.tensor([sample is not None for sample in samples], device=device).bool()
     starts, first_samples = [], []
     for number, run in enumerate(plan.mine):
@@ -130,19 +132,13 @@ def _route(plan: RunPlan, final: bool) -> Doubling:
         if run.position == 0 and sample is not None:
             starts.append(number)
             first_samples.append(sample)
-    last, ends = None, None
-    if final:
-        last_runs = [run for run in runs.ends() if run is not None]
-        every = range(plan.ring.size)
-        last = _fetch(plan, [(run, to, run.sample) for run in last_runs for to in every])
-        ends = torch.tensor([sample_of[run] is not None for run in last_runs], device=device)
     return Doubling(
-        steps=tuple(fetch(pairs_of(runs, distance)) for distance in distances(runs)),
-        before=fetch(before),
+        steps=tuple(_fetch(plan, wanted(pairs_of(runs, each))) for each in distances(runs)),
+        results=results,
+        runs=results.at[: len(mine)],
+        samples=results.at[len(mine) :] if final else None,
         starts=(plan.indices(starts), plan.indices(first_samples)),
         follow=(follows, plan.indices([sample or 0 for sample in samples])),
-        last=last,
-        ends=ends,
     )
 
 

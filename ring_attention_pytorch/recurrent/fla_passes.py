@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ring_attention_pytorch.comm.exchange import fill_in, summed_by_owners
-from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.recurrent.chunks import Chunks, How, Inputs, Returned
 from ring_attention_pytorch.recurrent.cuts import Cuts
 from ring_attention_pytorch.recurrent.fla_rules import Rule, part, rule_of
@@ -27,6 +25,7 @@ from ring_attention_pytorch.recurrent.runs import gathers
 from ring_attention_pytorch.recurrent.scan import scanned, scanned_as_gathered
 from ring_attention_pytorch.recurrent.state_maps import gradients_of, store_maps
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.runtime.torch_func import refuse_second_order
 
 _CALLER = "ring_scan"
 
@@ -41,35 +40,12 @@ class Call(NamedTuple):
     back: bool  # whether a backward may follow
 
 
-class Sent(NamedTuple):
-    """This rank's runs whose maps are sent, and the maps that this rank gets.
-
-    Attributes:
-        runs: numbers of these runs.
-        counts: maps of each rank that are here; beyond 16 ranks, of this one alone.
-        own: the places of this rank's maps among them.
-    """
-
-    runs: Tensor
-    counts: tuple[int, ...]
-    own: slice
-
-    @classmethod
-    def of(cls, plan: RunPlan, final: bool) -> "Sent":
-        """Make it for a call with final states or without."""
-        route, rank = plan.route(final), plan.ring.rank
-        count, before = route.counts[rank], sum(route.counts[:rank])
-        if gathers(plan.ring.size):
-            return cls(route.sent, route.counts, slice(before, before + count))
-        return cls(route.sent, (count,), slice(None))
-
-
 class Scan(NamedTuple):
     """The states before pieces and after samples, with the graph that leads to them.
 
     Attributes:
         before, last: these states.
-        u: of the maps of runs that are here; sent: which these are.
+        u: of the maps of runs that are here: of all ranks, or beyond 16 of this one alone.
         pieces: the maps of pieces.
         initial: the states before samples.
     """
@@ -77,11 +53,10 @@ class Scan(NamedTuple):
     before: Tensor
     last: Tensor | None
     u: Tensor
-    sent: Sent
     pieces: Pieces
     initial: Tensor | None
 
-    def back(self, own: Tensor, dlast: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor | None]:
+    def back(self, own: Tensor, dlast: Tensor | None, call: Call) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the states after pieces, and of initial states.
 
         `own` are the gradients of the states before pieces, of these pieces' outputs alone.
@@ -95,8 +70,9 @@ class Scan(NamedTuple):
         du, *dinitial = torch.autograd.grad(
             outputs, inputs, grads, retain_graph=True, allow_unused=True, materialize_grads=True
         )
-        if len(du) and gathers(ring.size):
-            du = summed_by_owners(du, self.sent.counts, ring, _CALLER)
+        if len(du) and gathers(call.plan.ring.size):
+            counts = call.plan.route(call.final).counts
+            du = summed_by_owners(du, counts, call.plan.ring, _CALLER)
         du = self.pieces.back(self.before, own, du)
         after = _of_all(du, self.pieces.cuts.pieces, len(self.before))
         return after, dinitial[0] if dinitial else None
@@ -145,8 +121,8 @@ class _TwoPasses(Function):
         return torch.ops.aten._unsafe_view(out, tensors[2].shape), last
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor, dlast: Tensor | None) -> tuple[Any, ...]:
+        refuse_second_order("the delta rule by kernels of fla")
         with in_full_precision(do.device):
             return _TwoPasses._backward(ctx, do, dlast)
 
@@ -159,7 +135,7 @@ class _TwoPasses(Function):
         if not v.shape[1]:
             dinitial = None
             if scan.before.requires_grad:
-                _, dinitial = scan.back(torch.zeros_like(scan.before), dlast, call.plan.ring)
+                _, dinitial = scan.back(torch.zeros_like(scan.before), dlast, call)
             return None, *(do.new_zeros(shape, dtype=kind) for shape, kind in ctx.given), dinitial
         do, work = _in_one_row(do), rule.again(x, kept, how)
         h, values = _states(work, scan.before, how)
@@ -167,7 +143,7 @@ class _TwoPasses(Function):
         after, dinitial = None, None
         if scan.before.requires_grad:
             own = gradients_of(work, do, dv, how.spans, call.scale)
-            after, dinitial = scan.back(own, dlast, call.plan.ring)
+            after, dinitial = scan.back(own, dlast, call)
         dh, dv = _state_gradients(work, x, after, do, dv, how)
         returned = Returned(h, values, dh, dv, do, local)
         grads = _unprepared(rule, x, work, returned, tuple(norms), how)
@@ -215,27 +191,28 @@ def _unprepared(
 def _scanned(work: Chunks, call: Call, initial: Tensor | None) -> Scan:
     """Return the states before pieces, with a graph for gradients of U and of initial states."""
     plan, cuts, (heads, d_v), d_k = call.plan, _cuts(call), work.u.shape[2:], work.w.shape[3]
-    sent = plan.once(("sent", call.final), lambda: Sent.of(plan, call.final))
+    route, gathered = plan.route(call.final), gathers(plan.ring.size)
     shape, wide = (heads, d_k, d_v + d_k), accumulation_dtype(work.u.dtype)
-    maps = work.w.new_empty(sum(sent.counts), *shape, dtype=wide)
-    own = maps[sent.own]
+    rows = sum(route.counts) if gathered else len(route.sent)
+    maps = work.w.new_empty(rows, *shape, dtype=wide)
+    own = maps.split([*route.counts])[plan.ring.rank] if gathered else maps
     pieces = Pieces.of(own if cuts.whole else maps.new_empty(len(cuts.spans), *shape), d_v, cuts)
     store_maps(work, cuts.spans, pieces.maps)
     pieces.compose(own)
-    if len(maps) and gathers(plan.ring.size):
-        fill_in(maps, sent.counts, plan.ring, _CALLER)
+    if gathered and len(maps):
+        fill_in(maps, route.counts, plan.ring, _CALLER)
     u, m = maps.split((d_v, d_k), -1)
     for offsets in (u, pieces.u):
         offsets.requires_grad_(call.back)
     first = None if initial is None else initial.detach().requires_grad_(call.back)
     with torch.set_grad_enabled(call.back):
-        if gathers(plan.ring.size):
+        if gathered:
             before, last = scanned_as_gathered(m, u, plan, first, call.final)
         else:
-            all_m, all_u = (_of_all(t, sent.runs, len(plan.mine)) for t in (m, u))
+            all_m, all_u = (_of_all(t, route.sent, len(plan.mine)) for t in (m, u))
             before, last = scanned(all_m, all_u, plan, first, call.final)
         before = pieces.states(before)
-    return Scan(before, last, u, sent, pieces, first)
+    return Scan(before, last, u, pieces, first)
 
 
 def _of_all(x: Tensor, held: Tensor, rows: int) -> Tensor:

@@ -6,14 +6,14 @@ from torch import Tensor
 
 from ring_attention_pytorch.arguments import check_least, checks_of
 from ring_attention_pytorch.comm.exchange import fetch_rows
-from ring_attention_pytorch.ranks.agreement import report_to_ring_of, typed
+from ring_attention_pytorch.ranks.agreement import report_to_ring_of, reporting, typed
 from ring_attention_pytorch.recurrent.plan import RunPlan, needs_gradients
 from ring_attention_pytorch.recurrent.runs import before_samples, last_of_samples
 
 _CALLER = "ring_halo"
 
 
-@typed(report_to_ring_of("plan"))
+@typed(report_to_ring_of("plan"), apart=True)
 def ring_halo(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None = None) -> Tensor:
     """Return the `width` tokens before each of this rank's runs, in the run's document.
 
@@ -37,13 +37,17 @@ def ring_halo(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None = 
     >>> ring_halo(x, 2, plan=RunPlan.make(x)).tolist()
     [[0.0, 0.0]]
     """
-    with checks_of(_CALLER):
+    with reporting(plan.ring.report_failure), checks_of(_CALLER):
         check_least(0, width=width)
-    plan.check_tokens(_CALLER, x=x)
-    _check_initial(_CALLER, x, width, plan, initial)
+    return _halo(_CALLER, x, width, plan, initial)
+
+
+def _halo(name: str, x: Tensor, width: int, plan: RunPlan, initial: Tensor | None) -> Tensor:
+    """Compute `ring_halo` for the caller that errors name."""
+    plan.check_tokens(name, x=x)
+    _check_initial(name, x, width, plan, initial)
+    _agree(name, x, width, plan, initial)
     runs = len(plan.mine)
-    if plan.runs.continues:
-        _agree(_CALLER, x, width, plan)
     if not plan.runs.continues or width == 0:
         halos = x.new_zeros(runs * width, *x.shape[2:])
     else:
@@ -74,17 +78,18 @@ def last_tokens(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None 
     plan.check_tokens("last_tokens", x=x)
     _check_initial("last_tokens", x, width, plan, initial)
     sends, lands, rows, places = plan.once(("last", width), lambda: _last_route(plan, width))
-    _agree("last_tokens", x, width, plan)
+    _agree("last_tokens", x, width, plan, initial)
     tokens = fetch_rows(x, sends, lands, plan.runs.batch * width, plan.ring)
     if initial is not None:
         tokens = tokens.index_copy(0, rows, initial.flatten(0, 1)[places].to(tokens.dtype))
     return tokens.unflatten(0, (plan.runs.batch, width))
 
 
-def _agree(name: str, x: Tensor, width: int, plan: RunPlan) -> None:
+def _agree(name: str, x: Tensor, width: int, plan: RunPlan, initial: Tensor | None) -> None:
     plan.agree_once(
-        name, width=width, shape=tuple(x.shape[2:]), dtype=x.dtype, requires_grad=needs_gradients(x)
-    )
+        name, width=width, shape=tuple(x.shape[2:]), dtype=x.dtype, initial=initial is not None,
+        requires_grad=needs_gradients(x),
+    )  # fmt: skip
 
 
 def _check_initial(name: str, x: Tensor, width: int, plan: RunPlan, initial: Tensor | None) -> None:
@@ -132,7 +137,7 @@ def _last_route(plan: RunPlan, width: int) -> tuple[list[Tensor], list[Tensor], 
     return sends, [*map(plan.indices, lands)], plan.indices(rows), plan.indices(places)
 
 
-@typed(report_to_ring_of("plan"))
+@typed(report_to_ring_of("plan"), apart=True)
 def ring_short_conv(
     x: Tensor,
     weight: Tensor,
@@ -180,7 +185,7 @@ def ring_short_conv(
             f"{None if bias is None else bias.dtype} and {dtype}"
         )
     width = weight.shape[1] - 1
-    halo = ring_halo(x, width, plan=plan, initial=initial)
+    halo = _halo("ring_short_conv", x, width, plan, initial)
     route = plan.halo_route(width)
     if not len(route.tokens):
         nothing = halo.sum() + weight.sum() + (0 if bias is None else bias.sum()) * 0

@@ -6,7 +6,7 @@ from torch import Tensor
 from ring_attention_pytorch.recurrent.chunks import CHUNK, Chunks, How, Inputs, Returned
 from ring_attention_pytorch.runtime.launches import launch_alike, power_of_2
 
-CHOSEN = dict(BK=64, BV=64, num_warps=8, num_stages=2)
+CHOSEN = dict(BK=128, BV=64, num_warps=8, num_stages=3)  # measured on an H200
 
 
 def head_gradients(

@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from ring_attention_pytorch.ranks.agreement import report_to_ring_of, typed
 from ring_attention_pytorch.recurrent.eager import Grid, recurrence
@@ -32,7 +31,6 @@ from ring_attention_pytorch.recurrent.levels import first_states, in_full_precis
 from ring_attention_pytorch.recurrent.plan import RunPlan, needs_gradients
 from ring_attention_pytorch.recurrent.scan import scanned
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.runtime.torch_func import run_apart
 
 KernelName = Literal["eager", "fla"]
 _CHUNK, _CHUNK_OF_CHANNELS = 64, 16  # tokens; gates of each channel take memory for all pairs
@@ -55,7 +53,7 @@ class Call(NamedTuple):
     chunk: int | None = None  # tokens that the eager kernel computes at once
 
 
-@typed(report_to_ring_of("plan"))
+@typed(report_to_ring_of("plan"), apart=True)
 def ring_gated_delta_rule(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,
@@ -64,7 +62,7 @@ def ring_gated_delta_rule(  # noqa: PLR0913 - a public entry point
     beta: Tensor,
     *,
     plan: RunPlan,
-    scale: float | None = None,
+    scale: float | int | None = None,
     normalize: bool = False,
     initial: Tensor | None = None,
     final: bool = False,
@@ -106,7 +104,7 @@ def ring_gated_delta_rule(  # noqa: PLR0913 - a public entry point
     return _delta("ring_gated_delta_rule", call, 3, scale, normalize)
 
 
-@typed(report_to_ring_of("plan"))
+@typed(report_to_ring_of("plan"), apart=True)
 def ring_kda(  # noqa: PLR0913 - a public entry point
     q: Tensor,
     k: Tensor,
@@ -115,7 +113,7 @@ def ring_kda(  # noqa: PLR0913 - a public entry point
     beta: Tensor,
     *,
     plan: RunPlan,
-    scale: float | None = None,
+    scale: float | int | None = None,
     normalize: bool = False,
     initial: Tensor | None = None,
     final: bool = False,
@@ -141,7 +139,7 @@ def ring_kda(  # noqa: PLR0913 - a public entry point
     return _delta("ring_kda", call, 4, scale, normalize)
 
 
-@typed(report_to_ring_of("plan"))
+@typed(report_to_ring_of("plan"), apart=True)
 def ring_mamba2(  # noqa: PLR0913 - a public entry point
     x: Tensor,
     dt: Tensor,
@@ -180,14 +178,8 @@ def ring_mamba2(  # noqa: PLR0913 - a public entry point
     torch.Size([1, 6, 2, 4])
     """
     name = "ring_mamba2"
-    plan.check_numbers(name, x, x=x, dt=dt, a=a, b=b, c=c, skip=skip)
-    state = initial.mT if initial is not None and initial.ndim == 4 else initial
-    check_call(name, plan, c, b, x, state, dt=(dt, 3))
-    if a.shape != x.shape[2:3] or (skip is not None and skip.shape not in (a.shape, x.shape[2:])):
-        raise plan.error(
-            f"{name}: a must be [{x.shape[2]}] and skip that or {[*x.shape[2:]]}, got "
-            f"{[*a.shape]} and {None if skip is None else [*skip.shape]}"
-        )
+    _check_mamba2(name, plan, x, dt, a, b, c, skip=skip, initial=initial)
+    state = None if initial is None else initial.mT
     wide = accumulation_dtype(x.dtype)
     dt, values = dt.to(wide), x.to(wide)
     call = Call(
@@ -200,8 +192,30 @@ def ring_mamba2(  # noqa: PLR0913 - a public entry point
     return out.to(x.dtype), None if last is None else last.mT
 
 
+def _check_mamba2(
+    name: str, plan: RunPlan, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor,
+    **more: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise ValueError if shapes or dtypes don't fit."""
+    plan.check_tokens(name, x=x, dt=dt, b=b, c=c)
+    heads, skip, initial = x.shape[2:3], more["skip"], more["initial"]
+    fits = x.ndim == b.ndim == 4 and c.shape == b.shape and 0 not in (*x.shape[2:], *b.shape[2:])
+    fits = fits and dt.shape == x.shape[:3] and a.shape == heads and not heads[0] % b.shape[2]
+    if not fits or (skip is not None and skip.shape not in (heads, x.shape[2:])):
+        raise plan.error(
+            f"{name}: x must be [b, n, h, p], dt [b, n, h], a [h], b and c [b, n, groups, d], h a "
+            f"multiple of groups, skip [h] or [h, p], and none of these 0; got {[*x.shape]}, "
+            f"{[*dt.shape]}, {[*a.shape]}, {[*b.shape]}, {[*c.shape]} and "
+            f"{None if skip is None else [*skip.shape]}"
+        )
+    want = plan.runs.batch, *x.shape[2:], b.shape[3]
+    if initial is not None and initial.shape != want:
+        raise plan.error(f"{name}: initial must be {[*want]}, got {[*initial.shape]}")
+    plan.check_numbers(name, x, x=x, dt=dt, a=a, b=b, c=c, **more)
+
+
 def _delta(
-    name: str, call: Call, gate_dims: int, scale: float | None, normalize: bool
+    name: str, call: Call, gate_dims: int, scale: float | int | None, normalize: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Check a call with the delta rule, choose its kernel, and compute it.
 
@@ -328,8 +342,6 @@ def _two_passes(call: Call) -> tuple[Tensor, Tensor | None]:
     given = call.q, call.k, call.v, finite(call.g), call.beta, initial
     back = any(needs_gradients(*given))
     passes = Passes(call.plan, call.scale, call.normalize, call.final, back)
-    if is_compiling():
-        return run_apart(two_passes, *given, passes)
     return two_passes(*given, passes)
 
 
@@ -408,7 +420,8 @@ def check_call(
 
     `by_head` are tensors with a number for each head, and their dimensions.
     """
-    plan.check_tokens(name, q=q, k=k, v=v, **{each: t for each, (t, _) in by_head.items()})
+    tensors = {each: t for each, (t, _) in by_head.items()}
+    plan.check_tokens(name, q=q, k=k, v=v, **tensors)
     fits = q.ndim == k.ndim == v.ndim == 4 and q.shape == k.shape
     if not fits or 0 in (*k.shape[2:], *v.shape[2:]) or v.shape[2] % k.shape[2]:
         raise plan.error(
@@ -425,5 +438,4 @@ def check_call(
             f"{name}: initial states of {plan.runs.batch} samples and {heads} heads must have d_k "
             f"{d_k} and d_v {d_v}, got {[*initial.shape]}"
         )
-    numbers = dict(v=v, q=q, k=k, initial=initial, **{each: t for each, (t, _) in by_head.items()})
-    plan.check_numbers(name, v, **numbers)
+    plan.check_numbers(name, v, v=v, q=q, k=k, initial=initial, **tensors)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -50,17 +50,23 @@ class Levels(NamedTuple):
             return torch.tensor(numbers, dtype=dtype, device=device)
 
         offsets = [0, *accumulate(len(maps) + 1 for maps in chains)]
-        before = [at + level for at, maps in zip(offsets, chains) for level in range(len(maps))]
+        before = list[int]()
+        for first, maps in zip(offsets, chains):
+            before += range(first, first + len(maps))
         going, steps = [*range(len(chains))], []
         by_level = offsets[:-1]  # the states, level after level
         for level in range(max(map(len, chains), default=0)):
-            rows = [row for row, chain in enumerate(going) if len(chains[chain]) > level]
+            rows = [row for row, number in enumerate(going) if len(chains[number]) > level]
             going = [going[row] for row in rows]
-            steps.append((whole([chains[chain][level] for chain in going]), whole(rows)))
-            by_level += [offsets[chain] + level + 1 for chain in going]
-        places = whole([place for maps in chains for place in maps], torch.int32)
-        of_all = whole(offsets, torch.int32), whole(before)
-        return cls(places, *of_all, tuple(steps), whole(by_level).argsort())
+            steps.append((whole([chains[number][level] for number in going]), whole(rows)))
+            by_level += [offsets[number] + level + 1 for number in going]
+        return cls(
+            places=whole([*chain.from_iterable(chains)], torch.int32),
+            offsets=whole(offsets, torch.int32),
+            before=whole(before),
+            steps=tuple(steps),
+            order=whole(by_level).argsort(),
+        )
 
 
 def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from ring_attention_pytorch.plan.checks import DTYPES, check_shards
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.options import presence
 from ring_attention_pytorch.plan.packing import whole_packing
-from ring_attention_pytorch.plan.placement import attention_ring, placed
+from ring_attention_pytorch.plan.placement import Placement, attention_ring, block_of, placed
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import (
     agree,
@@ -101,6 +102,8 @@ class RunPlan:
     device: torch.device
     _agreed: set[tuple[Any, ...]] = field(default_factory=set, init=False, repr=False)
     _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    # batches with these runs, in whose blocks this was used
+    _placements: WeakSet[Placement] = field(default_factory=WeakSet, init=False, repr=False)
 
     @classmethod
     @typed(report_to_group(_CALLER, ring_of=attention_ring), apart=True)
@@ -157,6 +160,7 @@ class RunPlan:
         return cls(ring, Runs.of(segments, packing, x.shape[0]), x.device)
 
     @classmethod
+    @checked
     def of(cls, plan: RingPlan) -> "RunPlan":
         """Return the plan for the tokens of attention's plan; nothing is exchanged.
 
@@ -231,7 +235,10 @@ class RunPlan:
             )
 
     def check_tokens(self, caller: str, **tensors: Tensor | None) -> None:
-        """Raise ValueError if any tensor is not `[b, n, ...]` of the plan's tokens and device."""
+        """Raise ValueError if any tensor is not `[b, n, ...]` of the plan's tokens and device.
+
+        In the block of a batch the plan must have its runs.
+        """
         want = self.runs.batch, self.runs.tokens[self.ring.rank]
         for name, t in tensors.items():
             if t is not None and not has_values(t):  # tables that it would make are kept
@@ -243,6 +250,26 @@ class RunPlan:
                     f"{caller}: {name} must be {[*want]} and more on {self.device} by the plan, "
                     f"got {list(t.shape)} on {t.device}"
                 )
+            if t is not None and (block := block_of(t)) is not None:
+                self._check_block(caller, block)
+
+    def _check_block(self, caller: str, block: Placement) -> None:
+        """Raise ValueError if the batch in whose block this is used has other runs."""
+        if block in self._placements or (self.ring.size == 1 < block.ring.size):
+            return
+
+        def check() -> None:
+            block.check_ranks(self.ring)
+            segments = all_segments(block.layout, block.ring.size, block.length)
+            if Runs.of(segments, block.packing, self.runs.batch) != self.runs:
+                raise ValueError(
+                    "the plan is of another layout or of other documents than the batch in whose "
+                    "block it is used; make it inside the block"
+                )
+
+        if (error := error_of(check)) is not None:
+            raise self.error(f"{caller}: {error}")
+        self._placements.add(block)
 
     def check_numbers(self, caller: str, like: Tensor, **tensors: Tensor | None) -> None:
         """Raise ValueError if a tensor is on another device, or loses digits beside `like`.

@@ -193,13 +193,13 @@ def before_samples(runs: Runs, width: int) -> list[tuple[HeldRun, int, int]]:
     >>> [(run.position, place, of_sample) for run, place, of_sample in before_samples(runs, 3)]
     [(0, 0, 0), (0, 1, 1), (0, 2, 2), (2, 0, 2)]
     """
-    return [
-        (run, place, run.position + place)
-        for of_rank in runs.held
-        for run in of_rank
-        if run.document == runs.first[run.sample]
-        for place in range(max(0, width - run.position))
-    ]
+    found = []
+    for of_rank in runs.held:
+        for run in of_rank:
+            if run.document == runs.first[run.sample]:
+                for place in range(width - run.position):
+                    found.append((run, place, run.position + place))
+    return found
 
 
 def last_of_samples(runs: Runs, width: int) -> list[tuple[int, int, HeldRun | None, int]]:

@@ -28,7 +28,7 @@ from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 _CALLER = "ring_scan"
 
 
-@typed(report_to_group(_CALLER, agreed=("plan", ...)))
+@typed(report_to_group(_CALLER, agreed=("plan", ...)), apart=True)
 def ring_scan(
     m: Tensor,
     u: Tensor,

@@ -68,7 +68,8 @@ def _check(
     """Raise ValueError if shapes or dtypes don't fit."""
     channels, d = [*x.shape[2:]], [*b.shape[2:]]
     fits = x.ndim == b.ndim == 3 and dt.shape == x.shape and c.shape == b.shape
-    if not fits or [*a.shape] != channels + d or (skip is not None and [*skip.shape] != channels):
+    fits = fits and [*a.shape] == channels + d
+    if not fits or (skip is not None and [*skip.shape] != channels):
         raise plan.error(
             f"{_CALLER}: x and dt must be [b, n, channels], b and c [b, n, d], a [channels, d] and "
             f"skip [channels]; got {[*x.shape]}, {[*dt.shape]}, {[*b.shape]}, {[*c.shape]}, "

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ring_attention_pytorch.arguments import check_least, checked
 from ring_attention_pytorch.functional import ring_attn as attend
-from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.nn.attention import RingAttention
+from ring_attention_pytorch.nn.checks import check_kernel
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.nn.sharding import ShardConfig, report_to_group_of_module
@@ -171,8 +171,7 @@ def check_attention_options(
         check_count(name, k)
     if routes > 0 and heads % routes:
         raise ValueError(f"heads={heads} must be a multiple of the {routes} routed sets of keys")
-    if kernel not in (None, *KERNELS):
-        raise ValueError(f"kernel must be None or one of {list(KERNELS)}, got {kernel!r}")
+    check_kernel(kernel, None, regular=False, dropout=0.0)
     if use_flash_attn and kernel == "eager":
         raise ValueError("use_flash_attn=True asks for a kernel that kernel='eager' is not")
 

@@ -26,7 +26,7 @@ from ring_attention_pytorch.comm.exchange import all_gather_along, sum_over_rank
 from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.routing.descent_triton import TRITON
-from ring_attention_pytorch.routing.passes import PLAIN, Partition, Slope, partition, slope
+from ring_attention_pytorch.routing.passes import PLAIN, Partition, Slope, slope
 from ring_attention_pytorch.runtime.torch_func import refuse_second_order
 
 Count = int | float | Tensor
@@ -82,7 +82,7 @@ def descent(
     eps: float,
     eps_init: float | None,
     eps_decay: float,
-    by: Partition = partition,
+    by: Partition,
 ) -> Solution:
     """Run n_iters steps of coordinate descent on scores `[..., n]`, -inf where masked."""
     scores = scores.double()

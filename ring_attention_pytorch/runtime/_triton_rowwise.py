@@ -68,32 +68,13 @@ def _weight(lse, top):
 
 @triton.jit
 def _merge_kernel(
-    out,
-    lse,
-    x,
-    x_lse,
-    y,
-    y_lse,
-    z,
-    z_lse,
-    # sizes
-    n,
-    heads,
-    d,
+    out, lse, x, x_lse, y, y_lse, z, z_lse,
+    n, heads, d,  # sizes
     # strides
-    out_strides,
-    lse_strides,
-    x_strides,
-    x_lse_strides,
-    y_strides,
-    y_lse_strides,
-    z_strides,
+    out_strides, lse_strides, x_strides, x_lse_strides, y_strides, y_lse_strides, z_strides,
     z_lse_strides,
-    PARTS: tl.constexpr,
-    FRESH: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-):
+    PARTS: tl.constexpr, FRESH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """Merge x into out and lse, and y and z too if there are more PARTS.
 
     If FRESH, out and lse are not read. Rows of a part whose lse is -inf never are.
@@ -177,27 +158,12 @@ def _merge_call(out: Tensor, lse: Tensor, *parts: Tensor, fresh: bool) -> Kernel
 
 @triton.jit
 def _merge_back_kernel(
-    lse,
-    dout,
-    dlse,
-    delta,
-    outs,
-    lses,
-    douts,
-    dlses,
-    # sizes
-    n,
-    heads,
-    d,
+    lse, dout, dlse, delta, outs, lses, douts, dlses,
+    n, heads, d,  # sizes
     # strides; lse, delta and dlses are contiguous
-    dout_strides,
-    dlse_strides,
-    out_strides,
-    lse_strides,
-    douts_strides,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-):
+    dout_strides, dlse_strides, out_strides, lse_strides, douts_strides,
+    ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """Write the gradients of merged parts, and delta, each row's product of dout and out."""
     batch, head, row, col = _block(n, heads, ROWS, D)
     held = row < n
@@ -261,19 +227,11 @@ def _block_of(d: int) -> tuple[int, int]:
 
 @triton.jit
 def _add_kernel(
-    total,
-    parts,
-    # sizes
-    n,
-    heads,
-    d,
-    # strides
-    total_strides,
-    strides,
-    FRESH: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-):
+    total, parts,
+    n, heads, d,  # sizes
+    total_strides, strides,  # strides
+    FRESH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """Add the parts to total, or write their sum to it if FRESH."""
     batch, head, row, col = _block(n, heads, ROWS, D)
     within = (row < n)[:, None] & (col < d)[None, :]
@@ -328,17 +286,9 @@ def _add_call(total: Tensor, *parts: Tensor, fresh: bool) -> KernelCall:
 
 @triton.jit
 def _product_kernel(
-    a,
-    b,
-    total,
-    n,
-    heads,
-    d,
-    a_strides,
-    b_strides,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-):
+    a, b, total, n, heads, d, a_strides, b_strides,
+    ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     batch, head, row, col = _block(n, heads, ROWS, D)
     held = row < n
     within = held[:, None] & (col < d)[None, :]

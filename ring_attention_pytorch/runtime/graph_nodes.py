@@ -79,18 +79,21 @@ class Addresses:
     def __init__(self, of: Capture, other: Capture) -> None:
         tensors = [*of.given, *of.results]
         self._now = _addresses(tensors)
-        spans = [
-            _Span(number, first, first + t.numel() * t.element_size(), elsewhere - first)
-            for number, (t, first, elsewhere) in enumerate(
-                zip(tensors, self._now, _addresses([*other.given, *other.results]))
-            )
-            if t is not None
-        ]
+        elsewhere = _addresses([*other.given, *other.results])
+        spans = []
+        for number, (t, first) in enumerate(zip(tensors, self._now)):
+            if t is not None:
+                end = first + t.numel() * t.element_size()
+                spans.append(_Span(number, first, end, elsewhere[number] - first))
         executable = c_void_p(of.graph.raw_cuda_graph_exec())
-        pairs = _alike(*(_nodes(each.graph.raw_cuda_graph()) for each in (of, other)))
-        nodes = [_Node(_given(executable, node), _given(None, twin), spans) for node, twin in pairs]
-        self._nodes = [node for node in nodes if node.numbers]
-        found = set().union(*(node.numbers for node in self._nodes))
+        self._nodes = []
+        found = set[int]()
+        twins = _nodes(other.graph.raw_cuda_graph())
+        for each, twin in _alike(_nodes(of.graph.raw_cuda_graph()), twins):
+            node = _Node(_given(executable, each), _given(None, twin), spans)
+            if node.numbers:
+                self._nodes.append(node)
+                found |= node.numbers
         for span in spans:
             if span.number >= len(of.given) and span.end > span.first and span.number not in found:
                 raise _error(f"no node writes result {span.number - len(of.given)}")
@@ -144,15 +147,15 @@ class _Node:
     def __init__(self, given: _Given, twin: _Given, spans: Sequence[_Span]) -> None:
         if given.what != twin.what:
             raise _error("two captures of it do not do the same")
-        self._found = [
-            (words, at, span.number, word - span.first)
-            for words, others in _alike(given.words, twin.words)
-            for at, (word, other) in enumerate(_alike(words, others))
-            for span in spans
-            if span.first <= word < span.end and other == word + span.apart
-        ]
+        self._found = []
         self._give = given.give
-        self.numbers = {number for _, _, number, _ in self._found}
+        self.numbers = set[int]()
+        for words, others in _alike(given.words, twin.words):
+            for at, (word, other) in enumerate(_alike(words, others)):
+                for span in spans:
+                    if span.first <= word < span.end and other == word + span.apart:
+                        self._found.append((words, at, span.number, word - span.first))
+                        self.numbers.add(span.number)
 
     def set(self, now: Sequence[int]) -> None:
         """Make the node use tensors at these addresses."""

@@ -334,9 +334,10 @@ class PreparedLaunch:
     """
 
     def __init__(self, call: KernelCall, given: Sequence[Tensor | Any]) -> None:
-        numbers = {
-            id(t): number for number, t in reversed([*enumerate(given)]) if isinstance(t, Tensor)
-        }
+        numbers: dict[int, int] = {}
+        for number, t in enumerate(given):
+            if isinstance(t, Tensor):
+                numbers.setdefault(id(t), number)
         slots = [_slot(arg, numbers) for arg in call.args]
         moving = [isinstance(slot, _Given | _Group | _Described) for slot in slots]
         self._moving = [(at, slots[at]) for at, moves in enumerate(moving) if moves]

@@ -87,7 +87,7 @@ def merge_attention(
     return (out.transpose(1, 2) if heads_first else out), lse
 
 
-def check_parts(parts: Sequence[Tensor], heads_first: bool = False) -> None:
+def check_parts(parts: Sequence[Tensor], heads_first: bool) -> None:
     """Raise ValueError unless these are out and lse, in turns, of the same queries."""
     if not parts or len(parts) % 2:
         raise ValueError(

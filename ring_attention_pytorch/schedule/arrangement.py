@@ -84,8 +84,8 @@ def moves(
                 here = slice(to + part.start - start, to + part.stop - start)
                 copied.append(Move(owner, there, here))
     copied.sort(key=lambda move: move.here.start)
-    return tuple(
-        Move(owner, there, here)
-        for owner, of_owner in groupby(copied, attrgetter("owner"))
-        for there, here in joined_places(move[1:] for move in of_owner)
-    )
+    found = []
+    for owner, of_owner in groupby(copied, attrgetter("owner")):
+        for there, here in joined_places(move[1:] for move in of_owner):
+            found.append(Move(owner, there, here))
+    return tuple(found)

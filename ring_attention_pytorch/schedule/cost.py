@@ -228,22 +228,25 @@ def relayed_seconds(near: int, far: int, machine: Hardware) -> float:
 
     Keys that crossed are passed on while the next transfer's keys cross.
     """
-    passed = _hop_seconds(near, 0, machine)
-    return max(passed, machine.network_hop + far / machine.network) if far else passed
+    return max(_hop_seconds(near, 0, machine), _crossing_seconds(far, machine))
 
 
 def transfer_seconds(transfer: Transfer, near: int, far: int, machine: Hardware) -> float:
     """Return the seconds of a transfer of `near` bytes within the domain and `far` from outside."""
     if transfer.hop:
         return _hop_seconds(near, far, machine)
-    pulled = near / machine.pull
-    return max(pulled, machine.network_hop + far / machine.network) if far else pulled
+    return max(near / machine.pull, _crossing_seconds(far, machine))
+
+
+def _crossing_seconds(nbytes: int, machine: Hardware) -> float:
+    """Return the seconds in which bytes cross the network; 0 if there are none."""
+    return machine.network_hop + nbytes / machine.network if nbytes else 0.0
 
 
 def _hop_seconds(near: int, far: int, machine: Hardware) -> float:
     """Return the seconds of a hop, interpolated; beyond the largest size measured, at its speed."""
     if far:
-        return machine.network_hop + far / machine.network
+        return _crossing_seconds(far, machine)
     if near == 0:
         return 0.0
     for (less, start), (more, end) in pairwise(machine.hops):
@@ -269,7 +272,7 @@ def host_seconds(schedule: Schedule, taped: bool, machine: Hardware = H200) -> f
     return (steps * (_TAPED if taped else _DECIDED) + _AROUND) * machine.launch
 
 
-def replay_seconds(machine: Hardware = H200) -> float:
+def replay_seconds(machine: Hardware) -> float:
     """Return the seconds the host takes to replay a call's graphs, forward and backward."""
     return (2 * _REPLAY + _AROUND) * machine.launch
 
@@ -289,8 +292,7 @@ def swap_seconds(tokens: int, shape: KVShape, degree: int, machine: Hardware = H
     """
     if degree == 1:
         return 0.0
-    query_bytes = shape.batch * shape.heads * (shape.d + shape.d_v) * shape.itemsize
-    one_way = tokens * (query_bytes + shape.token_bytes) * (degree - 1) / degree
+    one_way = tokens * (shape.query_bytes + shape.token_bytes) * (degree - 1) / degree
     speed = machine.swap if degree <= machine.domain else machine.network
     return 2 * one_way / speed
 

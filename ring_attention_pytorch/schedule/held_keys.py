@@ -68,8 +68,7 @@ class Held(NamedTuple):
                 first = at.start + leg.find(span).start
                 chunks.append(Chunk(holder, first, chunk.segment))
             pieces_here.append(tuple(chunks))
-        parts = tuple((slice(0, tokens(chunks)),) for chunks in pieces_here)
-        made = Round(((distances_inside(len(number_of)),),), tuple(pieces_here), parts)
+        made = Round.of_stage((distances_inside(len(number_of)),), pieces_here)
         return cls(made, tuple(lengths), tuple(arrived.values()), relayed)
 
 

@@ -78,6 +78,21 @@ def merging_machines(machines: Machines, nbytes: int) -> Machines | None:
     return machines if worth_an_exchange(spared) else None
 
 
+def merged_pieces(machines: Machines, numbers: int, itemsize: int) -> tuple[list[int], Machines]:
+    """Return how many numbers of its machine's result each rank sends, and machines for `passes`.
+
+    A result has so many `numbers`, of `itemsize` bytes each.
+
+    >>> merged_pieces((0, 0, 0, 1), 8, 4)
+    ([3, 3, 2, 8], (0, 0, 0, 0))
+    """
+    pieces = [
+        -((machines[:rank].count(machine) - numbers) // machines.count(machine))
+        for rank, machine in enumerate(machines)
+    ]
+    return pieces, passing_machines(machines, [piece * itemsize for piece in pieces])
+
+
 @lru_cache(maxsize=256)
 def passes(machines: Machines, rank: int) -> Passes:
     """Return a rank's messages.

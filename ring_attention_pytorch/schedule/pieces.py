@@ -76,6 +76,11 @@ class KVShape(NamedTuple):
         return self.batch * self.key_heads * width * self.itemsize
 
     @property
+    def query_bytes(self) -> int:
+        """Bytes of one query and its output, over all heads and samples."""
+        return self.batch * self.heads * (self.d + self.d_v) * self.itemsize
+
+    @property
     def message_bytes(self) -> int:
         """Bytes of one key and its value in a message."""
         if not self.in_8_bits:
@@ -131,6 +136,12 @@ class Round(NamedTuple):
     pieces: tuple[Chunks, ...]
     parts: tuple[tuple[slice, ...], ...]
 
+    @classmethod
+    def of_stage(cls, stage: Stage, pieces: Sequence[Chunks]) -> "Round":
+        """Return the round of a single stage, in which each rank receives all of its chunks."""
+        parts = tuple((slice(0, tokens(chunks)),) for chunks in pieces)
+        return cls((stage,), tuple(pieces), parts)
+
     @property
     def distances(self) -> tuple[int, ...]:
         """Distances of all stages."""
@@ -138,11 +149,8 @@ class Round(NamedTuple):
 
     @property
     def at_once(self) -> "Round":
-        """The same round in one stage."""
-        parts = []
-        for chunks in self.pieces:
-            parts.append((slice(0, tokens(chunks)),))
-        return Round((tuple(chain.from_iterable(self.stages)),), self.pieces, tuple(parts))
+        """This round in one stage."""
+        return Round.of_stage(tuple(chain.from_iterable(self.stages)), self.pieces)
 
 
 def of_owner(chunks: Chunks, owner: int) -> Chunks:

@@ -234,9 +234,7 @@ def rounds_by_machine(workload: Workload, machines: Machines, at_once: int) -> t
                 pieces.append(needed(rank, workload, behind))
                 distances.update((rank - chunk.owner) % size for chunk in pieces[-1])
             if distances:
-                stage = (tuple(sorted(distances)),)
-                parts = tuple((slice(0, tokens(chunks)),) for chunks in pieces)
-                rounds.append(Round((stage,), tuple(pieces), parts))
+                rounds.append(Round.of_stage((tuple(sorted(distances)),), pieces))
     return tuple(rounds)
 
 

@@ -58,7 +58,7 @@ class Block(NamedTuple):
 
     @property
     def at_once(self) -> "Block":
-        """The same block in one stage."""
+        """This block in one stage."""
         if self.made is not None:
             return Block.of(self.made.at_once)
         return Block((tuple(chain.from_iterable(self.stages)),))

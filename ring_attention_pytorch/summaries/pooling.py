@@ -87,10 +87,15 @@ def _check(
     """Raise ValueError if a shape doesn't fit the plan."""
     b, _, n, _, heads, d, d_v, *_ = plan.signature
     by_place = heads, plan.rule.block
-    found = (("k", k), ("v", v), *zip(("weights of keys", "weights of values"), weights))
-    found += (*zip(("queries of keys", "queries of values"), queries),)
-    shapes = (b, n, heads, d), (b, n, heads, d_v), by_place, by_place, (heads, d), (heads, d_v)
-    for (name, t), shape in zip(found, shapes):
+    wanted = (
+        ("k", k, (b, n, heads, d)),
+        ("v", v, (b, n, heads, d_v)),
+        ("weights of keys", weights[0], by_place),
+        ("weights of values", weights[1], by_place),
+        ("queries of keys", queries[0], (heads, d)),
+        ("queries of values", queries[1], (heads, d_v)),
+    )
+    for name, t, shape in wanted:
         if t is not None and t.shape != shape:
             raise ValueError(
                 f"{name} must be {[*shape]} by the plan, got {[*t.shape]}; make one for these"

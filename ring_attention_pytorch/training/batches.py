@@ -40,10 +40,7 @@ from ring_attention_pytorch.training.comparison import (
     digest_of_batch,
     leave_to_block,
 )
-from ring_attention_pytorch.training.labels import (
-    documents_of_positions,
-    next_of_whole,
-)
+from ring_attention_pytorch.training.labels import documents_of_positions, next_of_whole
 
 AUTO = "auto"
 _TOKENS = ("input_ids", "inputs_embeds")
@@ -349,21 +346,8 @@ class _Whole:
     def read(cls, batch: Mapping[str, Any], shift: bool, ignore_index: int) -> "_Whole":
         """Parse a batch; raise ValueError if its tensors contradict one another."""
         tokens = _tokens(batch)
-        for name in _MADE:
-            if batch.get(name) is not None:
-                raise ValueError(
-                    f"{name} is made of the whole batch's labels, and another one would be lost; "
-                    "leave it out, and give labels, with shift_labels=False if they are shifted"
-                )
         b, n = tokens.shape[:2]
-        for name in (*_MASKS, "position_ids", "labels", "loss_weights"):
-            shape = getattr(batch.get(name), "shape", None)
-            if name == "position_ids" and shape in ((3, b, n), (4, b, n)):
-                continue
-            if batch.get(name) is not None and shape != (b, n):
-                raise ValueError(
-                    f"{name} must be [{b}, {n}] as the tokens are, got {_shown(shape)}"
-                )
+        _check_tensors(batch, b, n)
         real = _real(batch)
         packing = _packing(batch, tokens, real)
         cut = {name: t for name, t in batch.items() if name in _TOKENS}
@@ -393,10 +377,14 @@ class _Whole:
         tensors = {name: mine(t) for name, t in self.cut.items() if name != "position_ids"}
         tensors |= dict(self.kept)
         tensors["position_ids"] = mine(self.cut["position_ids"], -1)
-        real, in_place = (None if t is None else mine(t) for t in (self.real, self.in_place))
-        of = (self.packing, real, self.num_items, in_place, self.positions_given, self.ignore_index)
-        made = ShardedBatch(tensors, layout, self.length, rank, ring_size, *of)
-        return made if self.real is None else replace(made, whole_mask=digest(self.real))
+        return ShardedBatch(
+            tensors, layout, self.length, rank, ring_size, packing=self.packing,
+            key_mask=None if self.real is None else mine(self.real),
+            in_place=None if self.in_place is None else mine(self.in_place),
+            num_items=self.num_items, positions_given=self.positions_given,
+            ignore_index=self.ignore_index,
+            whole_mask=None if self.real is None else digest(self.real),
+        )  # fmt: skip
 
 
 def _tokens(batch: Mapping[str, Any]) -> Tensor:
@@ -410,6 +398,21 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor:
         'a batch has "input_ids" [b, n] or "inputs_embeds" [b, n, d], one of them; '
         f"got {', '.join(shapes or map(str, batch))}"
     )
+
+
+def _check_tensors(batch: Mapping[str, Any], b: int, n: int) -> None:
+    """Raise ValueError if a tensor is one that is made here, or its shape is not `[b, n]`."""
+    for name in _MADE:
+        if batch.get(name) is not None:
+            raise ValueError(
+                f"{name} is made of the whole batch's labels, and another one would be lost; "
+                "leave it out, and give labels, with shift_labels=False if they are shifted"
+            )
+    for name in (*_MASKS, "position_ids", "labels", "loss_weights"):
+        shape = getattr(batch.get(name), "shape", None)
+        in_rows = name == "position_ids" and shape in ((3, b, n), (4, b, n))
+        if batch.get(name) is not None and shape != (b, n) and not in_rows:
+            raise ValueError(f"{name} must be [{b}, {n}] as the tokens are, got {_shown(shape)}")
 
 
 def _real(batch: Mapping[str, Any]) -> Tensor | None:

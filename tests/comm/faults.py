@@ -27,7 +27,7 @@ ATTENTION = [
     ),
     Mutant(
         "too little room for out and lse", "comm/ulysses.py:most_bytes",
-        "(by_token, by_head, results)", "(by_token, by_head)",
+        "(by_token, by_head, [out, lse])", "(by_token, by_head)",
     ),
     Mutant(
         "a replay takes buffers as they were",
@@ -184,7 +184,7 @@ ATTENTION = [
     ),
     Mutant(
         "all that is swapped comes from one place", "comm/fabric_shared.py:SharedMemory.swap",
-        "parts[m.place][:, m.rows", "parts[0][:, m.rows",
+        "by_rank[m.place][:, m.rows", "by_rank[0][:, m.rows",
     ),
     Mutant(
         "heads of another place", "comm/ulysses.py:HeadPartition.to_heads",

@@ -20,6 +20,7 @@ from ring_attention_pytorch.comm.exchange import (
     sum_parts,
     summed_by_owners,
 )
+from ring_attention_pytorch.ranks.failures import Step
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.schedule import relays
 from ring_attention_pytorch.schedule.passing import merging_machines, passes_spare
@@ -36,7 +37,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 
 def rows(sender: int, receiver: int) -> int:
-    """How many rows go from one rank to another: none between some."""
+    """Return how many rows go from one rank to another: none between some."""
     return (sender + 2 * receiver) % 3
 
 
@@ -99,6 +100,46 @@ def test_what_is_gathered_has_the_gradients_of_all_ranks(size):
             torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2, -2])
+def test_parts_are_joined_along_any_dimension(dim):
+    lengths = 2, 0, 3
+
+    def part(rank: int) -> Tensor:
+        shape = [4, 5, 3]
+        shape[dim] = lengths[rank]
+        return drawn(rank, *shape)
+
+    found, _ = threads.run(3, lambda ring: all_gather_along(dim, part(ring.rank), lengths, ring))
+    for each in found:
+        assert torch.equal(each, torch.cat([part(rank) for rank in range(3)], dim))
+
+
+WAYS = {
+    "all_to_all": lambda x, ring: all_to_all([x] * ring.size, [x.shape] * ring.size, ring)[0],
+    "all_gather": lambda x, ring: all_gather(x, [x.shape] * ring.size, ring, "a test")[0],
+    "summed_by_owners": lambda x, ring: summed_by_owners(x, [1] * ring.size, ring, "a test"),
+    "sum_over_ranks": lambda x, ring: sum_over_ranks(x, ring, "a test"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_messages_are_one_exchange_of_a_call_which_errors_name(way):
+    """The tensor is not contiguous, and messages must be."""
+
+    def rank_main(ring: Ring) -> Step:
+        WAYS[way](drawn(ring.rank, 2, 3).t(), ring)
+        return ring.steps.now
+
+    call = "sharding" if way == "all_to_all" else "a test"
+    assert threads.run(3, rank_main)[0] == [Step(call, plan=0, call=1, hop=1)] * 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_alone_gets_its_own_tensor(way):
+    x = drawn(0, 1, WIDTH)
+    assert WAYS[way](x, Ring.alone()) is x
+
+
 @pytest.mark.parametrize("counts", [(3,), (2, 0, 1)])
 def test_rows_of_all_ranks_and_their_sums_on_owners(counts):
     every = drawn(0, 3, WIDTH)
@@ -150,7 +191,7 @@ def test_sums_and_parts_are_the_same_on_all_ranks(size):
 @settings(max_examples=60, deadline=None)
 @drawing(placed, st.integers(0, 9))
 def test_parts_to_merge_are_of_ranks_or_where_several_share_one_of_machines(machines, length):
-    """Of a machine there is one part, and it crosses once to each other machine."""
+    """A machine has one part, and it crosses once to each other machine."""
     xs = torch.stack([drawn(rank, length, 1) for rank in range(len(machines))])
 
     def rank_main(ring: Ring) -> tuple[Tensor, int]:
@@ -250,7 +291,7 @@ def test_small_parts_are_sent_directly(exchange, monkeypatch):
 
 
 def test_a_machine_s_sum_in_16_bits_may_be_larger_than_the_whole(monkeypatch):
-    """Of float16, in which 80,000 is infinite; the sum is 40,000."""
+    """In float16 80,000 is infinite; the sum is 40,000."""
     monkeypatch.setattr(relays, "_EXCHANGE", 0)
 
     def rank_main(ring: Ring) -> list[float]:

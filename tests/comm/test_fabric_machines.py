@@ -96,7 +96,7 @@ def test_neighbours_of_two_machines_share_nothing():
 
 
 def test_calls_follow_one_another_and_repeat_to_the_bit():
-    """Of one plan and of another, in any order, while one rank reads late."""
+    """Calls of two plans alternate in any order, while one rank reads late."""
     case = Attention(**CAUSAL, layout="zigzag", length=40)
     (q, k, v), _, dout, _ = case.data()
 

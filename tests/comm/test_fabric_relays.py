@@ -48,7 +48,7 @@ def test_bytes_that_cross_are_those_of_the_schedule(how, machines):
 
 
 def test_a_relay_rounds_the_sum_of_its_machine_once():
-    """Of 1 and twice three quarters of what bfloat16 loses beside it, something is left."""
+    """Two addends that bfloat16 loses one by one beside 1 are not lost together."""
     small = 0.75 * 2**-8
 
     def main(ring: threads.ThreadRing) -> float:

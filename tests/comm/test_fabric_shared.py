@@ -1,4 +1,4 @@
-"""What fabrics have in common that go through shared memory: swaps, and who has whose gradients."""
+"""The common part of fabrics through shared memory: swaps, and who has whose gradients."""
 
 from hypothesis import given
 from hypothesis import strategies as st

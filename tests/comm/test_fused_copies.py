@@ -286,7 +286,7 @@ class Keeping:
 
 
 def test_a_table_is_of_one_dtype_and_of_one_length_of_samples():
-    """What else lies at the same address, and is as large, is copied and summed otherwise."""
+    """Other tensors of the same address and size are copied and summed otherwise."""
     memory, buffer = torch.zeros(2, 8, 2, 4, dtype=torch.float64), Keeping()
     single = memory.view(torch.float32)[..., :4]
     longer = torch.as_strided(memory, (2, 4, 2, 4), (96, 8, 4, 1))

@@ -58,7 +58,7 @@ def done(ring: Recorded, how: dict[str, Any], back: bool) -> tuple[RingPlan, lis
 
 
 def told(plan: RingPlan, back: bool) -> list[list[list[tuple[int, int]]]]:
-    """Of each exchange, the peers and bytes that the schedule says: sent, and received."""
+    """List the peers and bytes of each exchange by the schedule: sent, and received."""
     program = plan.schedule[1 + back]
     ranks, rank = range(plan.ring.size), plan.ring.rank
     like = torch.zeros(1, 5, 2, 4)
@@ -124,7 +124,7 @@ class _Telling(ScheduledTransport):
 
 
 def diary(schedule: Schedule) -> list[str]:
-    """What a rank does in backward, in order."""
+    """List a rank's actions in backward, in order."""
     carrier, later = _Telling(schedule, None), Deferred()
     object.__setattr__(carrier, "known", [])
     for _ in carrier.stream_back(None, (), later):

@@ -64,7 +64,7 @@ FEW = [
 
 @pytest.mark.parametrize(("shown", "most"), FEW)
 def test_few_tokens_come_together(shown, most, monkeypatch):
-    """Of 64, each sees so many at most. In CUDA graphs nothing is launched one by one."""
+    """Each of 64 tokens sees so many at most. CUDA graphs launch nothing one by one."""
 
     def main(ring: threads.ThreadRing) -> list[tuple[type | None, type]]:
         q = torch.empty(1, 16, 2, 4)
@@ -130,7 +130,7 @@ def test_ranks_of_one_machine_gather_and_swap_out_of_shared_memory(monkeypatch):
     """As those of GPUs are put together; what they share is stood in for."""
 
     class Group:
-        """What a space is kept for."""
+        """A stand-in for the group of a workspace."""
 
     wanted, group = [], Group()
     space = SimpleNamespace(reserve=lambda group, **room: wanted.append({group, *room}))

@@ -1,4 +1,4 @@
-"""What a run shows is what passed by, in forward only; and nothing of the model is changed."""
+"""Records of a run are of forward only, and nothing of the model is changed."""
 
 import pytest
 import torch

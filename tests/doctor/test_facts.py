@@ -50,7 +50,7 @@ PACKAGES: list[tuple[str, dict[str, str], str, str]] = [
 
 @contextmanager
 def site_of(folder: str) -> Iterator[None]:
-    """Of the packages that kernels need there are those of a folder, whatever this machine has."""
+    """Provide the kernels' packages out of a folder, whatever this machine has."""
     names = ("triton", "flash_attn")
     kept = {n: m for n, m in sys.modules.items() if n.split(".")[0] in names}
     kernels.forget()

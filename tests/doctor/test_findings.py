@@ -1,4 +1,4 @@
-"""What follows from facts: broken installations get a right diagnosis."""
+"""Findings from facts: broken installations get a right diagnosis."""
 
 from dataclasses import replace
 from typing import Any

@@ -131,7 +131,7 @@ def test_weights_are_those_of_the_layer() -> None:
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """What was measured on GPUs."""
+    """Read the figures measured on GPUs."""
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 

@@ -25,7 +25,7 @@ QKV = torch.randn(3, 1, 8, 2, 4, generator=torch.Generator().manual_seed(0))
 
 
 def plan(**otherwise: Any) -> Any:
-    """What is looked at of a plan over two ranks."""
+    """Make the attributes of a plan over two ranks that are looked at."""
     usual = dict(
         layout="zigzag", ring=SimpleNamespace(size=2), key_mask=None, packing=None,
         visible=Mask(True, None), terms=SimpleNamespace(mask_mod=None),
@@ -34,7 +34,7 @@ def plan(**otherwise: Any) -> Any:
 
 
 def seen(held: torch.Tensor, **otherwise: Any) -> Evidence:
-    """What the right program shows where it holds these tokens."""
+    """Make the records of a right program with these tokens."""
     inputs = {("words", "input"): IDS[:, held], ("", "position_ids"): EVERY[held][None]}
     qkv = tuple(QKV[:, :, held])
     return Evidence(

@@ -218,7 +218,7 @@ def keys_come_in_stages_where_they_are_late() -> Iterator[Case]:
 
 
 def steps_of_positions_are_in_the_tiles() -> Iterator[Case]:
-    """Of the Triton kernels: even ones, and where a step is cut short."""
+    """Steps in the Triton kernels are right: even ones, and where one is cut short."""
     from tests.kernels import test_tile_table
 
     yield test_tile_table.test_only_even_stairs_are_joined
@@ -280,7 +280,7 @@ def streams_wait_for_one_another() -> Iterator[Case]:
 
 
 def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
-    """Those that can be."""
+    """Plans that can be are replayed as graphs, with the tensors that they are given."""
     from tests.comm import test_fabric_copies, test_fabric_kernels
     from tests.runtime import test_graphs
     from tests.stories import test_graphs_of_modules
@@ -485,7 +485,7 @@ def dealt_layouts_are_even() -> None:
 
 
 def a_document_ends_where_another_begins() -> None:
-    """What its last token would have to predict is not its business."""
+    """A document's last token predicts nothing."""
     from ring_attention_pytorch.geometry.documents import last_of_document, of_borders
 
     found = last_of_document((of_borders([0, 2, 2, 5]),), torch.arange(5))

@@ -21,7 +21,7 @@ _OF_ALL = {"test_the_examples_in_docstrings_are_true"}  # which import all of th
 
 
 def cases_of(pattern: str) -> Iterator[Case]:
-    """Of all test files that fit, "geometry/test_*.py" say, with the parameters that pytest has."""
+    """Yield the cases of all test files that fit, "geometry/test_*.py" say, as pytest would."""
     for file in sorted(FOLDERS.glob(pattern)):
         module = import_module(f"tests.{file.parent.name}.{file.stem}")
         for name, function in vars(module).items():
@@ -59,7 +59,7 @@ def _rows(names: str | tuple[str, ...], values: Any) -> Iterator[dict[str, Any]]
 
 
 def _parameters(function: Callable[..., None]) -> list[str]:
-    """Those that pytest gives: Hypothesis gives its own, and hides them."""
+    """List a test's parameters from pytest; Hypothesis gives its own, and hides them."""
     return [
         name
         for name, parameter in inspect.signature(function).parameters.items()

@@ -53,7 +53,7 @@ def _within(node: ast.AST) -> Iterator[Change]:
 
 
 def _is_text(node: ast.AST) -> bool:
-    """What people read, and what type checkers do: errors, f-strings, annotations."""
+    """True for text that people or type checkers read: errors, f-strings, annotations."""
     if isinstance(node, ast.FunctionDef):
         return node.name in ("__repr__", "__str__")
     if isinstance(node, ast.If):
@@ -161,7 +161,7 @@ def _operators(node: ast.AST) -> Iterator[Change]:
 
 
 def _is_joined(node: ast.BinOp) -> bool:
-    """Of texts, or of lists and tuples written out."""
+    """True for a sum of texts, or of lists and tuples written out."""
     sides = ast.List | ast.Tuple | ast.JoinedStr
     return any(
         isinstance(side, sides) or isinstance(getattr(side, "value", None), str)
@@ -222,7 +222,7 @@ def _of_call(node: ast.Call) -> Iterator[Change]:
 
 
 def _swaps(node: ast.Call | ast.Tuple) -> Iterator[Change]:
-    """Of neighbours that are names."""
+    """Swap neighbours that are names."""
     items = node.args if isinstance(node, ast.Call) else node.elts
     for i, (a, b) in enumerate(pairwise(items)):
         names = all(isinstance(each, ast.Name | ast.Attribute) for each in (a, b))

@@ -43,6 +43,8 @@ CASES = {
     "runtime/rowwise.py": ("runtime/test_merge*.py", "runtime/test_rowwise*.py"),
     "ranks/agreement.py": ("ranks/test_agreement*.py", "stories/test_every_rank_hears*.py"),
     "ranks/notes.py": ("ranks/test_notes*.py",),
+    "comm/exchange.py": ("comm/test_exchange*.py",),
+    "recurrent/levels.py": ("recurrent/test_l*.py",),
     "plan/masks.py": ("plan/test_alike*.py", "plan/test_masks*.py"),
 }
 """Test files whose cases answer for what a part of the package does."""
@@ -242,7 +244,7 @@ def main() -> int:
 
 
 def _hunted(folder: str, given: argparse.Namespace) -> bool:
-    """Whether any fault survives that is not listed."""
+    """True if any fault survives that is not listed."""
     begin = time.monotonic()
     hunter = Hunter(folder, given.processes, given.quick)
     hunter.learn()

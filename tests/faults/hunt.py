@@ -34,7 +34,7 @@ Case = Callable[[], None]
 
 
 class Learnt(NamedTuple):
-    """Of the cases of a battery, over the package as it is."""
+    """Facts about the cases of a battery, with the package as it is."""
 
     problem: str  # of the first that fails, if any does
     reached: list[set[tuple[str, str]]]  # file and name of functions that have faults
@@ -65,7 +65,7 @@ def learn(planter: Planter, cases: Sequence[Case], now: set[tuple[str, str]]) ->
 
 
 def judge(planter: Planter, cases: Sequence[Case], learnt: Learnt, mutant: Fault) -> Verdict:
-    """Whether a case fails when the fault is planted, or why nothing was."""
+    """Return whether a case fails when the fault is planted, or why nothing was."""
     if learnt.problem:
         return Verdict(False, f"not planted, for without it {learnt.problem}")
     try:
@@ -81,7 +81,7 @@ def judge(planter: Planter, cases: Sequence[Case], learnt: Learnt, mutant: Fault
 
 
 def places(planter: Planter, planted: Iterable[Fault]) -> list[Place]:
-    """Where faults belong, of those that can be planted."""
+    """Return where faults belong, of those that can be planted."""
     found = []
     for mutant in planted:
         with suppress(Misplaced):  # which is said when it is to be planted
@@ -92,7 +92,7 @@ def places(planter: Planter, planted: Iterable[Fault]) -> list[Place]:
 
 
 def _problem(planter: Planter, case: Case) -> str:
-    """What a case finds wrong, as if it were the first to run."""
+    """Return what a case finds wrong, as if it were the first to run."""
     planter.forget()
     torch.manual_seed(0)  # else a fault may show in some runs only
     try:
@@ -107,7 +107,7 @@ def _problem(planter: Planter, case: Case) -> str:
 
 
 def forked(jobs: Iterable[Callable[[], Any]], ended: Any) -> list[Any]:
-    """What each job returns, in a process that ends with it; `ended`, where that ended too soon."""
+    """Return what each job returns, in a process of its own; `ended` if that ended too soon."""
     answers = dict(as_they_end(jobs, ended, SECONDS))
     return [answers[number] for number in sorted(answers)]
 
@@ -164,7 +164,7 @@ def import_package(prefix: str = "") -> None:
 
 
 def import_too(names: Iterable[str]) -> None:
-    """What cases have imported: else each process would."""
+    """Import the modules that cases import, so that not each process has to."""
     for name in sorted(names):
         with suppress(ImportError):  # not all of them come by their name
             importlib.import_module(name)

@@ -36,7 +36,7 @@ class Mutant(NamedTuple):
     new: str
 
     def tree(self, sources: "Sources") -> ast.Module:
-        """Of the file with the fault planted."""
+        """The tree of the file with the fault planted."""
         try:
             return ast.parse(sources.changed(self))
         except SyntaxError as error:
@@ -167,7 +167,7 @@ def _same(tokens: list[re.Match], texts: list[str]) -> bool:
 
 
 def _alike(some: list[re.Match], others: list[re.Match]) -> int:
-    """How many tokens both begin with."""
+    """Return how many tokens both begin with."""
     same = (a.group() == b.group() for a, b in zip(some, others))
     return next((i for i, equal in enumerate(same) if not equal), min(len(some), len(others)))
 

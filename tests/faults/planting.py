@@ -43,7 +43,7 @@ class Planter:
             cache.cache_clear()
 
     def reaches(self, where: str) -> bool:
-        """Whether the function is there as it was written, and not what a decorator made of it."""
+        """True if the function is there as it was written, and not what a decorator made of it."""
         file, _, name = where.partition(":")
         return name in self.functions.get(file, {})
 
@@ -123,7 +123,7 @@ def _give(function: FunctionType, codes: list[CodeType]) -> None:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Of all that is defined in it."""
+    """Yield the code objects of all that is defined in it."""
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield each

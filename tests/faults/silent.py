@@ -116,7 +116,7 @@ def a_wrong_type_is_told() -> None:
 
 
 def a_wide_sum_is_wide() -> None:
-    """Of parts in a narrower dtype: in memory of its own, and in memory that is given."""
+    """Parts in a narrower dtype are summed wide, in own memory and in memory that is given."""
     from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 
     part = torch.full((1, 3, 2, 4), 6e4).half()
@@ -132,7 +132,7 @@ def a_wide_sum_is_wide() -> None:
 
 
 def what_is_compiled_fits() -> None:
-    """Of cuDNN's op, whose stand-in keeps what the op keeps."""
+    """Fit of what is compiled: the stand-in of cuDNN's op keeps what the op keeps."""
     from tests.support.kernel_cases import STRIDED, faults
     from tests.support.stand_ins import STAND_INS
 
@@ -143,7 +143,7 @@ def what_is_compiled_fits() -> None:
 
 
 def found_again() -> Iterator[Case]:
-    """What is kept for another time, by all that tells it apart."""
+    """Cached values are found again by all that they depend on."""
     from tests.kernels import test_flex
     from tests.stories import test_graphs_of_modules
     from tests.support.flex_on_cpu import stood_in

@@ -148,7 +148,7 @@ def raises(mistake: Callable[[], object]) -> None:
 
 
 def recomputed() -> None:
-    """What was evaluated in a block is nothing to backward; what a checkpoint left there is."""
+    """Backward ignores an evaluation in its block, but not what a checkpoint left there."""
     from tests.training.test_batches import recomputed_after_evaluation, reentrant_outside
 
     recomputed_after_evaluation(reentrant=True)

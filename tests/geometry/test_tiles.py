@@ -34,7 +34,7 @@ visibles = st.builds(Mask, st.booleans(), windows, documents, st.none()) | st.bu
 
 
 def seen(queries: Segments, keys: Segments, visible: Mask) -> Tensor:
-    """What is visible, by the definition."""
+    """Return the visible pairs, by the definition."""
     i, j = segment_positions(queries)[:, None], segment_positions(keys)
     shown = torch.ones(len(i), len(j), dtype=torch.bool)
     if visible.documents is not None:
@@ -53,7 +53,7 @@ def seen(queries: Segments, keys: Segments, visible: Mask) -> Tensor:
 
 
 def drawn(found: list[Tile], shape: tuple[int, int]) -> Tensor:
-    """How many times the tiles show each pair."""
+    """Return how many times the tiles show each pair."""
     times = torch.zeros(shape, dtype=torch.long)
     for tile in found:
         times[tile.rows, tile.cols] += band(tile, torch.device("cpu"))

@@ -1,14 +1,10 @@
-from collections.abc import Callable
-from itertools import product
 from pathlib import Path
-from threading import Lock
-from typing import Any
 
 import pytest
 import torch
 
-from ring_attention_pytorch.kernels import KERNELS
 from tests.gpu.memory import poison
+from tests.gpu.turns import in_turn
 from tests.support.ranks import Pool, gpu_ranks
 
 
@@ -52,16 +48,7 @@ def nccl():
 
 
 @pytest.fixture
-def taking_turns(monkeypatch):
+def taking_turns():
     """Every kernel is called by one thread at a time: flash-attn 4 can't be compiled by two."""
-    turn = Lock()
-
-    def in_turn(call: Callable[..., None]) -> Callable[..., None]:
-        def one(*given: Any) -> None:
-            with turn:
-                call(*given)
-
-        return one
-
-    for kernel, name in product(KERNELS.values(), ("forward", "backward")):
-        monkeypatch.setattr(kernel, name, in_turn(getattr(kernel, name)))
+    with in_turn():
+        yield

@@ -42,7 +42,7 @@ def race(x: Tensor) -> None:
 
 
 def worst_error(kernel: str, how: dict) -> float:
-    """Of two calls forward and backward, on this rank; the second one is recorded by then."""
+    """Return this rank's worst error of two calls, forward and backward; the second is recorded."""
     rank, size, device = dist.get_rank(), dist.get_world_size(), torch.cuda.current_device()
     *given, dout = whole(LENGTH, 1, torch.bfloat16)
     n = LENGTH // size

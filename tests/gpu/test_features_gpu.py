@@ -56,7 +56,7 @@ class Trial(NamedTuple):
 
 
 def faults(trial: Trial, ring: Ring | None = None) -> dict[str, str]:
-    """Of one rank's results, those that are worse than their dtype allows; None is all ranks."""
+    """List one rank's results that are worse than their dtype allows; None is all ranks."""
     ring = Ring() if ring is None else ring
     problem = Problem(together(trial.names, **SIZES), trial.dtype, DEVICE)
     plain = problem.dense(trial.dtype)

@@ -129,7 +129,7 @@ GREEDY = [
 
 
 def generated(kernel: str | None) -> list[bool]:
-    """Whether greedy search on GPUs finds the tokens of a CPU."""
+    """Return whether greedy search on GPUs finds the tokens of a CPU."""
     found = []
     for case in GREEDY:
         mask = None if case.mask is None else case.mask.cuda()
@@ -348,7 +348,7 @@ def test_a_rank_whose_cache_has_other_sequences_is_found(
 
 
 def push(tokens: int) -> tuple[bool, bool]:
-    """Whether memory is shared, and whether ranks have the same out, bit by bit."""
+    """Return whether memory is shared, and whether ranks have the same out, bit by bit."""
     decode_plan.PUSH = True
     q, k, v = drawn(1, tokens, 1)
     cache = RingCache(1, 2, 64, page=1, dtype=q.dtype, device="cuda")

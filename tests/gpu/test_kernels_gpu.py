@@ -226,7 +226,7 @@ def test_offsets_may_pass_32_bits(far):
 
 
 def _stretched(t: torch.Tensor, dim: int) -> torch.Tensor:
-    """The same values, the last along `dim` more than 2^31 elements behind the first."""
+    """Copy t so that the last along `dim` is more than 2^31 elements behind the first."""
     stride = list(t.stride())
     stride[dim] = 2**31 // (t.shape[dim] - 1) + 16
     stride[dim] -= stride[dim] % 16
@@ -236,7 +236,7 @@ def _stretched(t: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def compiled() -> list[int]:
-    """How many variants of each kernel there are by now."""
+    """Return how many variants of each kernel there are by now."""
     from tests.support.triton_ir import KERNELS
 
     here = torch.cuda.current_device()

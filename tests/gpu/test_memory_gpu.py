@@ -50,7 +50,7 @@ KEYS = 640
 
 
 class Trial(NamedTuple):
-    """What is odd about tensors, and how attention is computed."""
+    """A trial: what is odd about tensors, and how attention is computed."""
 
     kind: str
     kernel: str | None
@@ -149,7 +149,7 @@ def worst(trial: Trial, ring: Ring | None = None) -> float:
 
 
 def unsupported(error: ValueError) -> bool:
-    """Whether an error says that a kernel, or graphs, have none of what is asked."""
+    """True if an error says that a kernel, or graphs, have none of what is asked."""
     return "leave kernel=None" in str(error) or "leave in_graphs() out" in str(error)
 
 

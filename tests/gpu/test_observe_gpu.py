@@ -22,7 +22,7 @@ def test_calls_are_observed_on_gpus() -> None:
 
 
 def observed(tokens: int, transport: str) -> str:
-    """What a rank sees of the third of three calls; the same numbers come when nobody looks."""
+    """Observe the third of three calls; the same numbers come when nobody looks."""
     torch.manual_seed(dist.get_rank())
     q = torch.randn(1, tokens, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     plan = RingPlan.make(q, q, q, causal=True, layout="zigzag", transport=transport)

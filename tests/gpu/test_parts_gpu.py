@@ -62,7 +62,7 @@ def test_merging_can_be_differentiated_twice() -> None:
 def shared(
     ring: Ring, kernel: str | None, transport: str | None, ulysses: int, causal: bool = True
 ) -> dict[str, str]:
-    """Of one rank's results, those that are worse than their dtype allows."""
+    """List one rank's results that are worse than their dtype allows."""
     whole = [t.cpu() for t in drawn((B, N, H, D), *[(B, N, G, D)] * 2, *[(B, S, G, D)] * 2)]
     dout = drawn((B, N, H, D))[0].cpu()
     mask = torch.arange(S) < torch.tensor([[S], [S if kernel == "sdpa-cudnn" else 9]])

@@ -22,6 +22,7 @@ from ring_attention_pytorch import (
 )
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.recurrent import cuts
+from tests.support import threads
 from tests.support.recurrent_reference import sequential
 from tests.support.reference import relative_error
 
@@ -54,30 +55,35 @@ def in_pieces(rule: str) -> list[float]:
         return ruled(rule, "fla", "zigzag", False)
 
 
-def ruled(rule: str, kernel: str, layout: str, zeros: bool) -> list[float]:
-    """For a pool: errors of outputs, last states and gradients of a delta rule in bfloat16."""
-    ring, device = Ring(None), torch.device("cuda", torch.cuda.current_device())
+def ruled(
+    rule: str, kernel: str, layout: str, zeros: bool, ring: Ring | None = None, width: int = D
+) -> list[float]:
+    """For a pool: errors of outputs, last states and gradients of a delta rule in bfloat16.
+
+    `width` is the size of q, k and v.
+    """
+    ring, device = ring or Ring(None), torch.device("cuda", torch.cuda.current_device())
     draw = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(1, N, *shape, generator=draw, device=device)
 
-    q, k, v = normal(KEY_HEADS, D), normal(KEY_HEADS, D), normal(HEADS, D)
-    g = -0.1 * torch.nn.functional.softplus(normal(HEADS, *(D,) * (rule == "kda")))
+    q, k, v = (normal(h, width) for h in (KEY_HEADS, KEY_HEADS, HEADS))
+    g = -0.1 * torch.nn.functional.softplus(normal(HEADS, *(width,) * (rule == "kda")))
     if zeros:
         chance = torch.rand(g.shape, generator=draw, device=device)
         g = torch.where(chance < 0.03, -torch.inf, torch.where(chance > 0.97, 0.0, g))
     given = [t.bfloat16() for t in (q, k, v)] + [g, normal(HEADS).sigmoid().bfloat16()]
-    cotangent = normal(HEADS, D)
+    cotangent = normal(HEADS, width)
     begins = torch.zeros(1, N, dtype=torch.bool, device=device)
     begins[:, CUTS[:-1]] = True
     wide = [t.double().requires_grad_() for t in given]
     q, k = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in wide[:2])
-    out, last = sequential(q * D**-0.5, k, *wide[2:], begins)
+    out, last = sequential(q * width**-0.5, k, *wide[2:], begins)
     want = torch.autograd.grad((out * cotangent.double()).sum() + last.sum(), wide)
     at = positions(layout, rank=ring.rank, ring_size=ring.size, length=N).to(device)
     mine = [t[:, at].clone().requires_grad_() for t in given]
-    plan = RunPlan.make(mine[0], layout=layout, cu_seqlens=CUTS)
+    plan = RunPlan.make(mine[0], layout=layout, cu_seqlens=CUTS, group=ring)
     function = ring_kda if rule == "kda" else ring_gated_delta_rule
     got, state = function(*mine, plan=plan, normalize=True, final=True, kernel=kernel)
     assert state is not None
@@ -151,6 +157,20 @@ def test_runs_in_pieces(nccl, rule) -> None:
     assert max(max(errors) for errors in nccl(2).run(in_pieces, rule)) < 2e-2
 
 
+@needs_fla
+@pytest.mark.parametrize("size", [1, 2, 4])  # of 4 no run is long enough to be cut
+@pytest.mark.parametrize("width", [D, 128])  # columns of a program, too
+@pytest.mark.parametrize("rule", ["gated", "kda"])
+def test_runs_in_pieces_of_threads(taking_turns, rule, width, size) -> None:
+    def rank_main(ring: Ring) -> list[float]:
+        with torch.autograd.set_multithreading_enabled(False):  # ranks wait for one another
+            return ruled(rule, "fla", "zigzag", True, ring, width)
+
+    with mock.patch.object(cuts, "_SHORTEST", 64):
+        of_ranks = threads.run(size, rank_main)[0]
+    assert max(max(errors) for errors in of_ranks) < 2e-2
+
+
 @pytest.mark.parametrize("rule", ["gated", "kda"])
 def test_delta_rules_in_plain_pytorch(nccl, rule) -> None:
     of_ranks = nccl(2).run(ruled, rule, "eager", "zigzag", True)
@@ -166,7 +186,7 @@ def test_a_step_in_a_cuda_graph(nccl, kernel, size) -> None:
 
 @needs_fla
 def test_tensors_may_begin_anywhere() -> None:
-    """Of the same call aligned there are kernels already."""
+    """A call with aligned tensors has compiled kernels already."""
     draw = torch.Generator("cuda").manual_seed(0)
     shapes = [(1, N, KEY_HEADS, D)] * 2 + [(1, N, HEADS, D)] + [(1, N, HEADS)] * 2
     values = [torch.rand(shape, generator=draw, device="cuda") / 8 for shape in shapes]

@@ -59,7 +59,7 @@ def plain(case: Attention, dtype: torch.dtype) -> list[Tensor]:
 
 
 def faults(cases: list[Attention], ring: Ring | None = None) -> list[dict[str, str]]:
-    """What is worse than its dtype allows, of each case on this rank; None is all ranks' ring."""
+    """List results worse than their dtype allows, of each case; None is all ranks' ring."""
     return [_faults(case, Ring() if ring is None else ring) for case in cases]
 
 

@@ -182,7 +182,7 @@ EVENTS = {
 
 
 def outcome(ring: Ring, event: str, transport: str, way: str, ulysses: int = 1) -> dict:
-    """What this rank got, and when it heard of it; then all is right again."""
+    """Return this rank's result, and when it heard of it; then all is right again."""
     run = Run(ring, way, transport, ulysses)
     run.wait()
     begin, heard = time.monotonic(), None

@@ -41,7 +41,7 @@ def masks_of(packed: bool, masked: bool) -> dict[str, Tensor]:
 
 @cache
 def wanted(packed: bool, masked: bool) -> list[Tensor]:
-    """What the reference says; it takes a second on the CPU, so it is asked once."""
+    """Return the reference's results; cached, because they take a second on the CPU."""
     return found(drawn(), dense, masks_of(packed, masked))
 
 

@@ -1,4 +1,4 @@
-"""What tapes replay on a GPU is what would be computed, by kernels that tapes only see launched.
+"""Tapes on a GPU replay what would be computed, by kernels that tapes only see launched.
 
 Each call has other tensors, in other memory, than those that were recorded.
 """

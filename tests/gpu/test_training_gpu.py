@@ -30,7 +30,7 @@ def test_a_step_on_gpus_is_that_of_one_process(how, checkpointed, nccl):
 
 
 def outside() -> str:
-    """What is recomputed outside of the block raises, in whatever thread that is."""
+    """Recomputing outside of the block raises, in whatever thread that is."""
     batch, model = shard_batch(batch_of("plain")).to("cuda"), Model(spread_attention, True).cuda()
     with batch:
         loss = model(batch["input_ids"], batch["position_ids"]).sum()

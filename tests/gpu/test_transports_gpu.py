@@ -37,7 +37,7 @@ def test_rings_of_gpus(part: str) -> None:
 
 
 def replayed(run: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
-    """The same as a CUDA graph."""
+    """Replay the call as a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = run()
@@ -109,7 +109,7 @@ def one(
 
 
 def five_hundred(how: dict) -> None:
-    """Of the same bits, each begun as soon as the one before is told to the device."""
+    """Repeat a call 500 times, to the bit, each begun once the last one is launched."""
     rank, device = dist.get_rank(), torch.cuda.current_device()
     q, k, v, dout = (t[:, rank * 64 : rank * 64 + 64].to(device) for t in whole(512, 1, torch.half))
     plan = plan_for(q, k, v, causal=True, layout="zigzag", kernel="eager", **how)
@@ -239,7 +239,7 @@ def graphs_outlive_larger_buffers(ulysses: int) -> None:
 
 
 def training_follows_inference() -> None:
-    """What is kept between calls can be written whatever mode it was made in."""
+    """Memory kept between calls can be written, whatever mode it was made in."""
     size, device = dist.get_world_size(), torch.cuda.current_device()
     q = torch.randn(1, 2**17 // size, 4, 64, device=device, dtype=torch.bfloat16)
     with torch.inference_mode():
@@ -344,7 +344,7 @@ def models_replay(kernels: list[str]) -> None:
 
 
 def speeds() -> str:
-    """What a plan measured that was asked to; the same on all ranks, and others measure nothing."""
+    """A plan measures when asked to, the same on all ranks; others measure nothing."""
     q = torch.randn(1, 1024, 8, 64, device=torch.cuda.current_device(), dtype=torch.bfloat16)
     how = dict(causal=True, layout="zigzag")
     usual, plan = (RingPlan.make(q, q, q, **how, calibrate=on) for on in (False, True))
@@ -387,7 +387,7 @@ def every_way_is_checked() -> None:
 
 
 def every_kernel(kernels: list[str]) -> None:
-    """Those that return parts, side by side; and all that can be told where to make gradients."""
+    """Try kernels that return parts, side by side, and those told where to put gradients."""
     for kernel in kernels:
         ways = (*WAYS[1:4], WAYS[5], *WAYS[-2:], *FEW)
         errors = [calls_side_by_side(kernel, how) for how in ways]

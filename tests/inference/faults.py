@@ -24,7 +24,7 @@ INFERENCE = [
     ),
     Mutant(
         "the oldest keys that are kept are a window's", "inference/prefill.py:_windows",
-        "t[len(t) - n :]", "t[:n]",
+        "k[len(k) - n :]", "k[:n]",
     ),
     Mutant(
         "padding in a window is seen", "inference/attention.py:_sees_all", "- window)",

@@ -141,7 +141,7 @@ def test_who_waits_for_a_rank_without_such_tokens_hears_why(pools: Callable) -> 
 
 
 def later_calls_that_one_rank_can_not_make() -> list[str]:
-    """Of more tokens than before, by rank 1 alone; what each rank is told of each."""
+    """Report what each rank hears when rank 1 alone gives more tokens than before."""
     told = []
     for layout in (None, "zigzag"):
         for tied, wrong in (
@@ -164,7 +164,7 @@ def later_calls_that_one_rank_can_not_make() -> list[str]:
 
 
 def first_call_of_a_layer_with_a_window() -> str:
-    """Of as many tokens as in another layer; by rank 1 with a wrong v."""
+    """Call with as many tokens as in another layer; rank 1 gives a wrong v."""
     cache, q = RingCache(1, 1, 4, layers=2, windows=[None, 3]), torch.ones(1, 1, 1, 4)
     for layer, v in ((0, q), (0, q), (1, "v" if dist.get_rank() == 1 else q)):
         try:
@@ -215,6 +215,51 @@ def test_a_rank_with_a_wrong_type_raises_at_once_and_others_hear_why(pools: Call
     assert second.startswith("WrongArgument: ")
 
 
+def wrong_values_in_a_later_step(check: str | None, seconds: float) -> list[str]:
+    """What ranks hear of calls that rank 1 gets wrong, in a step that rank 0 makes once."""
+    cache = RingCache(1, 1, 4, group=dist.new_group(timeout=timedelta(seconds=seconds)))
+    q = torch.ones(1, 1, 1, 4)
+    ring_attn_with_cache(q, q, q, cache, check=check)
+    wrong: list[dict[str, Any]] = [
+        {"window": -1},
+        {"sinks": torch.zeros(2)},
+        {"v": q[..., :3]},
+        {"q": q.double()},
+    ]
+    again = len(wrong) if check else 1
+    told = []
+    for given in wrong if dist.get_rank() == 1 else [{}] * again:
+        try:
+            ring_attn_with_cache(
+                **{"q": q, "k": q, "v": q, "cache": cache, "check": check, **given}
+            )
+        except (ValueError, RingError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+IN_A_LATER_STEP = [
+    "window must not be negative",
+    "sinks must be floating",
+    "k and v must be (1, 1, 1, 4) and (1, 1, 1, 4), got",
+    "q must be torch.float32",
+]
+
+
+def test_wrong_values_are_refused_on_all_ranks_while_they_compare_values(pools: Callable) -> None:
+    for told in pools(2).run(wrong_values_in_a_later_step, "always", 300.0):
+        assert all(map(str.__contains__, told, IN_A_LATER_STEP))
+        assert len(told) == len(IN_A_LATER_STEP)
+
+
+def test_a_rank_with_wrong_values_raises_at_once_and_others_hear_why(pools: Callable) -> None:
+    (first,), second = pools(2).run(wrong_values_in_a_later_step, None, unhurried(3.0))
+    for text, why in zip(second, IN_A_LATER_STEP, strict=True):
+        assert text.startswith(f"ValueError: attention to a cache: {why}")
+    assert first.startswith("RingError: ")
+    assert "rank 1 raised ValueError: q must be torch.float32" in first
+
+
 def test_queries_and_scores_that_can_not_be_are_refused() -> None:
     cache, q = RingCache(1, 1, 4, group=Ring.alone()), torch.ones(1, 3, 1, 4)
     cache.append(q, q)
@@ -239,7 +284,7 @@ def test_an_empty_sequence_has_nothing_to_be_seen() -> None:
 
 
 def test_calls_are_refused_after_others_were_right() -> None:
-    """What makes a call right is looked at once, so all of it must be looked for."""
+    """A right call is checked once, so that check must look for everything."""
     cache = RingCache(2, 1, 4, layers=2, group=Ring.alone())
     q, sinks = torch.ones(2, 1, 2, 4), torch.zeros(2)
     right: dict[str, Any] = dict(q=q, k=q[:, :, :1], v=q[:, :, :1], layer=0, sinks=sinks)

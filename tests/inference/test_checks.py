@@ -1,4 +1,4 @@
-"""What can't be asked of attention to a cache, check by check."""
+"""Refused calls of attention to a cache, check by check."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a plan decides of queries of a shape, by numbers, and its result against dense attention."""
+"""A plan's decisions for queries of a shape, and its result against dense attention."""
 
 from math import isclose, log, prod, tanh
 

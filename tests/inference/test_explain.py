@@ -1,4 +1,4 @@
-"""What a cache is said to hold, read and send: the numbers of its tensors."""
+"""Explanations of what a cache holds, reads and sends: the numbers of its tensors."""
 
 import re
 
@@ -60,6 +60,25 @@ def test_on_several_machines_results_go_to_one_s_own_and_what_they_merge_to_othe
         assert mib(text, "sends") == pytest.approx(sent[rank], abs=0.01)
         crossing = each if rank == 3 else third
         assert f"{crossing:.2f} MiB of it its piece of what they merge to 1 of others" in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads"), [(torch.float32, 512), (torch.float64, 256), (torch.float64, 1)]
+)
+@pytest.mark.parametrize("machines", [(0, 0, 0, 1), (0, 1, 0, 1)])
+def test_the_bytes_of_a_decode_step_are_those_sent(monkeypatch, machines, dtype, heads) -> None:
+    """Ranks merge from 0.39 MB on, which are half as many numbers in float64 as in float32."""
+    monkeypatch.setattr(relays, "_EXCHANGE", 390_000)
+
+    def said_and_sent(ring: threads.ThreadRing) -> tuple[str, int]:
+        cache = RingCache(3, 1, 64, dtype=dtype, group=ring)
+        q, k = (torch.zeros(3, 1, h, 64, dtype=dtype) for h in (heads, 1))
+        ring_attn_with_cache(q, k, k, cache)
+        return explain_cache(cache, heads), ring.hub.sent_bytes[ring.rank]
+
+    for text, nbytes in threads.run(4, said_and_sent, machines)[0]:
+        assert mib(text, "sends") == pytest.approx(nbytes / 2**20, abs=0.01)
+        assert ("to each rank of its machine" in text) == (heads > 1)
 
 
 def test_a_chunk_is_also_told_what_it_takes() -> None:

@@ -6,7 +6,7 @@ from ring_attention_pytorch.inference.lineage import Lineage
 
 
 def test_new_tokens_add_up_to_what_is_counted_anew() -> None:
-    """Of random deeds, the number is a function of lengths, order and padding alone."""
+    """After random deeds the number depends on lengths, order and padding alone."""
     draw, seen = random.Random(0), {}
     for _ in range(400):
         lineage, lengths = Lineage(3, 1), [0, 0, 0]

@@ -118,37 +118,54 @@ def test_what_is_sent_is_what_was_said(size: int) -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("window", [0, 3, 5])
-def test_a_layer_with_a_window_has_each_rank_compute_its_own_queries(layout, window) -> None:
-    """Sequences of 9 and of no tokens; only keys are sent."""
+@pytest.mark.parametrize("alibi", [False, True])
+def test_a_layer_with_a_window_has_each_rank_compute_its_own_queries(layout, window, alibi) -> None:
+    """Sequences of 9 and of no tokens; only keys are sent. Slopes of layers differ."""
     n, draw = 11, torch.Generator().manual_seed(window)
     sizes = (HEADS, D), (KEY_HEADS, D), (KEY_HEADS, D_V)
     whole = [torch.randn(2, 9 + n, *size, generator=draw).double() for size in sizes]
-    wants = [dense_attention(*(t[:, at:] for t in whole), causal=True, window=window)[0]
-             for at in (0, 9)]  # fmt: skip
-    want = torch.stack((wants[0][0, 9:], wants[1][1]))
+    slopes = [torch.rand(HEADS, generator=draw).double() if alibi else None for _ in range(2)]
+
+    def want(layer: int) -> torch.Tensor:
+        first, second = (
+            dense_attention(
+                *(t[i : i + 1, at:] for t in whole), causal=True, window=window,
+                alibi_slopes=slopes[layer],
+            )[0]
+            for i, at in enumerate((0, 9))
+        )  # fmt: skip
+        return torch.cat((first[:, 9:], second))
+
     sent = ChunkSizes(3, 2, 4, HEADS, KEY_HEADS, D, D_V, itemsize=8, wide=8, copied=8).keys
 
     def error(ring: threads.ThreadRing) -> tuple[float, int]:
         cache = RingCache(
-            2, KEY_HEADS, D, value_dim=D_V, windows=[5], spare=2, page=2, dtype=torch.float64,
-            group=ring,
+            2, KEY_HEADS, D, value_dim=D_V, layers=2, windows=[5, 5], spare=2, page=2,
+            dtype=torch.float64, group=ring,
         )  # fmt: skip
-        cache.append(*(t[:, :9] for t in whole[1:]))
+        for layer in range(2):
+            cache.append(*(t[:, :9] for t in whole[1:]), layer)
         cache.free(1)
         mine = positions(layout, rank=ring.rank, ring_size=3, length=n)
         shard, before = [t[:, 9 + mine] for t in whole], ring.hub.sent_bytes[ring.rank]
-        out = ring_attn_with_cache(*shard, cache, layout=layout, window=window)
+        worst = 0.0
+        for layer in range(2):
+            out = ring_attn_with_cache(
+                *shard, cache, layer=layer, layout=layout, window=window,
+                alibi_slopes=slopes[layer],
+            )  # fmt: skip
+            worst = max(worst, relative_error(out, want(layer)[:, mine]))
         assert cache.lengths == [9 + n, n]
-        return relative_error(out, want[:, mine]), ring.hub.sent_bytes[ring.rank] - before
+        return worst, ring.hub.sent_bytes[ring.rank] - before
 
     errors, nbytes = zip(*threads.run(3, error)[0])
     assert max(errors) < 1e-12
-    assert max(nbytes) == 2 * sent  # to two ranks, of four tokens at most
+    assert max(nbytes) == 2 * 2 * sent  # by each layer to two ranks, of four tokens at most
 
 
 @pytest.mark.parametrize(("padding", "window"), [(4, 5), (5, 5), (9, 5), (0, None), (1, None)])
 def test_left_padding_before_the_window_changes_nothing(padding: int, window: int | None) -> None:
-    """Of 9 tokens the chunk's first query sees 5. Else the chunk is computed as in decoding."""
+    """The chunk's first query sees 5 of 9 tokens. Else the chunk is computed as in decoding."""
     whole = Drawn.of(9 + 8)
     mask = torch.arange(9 + 8)[None] >= padding
     want, _ = dense_attention(*whole, causal=True, window=window, key_mask=mask)

@@ -4,7 +4,8 @@ from itertools import product
 
 import pytest
 
-from ring_attention_pytorch.inference.programs import Cut, Processors, Tuning
+from ring_attention_pytorch.inference.programs import Cut, Tuning
+from ring_attention_pytorch.runtime.processors import Processors
 
 H100 = Processors(132, 232448)
 
@@ -48,7 +49,7 @@ def test_blocks_of_keys_fit_into_shared_memory() -> None:
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_queries_and_blocks_of_latents_fit_shared_memory_together(heads: int) -> None:
-    """Of DeepSeek V3: with 64 rows at once Triton 3.6 asked for 278,528 bytes, and got none."""
+    """For DeepSeek V3 with 64 rows at once Triton 3.6 asked for 278,528 bytes, and got none."""
     cut = Cut.of((1, 1, heads, 576), (1, 512, 2), True, H100, Tuning())
     queries, block = cut.rows * 1024 * 2, cut.cols * (1024 + 512) * 2
     assert queries + cut.stages * block <= H100.shared

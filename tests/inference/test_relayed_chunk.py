@@ -41,7 +41,7 @@ def a_cache(ring: threads.ThreadRing, batch: int, **how: Any) -> RingCache:
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("machines", [TWO, UNEVEN, SHUFFLED, (0, 1, 2)])
 def test_a_prompt_in_chunks_is_dense_attention(machines, layout):
-    """Of chunks with fewer tokens than ranks, too, in which some ranks have none."""
+    """Chunks can have fewer tokens than ranks, so that some ranks have none."""
     size, chunks, batch = len(machines), (13, 2, 8, 1), 2
     whole = prompt(batch, sum(chunks))
     want, want_lse = dense_attention(*whole, causal=True)

@@ -210,7 +210,7 @@ def test_pages_that_were_shared_are_not_when_other_tokens_come() -> None:
 def test_of_a_window_as_much_can_be_rolled_back_as_before(
     length: int, pages: tuple[int, int], before: int
 ) -> None:
-    """Of tokens that another cache has kept, which had pages of its own, and was rolled back."""
+    """Another cache, with pages of its own, has kept the tokens and was rolled back."""
     window, spare, q = 5, 2, torch.ones(1, 1, 1, 4)
     one: dict[str, Any] = dict(sequences=1, key_heads=1, layers=1, spare=spare)
     k, v, *_ = filled(length, **one).state_dict()["held"][0][0]

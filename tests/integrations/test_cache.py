@@ -102,7 +102,7 @@ def generated(name: str, mode: str, cached: RingHFCache | None = None, **more: A
 
 
 def same(got: list[Generated], want: list[Generated]) -> bool:
-    """Whether tokens are the same, and logits but for float32, to which transformers rounds."""
+    """True if tokens are the same, and logits but for float32, to which transformers rounds."""
     return all(
         mine[0] == right[0] and relative_error(mine[1], right[1]) < 1e-5
         for mine, right in zip(got, want, strict=True)

@@ -1,4 +1,4 @@
-"""What a layer asks of attention must be what its mask says, or of no use to attention."""
+"""A layer's arguments of attention must say what its mask says, or be of no use to it."""
 
 import pytest
 

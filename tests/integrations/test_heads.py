@@ -1,4 +1,4 @@
-"""What `head_of` reads from a model makes the logits that the model makes; else it refuses."""
+"""`head_of` reads a head that makes the model's own logits; else it refuses."""
 
 from typing import Any
 

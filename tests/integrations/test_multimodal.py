@@ -64,7 +64,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def spread(name: str, padded: bool, ring: Ring) -> tuple[Tensor, list[Tensor]]:
-    """The same of a ring; those of the image's layers are of embeddings that were merged."""
+    """Return a ring's results; those of the image's layers are of embeddings that were merged."""
     register()
     model = model_of(family_of(name), "ring")
     with widened():

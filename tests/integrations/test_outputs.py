@@ -1,4 +1,4 @@
-"""What models do with what attention gives them is of whole sequences, or an error on all ranks."""
+"""Models use attention's results for whole sequences, or all ranks get an error."""
 
 import os
 import subprocess
@@ -46,7 +46,7 @@ class Around(nn.Module):
 
 
 def called(model: nn.Module, change: dict[str, Any] | None = None, **options: Any) -> Any:
-    """What a model returns in the block of a batch of this rank's ring."""
+    """Return a model's output in the block of a batch of this rank's ring."""
     register()
     ring = ring_of(2) if torch.distributed.is_initialized() else None
     batch = shard_batch(hf_kinds.whole("", False), group=ring)

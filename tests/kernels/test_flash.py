@@ -1,4 +1,4 @@
-"""What flash attentions share: bands from the bottom right, and memory that lies right."""
+"""The common part of flash attentions: bands from the bottom right, and alignment."""
 
 import pytest
 import torch

@@ -14,7 +14,7 @@ def test_tiles_parts_and_the_gradient_of_lse(monkeypatch):
 
 
 def test_tapes_repeat_what_flash_attn_4_launches_and_not_its_python(monkeypatch):
-    """What it has compiled writes where no recorder sees it, and each function has a cache."""
+    """Its compiled functions write where no recorder sees it, and each has a cache."""
     entered: list[str] = []
 
     def compiled(x: Tensor, y: Tensor, factor: float, nothing: None) -> None:

@@ -127,7 +127,7 @@ def test_stretches_show_what_tiles_show(layout, window):
 
 
 def masks_of_plans_are_their_own() -> None:
-    """Of plans that share their tiles, as layers of routed tokens do."""
+    """Plans that share their tiles, as layers of routed tokens do, have masks of their own."""
     q, k, v = torch.randn(3, 2, 20, 2, 8, dtype=torch.float64)
     masks = [torch.rand(2, 20) < share for share in (0.3, 0.5, 0.8)]
     first = RingPlan.make(q, k, v, causal=True, key_mask=masks[0], kernel="flex")

@@ -1,4 +1,4 @@
-"""What our kernels are given: one constant for tapes, known by what it is and not by its values."""
+"""The constant argument of our kernels: tapes know it by identity, not by its values."""
 
 import torch
 

@@ -39,7 +39,7 @@ def test_rows_that_see_no_key_are_known(n, visible, left, right):
 
 @pytest.mark.parametrize(("left", "right"), [(None, -3), (-2, None), (-6, 9), (2, -1), (3, 0)])
 def test_rows_beyond_all_keys_see_none(left, right):
-    """Of a tile that nobody has trimmed: rows before its first key, and behind its last one."""
+    """A tile that nobody has trimmed has rows before its first key, and behind its last one."""
     tile, keys = (
         Tile(slice(0, 15), slice(0, 4), left, right),
         torch.tensor([[True, False, True, True]]),

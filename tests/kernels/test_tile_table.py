@@ -1,4 +1,4 @@
-"""What each block of the Triton kernels looks at, of the tiles that a call has."""
+"""The table that gives each block of the Triton kernels its part of a call's tiles."""
 
 import heapq
 import random
@@ -98,7 +98,7 @@ def test_multiprocessors_have_equal_work_and_end_within_a_quarter_of_a_block(n, 
 
 
 def shown_by(lines: list[tuple[int, ...]], n: int, m: int) -> torch.Tensor:
-    """How often each pair is seen, by the definition of a line."""
+    """Return how often each pair is seen, by the definition of a line."""
     seen = torch.zeros(n, m, dtype=torch.int64)
     for r0, r1, c0, c1, left, right, step in lines:
         for i in range(r1 - r0):

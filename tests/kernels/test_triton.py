@@ -226,7 +226,7 @@ def _taped() -> list[bool]:
 
 @pytest.fixture(scope="module")
 def found(request):
-    """What each check finds, worked out by two processes from the start on."""
+    """Return what each check finds; two processes work on it from the start on."""
     run = {
         str(item.nodeid).partition("test_right_by_the_dtypes_rule")[2]
         for item in request.session.items
@@ -253,7 +253,7 @@ def found(request):
 
 @needs_triton
 def test_they_are_code_for_a_gpu():
-    """Of which the interpreter knows nothing: types that stay, what is left out.
+    """The interpreter knows nothing of this: types that stay, and what is left out.
 
     Nor does it know of kernels that begin early: those of keys let the next begin, those of queries
     wait for the one before.
@@ -267,6 +267,18 @@ def test_they_are_code_for_a_gpu():
         for word in ("launch_dependents", "wait"):
             expected = constants["EARLY"] and word == early.get(kernel.fn.__name__)
             assert (f"griddepcontrol.{word}" in code) == expected
+
+
+@needs_triton
+def test_numbers_that_vary_compile_no_kernel_anew():
+    """Counts and strides of a batch are no constants: each would be compiled for three values."""
+    from ring_attention_pytorch.kernels._triton_parts import VARYING
+    from tests.support.triton_ir import KERNELS
+
+    for kernel in KERNELS:
+        varying = {each.name for each in kernel.params if each.do_not_specialize}
+        assert {"count", "at_once", "mask_b", "lse_b", "lse_h"} <= varying
+    assert {*VARYING} <= {name for kernel in KERNELS for name in kernel.arg_names}
 
 
 @needs_triton

@@ -70,7 +70,7 @@ def test_a_token_takes_its_latent_once_in_a_tied_cache():
 
 
 def wrong(ring, change, before: int) -> str:
-    """What a rank is told where rank 1 has changed a call, the first one with so many tokens."""
+    """Return a rank's error where rank 1 has changed a call, the first with so many tokens."""
     cache = RingCache(2, 1, RANK + D_ROPE, value_dim=RANK, dtype=torch.float64, group=ring)
     for token in range(before):
         mla_attn_with_cache(*part(slice(token, token + 1)), cache)

@@ -495,7 +495,7 @@ def test_a_group_of_one_rank_is_one_process(pools: Callable) -> None:
 
 
 def misuse(name: str) -> None:
-    """What rank 1 does, or all do, that can't be."""
+    """Make a wrong call, on rank 1 or on all."""
     odd_one, size = dist.get_rank() == 1, dist.get_world_size()
     n = 8
     kind, _, what = name.partition(": ")
@@ -586,7 +586,7 @@ def test_what_cannot_be_is_refused_in_the_same_words_on_all_ranks(
 
 
 def travelled(length: int, ring_size: int) -> dict[str, Any]:
-    """What a rank received."""
+    """Return what a rank received."""
     module = made(RingAttention, dict(ring_attn=True, auto_shard_seq=True, causal=True))
     x = torch.randn(3, length, 12, dtype=torch.float64, requires_grad=True)
     with traffic() as seen:

@@ -243,7 +243,7 @@ def test_what_cannot_be_is_refused_in_the_same_words_on_all_ranks(pools: Callabl
 @pytest.mark.parametrize("break_it", [broken, broken_after_its_end])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_logits_that_are_no_numbers_are_told(break_it: Callable, seed: int) -> None:
-    """Of a sequence that has ended, too: whoever reads its tokens can't know."""
+    """All ranks hear of NaN logits, also of a sequence that has ended."""
     with pytest.raises(ValueError, match="are the model's weights finite"):
         break_it(CASES[0].model(), CASES[0].prompt(seed))
 

@@ -1,4 +1,4 @@
-"""What layers keep while a model reads: a piece at a time gives what the whole gives."""
+"""Caches of layers while a model reads: a piece at a time gives what the whole gives."""
 
 import pytest
 import torch

@@ -45,7 +45,7 @@ def test_each_token_gets_its_successor_wherever_that_lives(
 
 
 def shares(size: int) -> list[list[int]]:
-    """How many tokens, and how many real ones, each rank has."""
+    """Return how many tokens, and how many real ones, each rank has."""
     return [
         [(5, 0, 2, 9)[r] for r in range(size)],
         [3] * size,

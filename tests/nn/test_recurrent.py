@@ -134,6 +134,26 @@ def test_a_hybrid_over_three_ranks_equals_one_process(pools, documents) -> None:
                 assert relative_error(got, expected) < 1e-10
 
 
+def compiled(kind: str) -> list[float]:
+    """Errors of a compiled layer's results and gradients over this rank's ring."""
+    layer, ring = layers()[kind][0].double(), as_ring(None)
+    at = positions("zigzag", rank=ring.rank, ring_size=ring.size, length=13)
+    x = torch.randn(1, 13, DIM, dtype=torch.float64)[:, at]
+    plan, found = RunPlan.make(x, layout="zigzag", cu_seqlens=[0, 4, 13]), []
+    for function in (layer, torch.compile(layer, backend="eager")):
+        leaf = x.clone().requires_grad_()
+        out = function(leaf, plan=plan)
+        leaves = [leaf, *layer.parameters()]
+        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
+    return [relative_error(got, want) for want, got in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
+def test_torch_compile_breaks_the_graph_around_exchanges(pools, kind) -> None:
+    for errors in pools(2).run(compiled, kind):
+        assert max(errors) < 1e-12
+
+
 def test_patterns() -> None:
     assert pattern_of(None, 2) == "aa"
     assert pattern_of(["r", "a"], 4) == "rara"
@@ -174,6 +194,6 @@ def test_wrong_sizes_and_tokens() -> None:
         GatedDeltaNet(8, heads=4, key_heads=3)
     layer, x = GatedDeltaNet(8, heads=2, dim_head=4), torch.zeros(1, 3, 8)
     plan = RunPlan.make(x)
-    for wrong, mask in ((x[..., :4], None), (x, torch.zeros(1, 3))):
+    for wrong, mask in ((x[..., :4], None), (x, torch.zeros(1, 3)), (x.long(), None)):
         with pytest.raises(ValueError, match="a recurrent layer: "):
             layer(wrong, mask, plan=plan)

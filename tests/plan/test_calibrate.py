@@ -1,4 +1,4 @@
-"""What the cost model is told of a machine: measured once, the same on all ranks."""
+"""Speeds of a machine for the cost model: measured once, the same on all ranks."""
 
 from itertools import pairwise
 from types import SimpleNamespace

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ring_attention_pytorch import RingPlan, explain_plan
+from ring_attention_pytorch import RingPlan, balanced, explain_plan
 from ring_attention_pytorch.geometry.layouts import all_segments, positions
 from ring_attention_pytorch.plan import calibrate, picture
 from ring_attention_pytorch.plan.calibrate import with_measured
@@ -41,7 +41,7 @@ def test_explaining_says_whose_speeds_they_are():
 
 
 def test_a_prediction_and_its_picture_count_load_that_lasts():
-    """What was measured in a burst takes longer then: 0.1 ms of forward 6 % more, say."""
+    """Times measured in a burst are longer under load: 0.1 ms of forward 6 % more, say."""
     q = torch.empty(1, 4096, 8, 64)
     plan = RingPlan.make(q, q, q, causal=True, group=Ring.alone())
     burst = plan.chosen.machine._replace(measured=True, call=0.0, memory=1e30)
@@ -88,8 +88,29 @@ def test_a_plan_explains_itself_without_a_message(options, said):
         assert any(each in text for text in found), (each, found[1])
 
 
+@pytest.mark.parametrize(
+    ("layout", "borders", "said"),
+    [
+        # queries 16 to 47 of 64 are those of place 1: 1040 of 1540 pairs
+        ("zigzag", [0, 54, 64], ["place 1 has 1.35 times the mean of pairs; a layout from bal"]),
+        (balanced([0, 54, 64], 2), [0, 54, 64], []),
+        ("contiguous", None, ['place 1 has 1.49 times the mean of pairs; layout="zigzag" is even']),
+        ("zigzag", None, []),
+    ],
+)
+def test_uneven_shards_are_explained(layout, borders, said):
+    def main(ring: Ring) -> str:
+        q = torch.empty(1, 32, 2, 4)
+        plan = RingPlan.make(q, q, q, causal=True, layout=layout, cu_seqlens=borders, group=ring)
+        return explain_plan(plan)
+
+    found, _ = threads.run(2, main)
+    assert [text.count("uneven: ") for text in found] == [len(said)] * 2
+    assert all(each in text for each in said for text in found)
+
+
 def test_stages_are_explained():
-    """Of ranks that share memory, where keys come late."""
+    """Ranks share memory, and keys come late."""
 
     def main(ring: threads.ThreadRing) -> list[bool]:
         q = torch.empty(1, 16, 2, 8)
@@ -114,7 +135,7 @@ def test_stages_are_explained():
     ids=str,
 )
 def test_ways_home_are_explained(how, said):
-    """Of ranks that share memory."""
+    """Ranks share memory."""
 
     def main(ring: threads.ThreadRing) -> bool:
         q = torch.empty(1, 16, 2, 8)

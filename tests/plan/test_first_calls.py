@@ -1,4 +1,4 @@
-"""What first calls leave: shared by a plan and those that differ from it in dropout, or not."""
+"""Results of first calls: shared by a plan and those that differ from it in dropout, or not."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What crosses between machines: heads and transport are chosen by bytes, on all ranks alike."""
+"""Heads and transport over machines are chosen by bytes that cross, on all ranks alike."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a plan prepares of a kernel, and for calls that are short."""
+"""Preparations of a plan for its kernel, and for calls that are short."""
 
 from itertools import accumulate
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What ranks propose: the slowest device counts, memory is left, few tokens have a kernel."""
+"""Proposals of ranks: the slowest device counts, memory is left, few tokens have a kernel."""
 
 from types import SimpleNamespace
 

@@ -135,7 +135,7 @@ def test_every_transport_is_measured_and_right(tmp_path: Path) -> None:
 def test_a_rank_that_fails_alone_ends_all_soon_and_rows_stay(
     name: str, ranks: str, tmp_path: Path
 ) -> None:
-    """What fails on all of them is a row, which is not kept."""
+    """A failure on all ranks is a row, which is not kept."""
     script, file = tmp_path / "failing.py", tmp_path / "rows.json"
     script.write_text(FAILING)
     options = ["--tokens", "16", "32", "--kernels", "sdpa", "--save", str(file)]

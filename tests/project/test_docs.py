@@ -27,7 +27,7 @@ def blocks(page: Path, language: str = "python") -> list[str]:
 
 
 def prose(page: Path) -> str:
-    """What a page says outside of blocks of code."""
+    """Return a page's text outside of blocks of code."""
     return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
 
 

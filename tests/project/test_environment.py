@@ -1,4 +1,4 @@
-"""What the package reads of its environment stands on its page, and messages go to one logger."""
+"""Environment variables of the package stand on their page, and messages go to one logger."""
 
 import ast
 import re

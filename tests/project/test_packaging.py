@@ -1,4 +1,4 @@
-"""What packaging says agrees with the package, the changelog and what git tracks."""
+"""Packaging agrees with the package, the changelog and the files that git tracks."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""What a reader is said to meet is what runs."""
+"""Walks through the code are what really runs, and not longer than they may be."""
 
 import pytest
 import torch

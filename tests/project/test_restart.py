@@ -32,7 +32,7 @@ def training(folder: Path, *options: str) -> list[str]:
 
 
 def losses(folder: Path) -> dict[int, list[str]]:
-    """Of every step, all that were ever written: more than one where it was repeated."""
+    """Read all losses ever written of each step: several where it was repeated."""
     found: dict[int, list[str]] = defaultdict(list)
     if (folder / "losses").exists():
         for line in (folder / "losses").read_text().splitlines():
@@ -98,7 +98,7 @@ def test_one_process_goes_on_where_it_ended(tmp_path):
 
 
 class Killed(BaseException):
-    """What a process that is killed does not handle."""
+    """An end of a process that it does not handle."""
 
 
 @pytest.mark.parametrize("moment", ["dcp.save", "os.replace", "shutil.rmtree"])

@@ -1,4 +1,4 @@
-"""What the site is made of. `make site` builds it strictly, with all links and anchors checked."""
+"""The parts of the site. `make site` builds it strictly, with all links and anchors checked."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""What devices check of other ranks: by Triton's interpreter, in processes that share memory."""
+"""Checks that devices make of other ranks: by Triton's interpreter, in shared memory."""
 
 import math
 import time
@@ -249,7 +249,7 @@ def test_what_inference_made_can_be_forgotten_in_training():
 
 
 def of_many_plans(plans: int) -> tuple[int, str]:
-    """How many kinds of meetings a board remembers, and what it says of the last."""
+    """Return how many kinds of meetings a board remembers, and what it says of the last."""
     without_clock()
     board = Board(CPU, 0, [torch.zeros(2, 1, dtype=torch.int64)], patience=5.0)
     for plan in range(plans):
@@ -307,7 +307,7 @@ class Found:
 
 
 def of_ring(trouble: dict[int, str], run: Callable[[threads.ThreadRing], Any]) -> list[Any]:
-    """What each rank of a ring returns whose devices have found this."""
+    """Return the result of each rank of a ring whose devices have found this."""
 
     def main(ring: threads.ThreadRing) -> Any:
         guard = Found(trouble.get(ring.rank))

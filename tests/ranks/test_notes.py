@@ -28,7 +28,7 @@ SIZE = 3
 
 
 def together(do: Callable[[int], Any], ranks: Sequence[int] = range(SIZE)) -> list[Any]:
-    """What each rank does, in a thread; or what it raises."""
+    """Return each rank's result, in a thread, or what it raises."""
 
     def caught(rank: int) -> Any:
         try:
@@ -124,7 +124,7 @@ def test_a_packet_that_is_no_note_names_who_has_sent_it(packet):
 
 
 class Host:
-    """What replaces gloo: a gather of threads."""
+    """A gather of threads, in place of gloo."""
 
     def __init__(self) -> None:
         self.barrier, self.told = threading.Barrier(SIZE, timeout=60), [b""] * SIZE

@@ -60,14 +60,14 @@ RECURRENT = [
     Mutant(
         "later runs give states no gradient",
         "recurrent/fla_passes.py:_TwoPasses._backward",
-        "scan.back(own, dlast, call.plan.ring)",
-        "scan.back(own * 0, dlast, call.plan.ring)",
+        "scan.back(own, dlast, call)",
+        "scan.back(own * 0, dlast, call)",
     ),
     Mutant(
         "a rank's maps are where the first rank's are",
-        "recurrent/fla_passes.py:Sent.of",
-        "sum(route.counts[:rank])",
-        "0",
+        "recurrent/fla_passes.py:_scanned",
+        "split([*route.counts])[plan.ring.rank]",
+        "split([*route.counts])[0]",
     ),
     Mutant(
         "the states within a run have no share in the gradients of its pieces",

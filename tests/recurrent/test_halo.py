@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ring_attention_pytorch.recurrent import ring_halo, ring_short_conv
+from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.recurrent import RunPlan, ring_halo, ring_short_conv
 from ring_attention_pytorch.recurrent.halo import last_tokens
 from tests.support import threads
 from tests.support.recurrent_cases import Spread, check
@@ -83,10 +84,14 @@ def test_a_halo_spans_ranks_and_begins_with_zeros() -> None:
         (torch.zeros(1, 4, 2), -1, "width must be at least 0"),
     ],
 )
-def test_wrong_arguments(x, width, match) -> None:
+def test_wrong_arguments(monkeypatch, x, width, match) -> None:
+    """Ranks that wait for this one are told."""
+    told = []
+    monkeypatch.setattr(Ring, "report_failure", lambda _, error: told.append(str(error)))
     spread = Spread(1, 4, 1, "contiguous", None)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=match) as error:
         threads.run(1, lambda ring: ring_halo(x, width, plan=spread.plan(ring)))
+    assert told == [str(error.value)]
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(3, 2), torch.zeros(2), torch.zeros(2, 0)])
@@ -118,14 +123,39 @@ def test_a_convolution_casts_nothing_to_what_holds_less(given, match) -> None:
 
 
 @pytest.mark.parametrize("call", [ring_halo, last_tokens])
-@pytest.mark.parametrize("name", ["width", "requires_grad"])
-def test_ranks_must_ask_for_the_same_halo(call, name) -> None:
-    spread = Spread(2, 8, 1, "contiguous", None)
+@pytest.mark.parametrize("name", ["width", "requires_grad", "initial"])
+@pytest.mark.parametrize("borders", [None, [[0, 4, 8]]], ids=["one", "whole documents"])
+def test_ranks_must_ask_for_the_same_halo(call, name, borders) -> None:
+    spread = Spread(2, 8, 1, "contiguous", borders)
 
     def main(ring):
         x = torch.zeros(1, 4, 2, requires_grad=name == "requires_grad" and ring.rank == 1)
         width = 0 if name == "width" and ring.rank else 3
+        initial = torch.zeros(1, 3, 2) if name == "initial" and ring.rank else None
         with pytest.raises(ValueError, match=f"{name} must be the same on every rank"):
-            call(x, width, plan=spread.plan(ring))
+            call(x, width, plan=spread.plan(ring), initial=initial)
 
     threads.run(2, main)
+
+
+def test_rings_of_one_group_agree_in_the_same_calls() -> None:
+    """Also where the documents of one are whole on its ranks, and those of another one are not."""
+
+    def main(everyone):
+        borders = [0, 4, 8] if everyone.rank < 2 else [0, 8]
+        ring, x = threads.PartRing(everyone, 2), torch.full((1, 4, 1), 1.0 + everyone.rank)
+        plan = RunPlan.make(x, cu_seqlens=borders, group=ring)
+        halo, last = ring_halo(x, 1, plan=plan), last_tokens(x, 1, plan=plan)
+        return halo.item(), last.item()
+
+    assert threads.run(4, main)[0] == [(0, 2), (0, 2), (0, 4), (3, 4)]
+
+
+def test_errors_about_the_tokens_before_name_the_convolution() -> None:
+    spread, x = Spread(1, 4, 1, "contiguous", None), torch.zeros(1, 4, 2)
+
+    def main(ring):
+        with pytest.raises(ValueError, match=r"^ring_short_conv: initial must be \[1, 2, 2\]"):
+            ring_short_conv(x, torch.zeros(2, 3), plan=spread.plan(ring), initial=x)
+
+    threads.run(1, main)

@@ -16,7 +16,7 @@ HEADS, KEY_HEADS = 4, 2
 def chunk_loss(
     q: Tensor, k: Tensor, g: Tensor, v: Tensor, h: Tensor, do: Tensor, dh: Tensor
 ) -> Tensor:
-    """What a chunk's outputs and the state after it give a loss, of its values v and state h."""
+    """Return a loss of a chunk's outputs and the state after it, by its values v and state h."""
     q, k = (t.repeat_interleave(HEADS // KEY_HEADS, 1) for t in (q, k))
     since = (g[:, None] - g[None]).permute(2, 0, 1).tril()
     seen = torch.ones(len(g), len(g)).tril()

@@ -130,6 +130,18 @@ def test_parameters_of_mamba_2_are_not_cast_either(name) -> None:
     threads.run(1, main)
 
 
+@pytest.mark.parametrize("rule", [ring_gated_delta_rule, ring_kda])
+def test_a_scale_may_be_an_int(rule) -> None:
+    spread = Spread(1, 9, 1, "contiguous", None)
+    sharded, _ = data(spread, rule is ring_kda, 0)
+
+    def main(ring):
+        plan = spread.plan(ring)
+        assert torch.equal(*(rule(**sharded, plan=plan, scale=scale)[0] for scale in (2, 2.0)))
+
+    threads.run(1, main)
+
+
 @pytest.mark.parametrize("name", ["q", "v"])
 def test_heads_and_their_sizes_are_not_0(name) -> None:
     spread = Spread(1, 4, 1, "contiguous", None)
@@ -139,5 +151,30 @@ def test_heads_and_their_sizes_are_not_0(name) -> None:
         empty = {each: given[each][..., :0] for each in (("q", "k") if name == "q" else ("v",))}
         with pytest.raises(ValueError, match="none of these 0"):
             ring_gated_delta_rule(**{**given, **empty}, plan=spread.plan(ring))
+
+    threads.run(1, main)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [({"c": torch.zeros(1, 3, 2, 6)}, r"ring_mamba2: c must be \[1, 4\] and more on cpu"),
+     ({"b": torch.zeros(1, 4, 2, 5)}, r"b and c .*, \[1, 4, 2, 5\], \[1, 4, 2, 6\]"),
+     ({"a": torch.zeros(3)}, r"a \[h\], .*, \[3\],"),
+     ({"dt": torch.zeros(1, 4, 3)}, r"dt \[b, n, h\], .*, \[1, 4, 3\],"),
+     ({"skip": torch.zeros(4, 6)}, r"skip \[h\] or \[h, p\], .* and \[4, 6\]"),
+     ({"initial": torch.zeros(1, 4, 6, 5)}, r"initial must be \[1, 4, 5, 6\], got \[1, 4, 6, 5\]")],
+)  # fmt: skip
+def test_errors_about_mamba_2_are_in_its_own_words(wrong, match) -> None:
+    """Its tensors are b, c and x, not keys, queries and values; states are given transposed."""
+    spread, x, b = (
+        Spread(1, 4, 1, "contiguous", None),
+        torch.zeros(1, 4, 4, 5),
+        torch.zeros(1, 4, 2, 6),
+    )
+    given = dict(x=x, dt=x[..., 0], a=x[0, 0, :, 0], b=b, c=b) | wrong
+
+    def main(ring):
+        with pytest.raises(ValueError, match=match):
+            ring_mamba2(**given, plan=spread.plan(ring))
 
     threads.run(1, main)

@@ -114,6 +114,26 @@ def test_a_batch_says_where_its_tokens_are() -> None:
             RunPlan.make(torch.zeros(1, 8, 2), cu_seqlens=[0, 8])
 
 
+@pytest.mark.parametrize("given", [{}, {"cu_seqlens": [0, 4, 8]}, {"layout": "zigzag"}])
+def test_a_plan_of_other_runs_is_refused_in_the_block_of_a_batch(given) -> None:
+    """As one of the batch before."""
+    borders = None if "layout" in given else [0, 3, 8]
+
+    def main(ring):
+        ids = {"input_ids": torch.arange(8)[None], "cu_seqlens": borders}
+        x, weight = torch.zeros(1, 4, 2), torch.ones(2, 3)
+        other = RunPlan.make(x, group=ring, **given)
+        alike = RunPlan.make(x, group=ring, cu_seqlens=borders)
+        with shard_batch(ids, group=ring, layout="contiguous"):
+            ring_short_conv(x, weight, plan=RunPlan.make(x))
+            ring_short_conv(x, weight, plan=alike)
+            with pytest.raises(ValueError, match="ring_short_conv: the plan is of another layout"):
+                ring_short_conv(x, weight, plan=other)
+        ring_short_conv(x, weight, plan=other)
+
+    threads.run(2, main)
+
+
 def test_queries_that_are_not_the_whole_sequence_are_refused() -> None:
     q = torch.zeros(1, 4, 1, 8)
     given = dict(query_positions=torch.arange(3, 7), key_positions=torch.arange(4))

@@ -105,6 +105,35 @@ def test_second_derivatives_exchange_on_all_ranks_alike(monkeypatch, gathers) ->
     threads.run(3, main)
 
 
+@pytest.mark.parametrize("gathers", [True, False])
+def test_ranks_whose_losses_need_different_states(monkeypatch, gathers) -> None:
+    """One the states before runs, one the last ones, one both: none waits for another."""
+    monkeypatch.setattr(scan, "gathers", lambda ranks: gathers)
+    monkeypatch.setattr(threads, "PATIENCE", 20.0)
+    spread = Spread(3, 12, 1, "zigzag", None)
+
+    def chosen(rank, before, last):
+        parts = [before.square().sum()] * (rank < 2) + [last.square().sum()] * (rank > 0)
+        return sum(parts)
+
+    def main(ring):
+        plan = spread.plan(ring)
+        every, m, u = maps(plan.runs, "full")
+        mine = [every.index(run) for run in plan.mine]
+        own = [t[mine].clone().requires_grad_() for t in (m, u)]
+        got = torch.autograd.grad(chosen(ring.rank, *ring_scan(*own, plan=plan, final=True)), own)
+        leaves = [t.clone().requires_grad_() for t in (m, u)]
+        found, last = by_hand(plan.runs, every, *leaves, torch.zeros(1, H, D_K, D_V).double())
+        total = sum(
+            chosen(rank, torch.stack([found[run] for run in plan.runs.held[rank]]), last)
+            for rank in range(3)
+        )
+        for t, expected in zip(got, torch.autograd.grad(total, leaves)):
+            assert relative_error(t, expected[mine]) < 1e-12
+
+    threads.run(3, main)
+
+
 @pytest.mark.parametrize("shapes", [((2, 2, 3, 4), (2, 2, 3, 4)), ((2, 3), (2, 2, 3, 4)),
                                     ((1, 2), (1, 2, 3, 4)), ((2, 2), (2, 2))])  # fmt: skip
 def test_wrong_maps(shapes) -> None:

@@ -38,7 +38,7 @@ def router_errors() -> list[float]:
 
 
 def negative_errors() -> list[float]:
-    """Where memory has the other sign of scores."""
+    """Return the errors where memory has the other sign of scores."""
     from tests.support.lazy import negative
 
     s = torch.randn(2, 40, dtype=torch.float64)

@@ -33,7 +33,7 @@ def test_one_plan_serves_all_layers_and_ranks_compare_notes_only_while_it_is_mad
 
 
 def in_the_block_of_a_batch(module: str, group: Any = None) -> str:
-    """What a module says whose tokens are a batch's, or those of this process alone."""
+    """Return the error of a module with a batch's tokens, or with those of this process alone."""
     case = Case(module, layout="zigzag")
     over = {} if group is None else {"ring_attn": True, "group": group}
     data = case.data()

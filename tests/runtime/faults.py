@@ -123,7 +123,7 @@ ATTENTION = [
     ),
     Mutant(
         "each plan has tables of its own", "comm/all_to_all.py:CopyPlan.key",
-        "self.given, self.got, *moves", "id(self),",
+        "self.given, self.got, repr(self.moves)", "id(self)",
     ),
     Mutant(
         "graphs leave out what swaps heads", "runtime/graphs.py:with_graphs",
@@ -215,8 +215,8 @@ KEPT = [
     Mutant(
         "prepared launches take tensors by address",
         "runtime/launches.py:PreparedLaunch.__init__",
-        "id(t): number for",
-        "id(t): [getattr(u, 'data_ptr', int)() for u in given].index(t.data_ptr()) for",
+        "(id(t), number)",
+        "(id(t), [getattr(u, 'data_ptr', int)() for u in given].index(t.data_ptr()))",
     ),
     Mutant(
         "constants are in the order of the call", "runtime/launches.py:PreparedLaunch.__init__",

@@ -198,7 +198,7 @@ def test_parts_that_fill_their_place_are_the_result(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_that_do_not_are_put_together(dtype):
-    """Those that leave some tokens out, or lie upon others, or elsewhere."""
+    """Parts that leave tokens out, or lie upon others, or elsewhere, are put together."""
     result, total, _ = made_in_blank_memory(dtype, slice(0, 2), slice(3, N))
     out, lse = result.finalize()
     assert out[0, :, 0, 0].tolist() == total.finalize()[0, :, 0, 0].tolist() == [1, 1, 0, 2, 2, 2]
@@ -313,7 +313,7 @@ def test_what_is_made_after_a_sum_is_settled_is_elsewhere(placed):
 
 
 def a_wide_sum_ends_with_its_parts(placed: bool = False) -> None:
-    """Those that wait, too; in one pass, in which it is read only."""
+    """A wide sum ends with parts that wait, in one pass, which only reads it."""
     like = torch.zeros(1, 2, 1, dtype=torch.bfloat16)
     place = torch.full_like(like, torch.nan) if placed else None
     total = GradAccumulator(like, place=place)

@@ -37,7 +37,7 @@ def correlation(a: Tensor, b: Tensor, rate: float) -> float:
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 @pytest.mark.parametrize("seed", [0, 7])
 def test_draws_are_uniform_and_independent_of_their_neighbours(rate, seed):
-    """Of some 60 sums of a million draws each none is 5 standard deviations off."""
+    """None of some 60 sums of a million draws each is 5 standard deviations off."""
     z = kept(Dropout(rate, seed), 2, 4, 256, 512)
     n = z.numel()
     assert abs(float(z.double().mean()) - (1 - rate)) < 5 * math.sqrt(rate * (1 - rate) / n)

@@ -29,7 +29,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def in_place(function: Callable) -> Callable:
-    """The same, for graphs: its results are in memory that is given."""
+    """Write the results to memory that is given, as graphs need it."""
 
     def found(plan: object, *given: Tensor | None, into: tuple | None = None) -> tuple:
         results = function(plan, *given)

@@ -1,4 +1,4 @@
-"""What is asked of a kernel, as a record."""
+"""Requests to kernels, as records."""
 
 import torch
 

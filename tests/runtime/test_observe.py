@@ -29,7 +29,7 @@ class Counted(Ring):
 
 
 def seen(transport: str) -> dict[str, Any]:
-    """What a rank finds of a call: with an observer, and then without."""
+    """Return what a rank finds of a call: with an observer, and then without."""
     ring = Counted()
     q = torch.randn(SHAPE, requires_grad=True)
     plan = RingPlan.make(q, q, q, causal=True, layout="zigzag", transport=transport, group=ring)

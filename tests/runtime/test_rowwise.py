@@ -67,7 +67,7 @@ def test_merging_does_not_hide_a_nan(where):
 
 
 def wrong_sums(dtype: torch.dtype) -> list[tuple]:
-    """Of parts that lie in several ways, in several dtypes: those that are not rounded once."""
+    """List sums that are not rounded once, of parts of several layouts and dtypes."""
     from ring_attention_pytorch.runtime import _triton_rowwise
 
     _triton_rowwise._ELEMENTS = 32  # so that heads of some are one row, of others not
@@ -88,7 +88,7 @@ def wrong_sums(dtype: torch.dtype) -> list[tuple]:
 
 
 def wrong_far_away(dim: int) -> list[str]:
-    """Of the passes over rows, those that go wrong where indices times strides pass 32 bits."""
+    """List passes over rows that go wrong where indices times strides pass 32 bits."""
     from ring_attention_pytorch.runtime import _triton_rowwise
 
     draw = torch.Generator().manual_seed(0)

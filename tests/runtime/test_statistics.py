@@ -1,4 +1,4 @@
-"""What is counted of an observed call."""
+"""Statistics of an observed call."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What waits for what, by streams and events that know what came before them."""
+"""Order among streams, by stand-ins of streams and events that know what came before them."""
 
 import threading
 

@@ -136,7 +136,7 @@ def told_while_memory_grows(
 
 
 def few_tokens_have_tapes(how: str) -> None:
-    """What ranks read of one another is the same memory each time, until that grows."""
+    """Ranks read the same memory of one another each time, until that grows."""
 
     def main(ring: threads.ThreadRing) -> list[list[str]]:
         given = tensors("causal", torch.float64)

@@ -1,4 +1,4 @@
-"""What code is told of derivatives, and Functions under torch.func and outside of it."""
+"""Questions about derivatives, and Functions under torch.func and outside of it."""
 
 from typing import Any, ClassVar
 from unittest import mock

@@ -18,7 +18,7 @@ from tests.support.over_machines import Token, masks, message, placed, wanted
 
 
 def slots(program: Program, machines: Machines, machine: int, number: int) -> list[list[Token]]:
-    """What lies in each slot of a machine in a round."""
+    """List the contents of each slot of a machine in a round."""
     there = members(machines, machine)
     held = Inside.of(program, machines, machine).held[number - 1]
     found: list[dict[int, Token]] = [{} for _ in there]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ring_attention_pytorch.schedule import relays
 from ring_attention_pytorch.schedule.passing import (
+    merged_pieces,
     merging_machines,
     passes,
     passes_spare,
@@ -91,6 +92,17 @@ def test_ranks_merge_where_that_spares_more_than_exchanges_take(machines, number
     relayed = max(piece * len(each) for piece, each in zip(pieces, to))
     merges = worth_an_exchange(direct - straight) or worth_an_exchange((direct - relayed) // 2)
     assert merging_machines(machines, nbytes) == (machines if merges else None)
+
+
+@given(placed, st.integers(0, 50))
+def test_ranks_of_a_machine_send_about_equal_pieces_of_its_result(machines, numbers):
+    pieces, passing = merged_pieces(machines, numbers, 4)
+    for machine in {*machines}:
+        of_ranks = [piece for piece, its in zip(pieces, machines) if its == machine]
+        assert sum(of_ranks) == numbers
+        assert of_ranks == sorted(of_ranks, reverse=True)
+        assert of_ranks[0] - of_ranks[-1] <= 1
+    assert passing == passing_machines(machines, [4 * piece for piece in pieces])
 
 
 @pytest.mark.parametrize("machines", [(0,), (0, 0), (0, 1), (0, 1, 2)])

@@ -146,7 +146,7 @@ def test_so_it_does_of_other_keys_than_queries(layout, machines, queries, keys, 
 
 
 def test_the_lower_bound_of_two_machines():
-    """Of zigzag and causal, half of the keys cross: those of one machine's late or early chunks."""
+    """With zigzag and causal half of the keys cross: one machine's late or early chunks."""
     everyone = all_segments("zigzag", 4, 64)
     work, two = Workload(everyone, everyone, Mask(causal=True)), (0, 0, 1, 1)
     of_machine = 2 * count(everyone[0]) * JOB.token_bytes

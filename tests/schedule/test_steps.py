@@ -39,7 +39,7 @@ def positions(segments: Segments) -> list[int]:
 
 
 def sees(mask: Mask, query: int, key: int) -> bool:
-    """Whether this query sees this key, by the definition."""
+    """True if this query sees this key, by the definition."""
     far = mask.window is not None and abs(query - key) > mask.window
     return not far and not (mask.causal and key > query)
 
@@ -82,7 +82,7 @@ class Walker:
         return self
 
     def begin(self, transfer: Transfer) -> Iterator[tuple[int, int, list[Counter[int]]]]:
-        """What each rank takes; it is taken as it is now."""
+        """Begin a transfer: what each rank takes is as it is now."""
         for rank in self.ranks:
             peers = {(rank - distance) % len(self.ranks) for distance in transfer.distances}
             for peer, there, to, length in self.program.copies(transfer, rank):

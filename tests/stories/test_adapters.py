@@ -82,8 +82,7 @@ def test_ranks_without_a_token(kernel, transport, length, stood_in):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kernel", ["flash-attn-2", "flash-attn-4"])
 def test_gradients_are_made_where_others_read_them(kernel, dtype, stood_in, monkeypatch):
-    """Those of zigzag's two calls, which lie upon one another, and of documents, between which
-    there are gaps."""
+    """Gradients of zigzag's two calls overlap, and those of documents have gaps between them."""
     stood_in(kernel)
     monkeypatch.setitem(TOLERANCES, torch.bfloat16, 2e-2)
     blank, there = GradAccumulator.alloc, []

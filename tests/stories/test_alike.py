@@ -1,4 +1,4 @@
-"""What every rank must do alike though no plan is made for it: layers, and sinks."""
+"""Calls that every rank must make alike though no plan is made for them: layers, and sinks."""
 
 from typing import Any
 

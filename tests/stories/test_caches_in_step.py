@@ -43,7 +43,7 @@ def attend(cache: RingCache, n: int = 1, **options: Any) -> None:
 
 
 def out_of_step(deed: str, way: str, seconds: float) -> str:
-    """What a rank hears of a call, before which one of them does something to its cache.
+    """Return a rank's error in a call before which one rank changes its cache.
 
     They wait for one another for so many seconds.
     """
@@ -84,7 +84,7 @@ def test_where_they_only_send_messages_none_is_taken_for_another(
 
 
 def numbers(ring: Ring) -> list[int]:
-    """Of calls of a cache to which all ranks do the same: the last but one is of a state anew."""
+    """Return numbers of calls of caches changed alike; the last but one is of a state anew."""
     cache, found = RingCache(2, 1, 4, layers=2, page=1, group=ring), []
 
     def grow() -> None:

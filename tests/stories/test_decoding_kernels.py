@@ -20,11 +20,12 @@ from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.inference.given_keys import GivenKeys
-from ring_attention_pytorch.inference.programs import Cut, Processors, Tuning
+from ring_attention_pytorch.inference.programs import Cut, Tuning
 from ring_attention_pytorch.inference.pushed_rows import PushedRows
 from ring_attention_pytorch.ranks.failures import RingError
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.launches import Launch
+from ring_attention_pytorch.runtime.processors import Processors
 from tests.support.cache_stories import Story, Teller, told
 from tests.support.interpreter import interpreters, needs_triton
 from tests.support.ranks import unhurried

@@ -1,4 +1,4 @@
-"""What a kernel leaves for later, dq, is done while gradients of keys travel, on every way."""
+"""Deferred dq is computed while gradients of keys travel, on every transport."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ def test_what_is_left_is_in_the_gradients(monkeypatch):
 
 
 def nothing_is_left_where_parts_have_their_times(patch: pytest.MonkeyPatch) -> None:
-    """Of an observed call."""
+    """An observed call, whose parts have their times, defers nothing."""
     leave_dq(patch)
     left: list[int] = []
     end = observing.Record.end
@@ -92,7 +92,7 @@ def test_nothing_is_left_where_parts_have_their_times(monkeypatch):
 
 
 def plans_tell_transports(patch: pytest.MonkeyPatch) -> None:
-    """Of few tokens' own kernel, too; and say so."""
+    """Plans choose transports that defer dq, with the kernel of few tokens too, and say so."""
 
     def main(ring: threads.ThreadRing) -> list[tuple[bool, set[bool]]]:
         q, found = torch.empty(2, 16, 2, 4), []

@@ -20,7 +20,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attend_on_cpu(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **how: Any) -> Any:
-    """What diffusers' ring asks of a backend, of which none has it on CPUs: out and lse."""
+    """Return out and lse, which diffusers' ring asks of a backend and none has on CPUs."""
     if how["_save_ctx"]:
         ctx.save_for_backward(query, key, value)
     heads_first = (t.transpose(1, 2) for t in (query, key, value))
@@ -87,7 +87,7 @@ def gradients(blocks: list[JointBlock]) -> list[Tensor]:
 
 
 def both_steps() -> list[list[Tensor]]:
-    """Of each library: this rank's part of the loss and of all gradients."""
+    """Return this rank's part of the loss and of all gradients, by each library."""
     blocks, (text, video, target) = drawn()
     own, also = [shard_sequence(t) for t in (text, video, target)], copy.deepcopy(blocks)
     ours = step(blocks, text, own[1], torch.ones(2, WORDS) > 0, own[2])

@@ -93,7 +93,7 @@ def shards(ring: Ring, seed: int) -> list[Tensor]:
 
 
 def right(ring: Ring, seed: int, **options: object) -> bool:
-    """Whether a call over the ring is, forward and backward."""
+    """True if a call over the ring is right, forward and backward."""
     mine = shards(ring, seed)
     out = ring_attn(*mine, group=ring, **options)
     got = [out, *torch.autograd.grad(out.square().sum(), mine)]
@@ -444,7 +444,7 @@ def test_the_companion_of_a_group_ends_with_it(pools):
 
 
 def alive() -> tuple[int, int, int]:
-    """How many tensors, threads and file descriptors there are."""
+    """Return how many tensors, threads and file descriptors there are."""
     gc.collect()
     tensors = sum(isinstance(found, Tensor) for found in gc.get_objects())
     return tensors, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))

@@ -1,4 +1,4 @@
-"""What one rank gets wrong all ranks are told, at once and in the same words; nobody hangs."""
+"""All ranks hear of one rank's mistake, at once and in the same words; nobody hangs."""
 
 import os
 import signal

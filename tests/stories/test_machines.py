@@ -85,7 +85,7 @@ def test_if_a_rank_is_late_errors_say_who_waits_for_whom_since_when():
 
 
 def losses(file: Path) -> dict[int, list[str]]:
-    """Of each step, all that were ever written: several where it was repeated."""
+    """Read all losses ever written of each step: several where it was repeated."""
     found: dict[int, list[str]] = defaultdict(list)
     for line in file.read_text().splitlines() if file.exists() else ():
         step, loss = line.split()

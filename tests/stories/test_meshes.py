@@ -32,7 +32,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "meshes.md"
 
 
 def over_replicas_alone(model: nn.Module) -> meshes.Wrapped:
-    """What the guide warns of: parameters are averaged over dp, and not over the ring."""
+    """Average parameters over dp, and not over the ring: the guide warns of it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     fully_shard(model, mesh=mesh["dp"])
     return meshes.Wrapped(model, mesh["cp"], mesh["dp"].get_local_rank())

@@ -13,7 +13,7 @@ SHAPE = {"dim": 16, "dim_head": 4, "heads": 4, "ring_attn": True}
 
 
 def mistake(name: str) -> None:  # noqa: C901 - a table
-    """What rank 1 does."""
+    """Make rank 1's wrong call."""
     mine = dist.get_rank() == 1
     x = torch.randn(1, 8, 16)
     auto, hand = (RingAttention(**SHAPE, auto_shard_seq=a, ring_seq_size=4) for a in (True, False))

@@ -1,4 +1,4 @@
-"""What code written for ring-attention-pytorch 0.5.20 finds here, and what it no longer meets."""
+"""Code written for ring-attention-pytorch 0.5.20 works here, without that version's errors."""
 
 import inspect
 import subprocess

@@ -142,7 +142,7 @@ def test_alone_all_of_it_works_without_a_group() -> None:
 
 
 def refusals() -> list[str]:
-    """What each call says on this rank, where ranks disagree or one is wrong."""
+    """Return each call's error on this rank, where ranks disagree or one is wrong."""
     rank, said = dist.get_rank(), []
     x, q = torch.zeros(2, 3 + rank), torch.zeros(1, 4, 2, 8)
     for call in (

@@ -112,7 +112,7 @@ LENGTHS = (7, 12, 5)
 
 
 class Batch(dict):
-    """What the engine asks of a TensorDict."""
+    """A stand-in for a TensorDict, with all that the engine asks of it."""
 
     def to(self, device: torch.device) -> "Batch":
         return self

@@ -37,7 +37,7 @@ def ids_of(cut: Cut) -> Tensor:
 
 
 def brought(rank: int, by_hand: bool) -> Cut:
-    """What documents each rank brings: different ones, and one rank brings no sample."""
+    """Return each rank's documents: different ones, and one rank brings no sample."""
     return BORDERS[:2] if by_hand else [BORDERS[:2], BORDERS[2:3], [], BORDERS[3:]][rank]
 
 

@@ -225,7 +225,7 @@ def test_a_nan_stays_in_its_sample_and_nobody_hangs(module: str) -> None:
 
 
 def moved(module: nn.Module, case: Case, change: Callable[[dict[str, Tensor]], None]) -> Tensor:
-    """Which tokens of the result a change of the data moves: bool `[b, n]`."""
+    """Return which tokens of the result a change of the data moves: bool `[b, n]`."""
     data = case.data()
     with torch.no_grad():
         before = call(module, case, data)

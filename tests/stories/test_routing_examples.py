@@ -21,7 +21,7 @@ SHORT = Routed(light_window=8, heavy_window=8, queries=1, keys=1, feed_forward=2
 
 
 def linear_flops(model: torch.nn.Module, n: int) -> int:
-    """What PyTorch counts of a forward, without attention itself, which it knows nothing of."""
+    """Return the FLOPs that PyTorch counts of a forward; it can't count attention itself."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, n, dtype=torch.long))
     by_op = {str(op): f for op, f in counter.get_flop_counts()["Global"].items()}

@@ -1,4 +1,4 @@
-"""What CoLT5-attention gets wrong (C1 to C12), as tests that pass here; and the bytes sent."""
+"""Mistakes of CoLT5-attention (C1 to C12), as tests that pass here; and the bytes sent."""
 
 import inspect
 from collections.abc import Callable

@@ -96,7 +96,7 @@ class Access(NamedTuple):
 
 
 class Log:
-    """What one rank does, in its order."""
+    """One rank's actions, in order."""
 
     def __init__(self) -> None:
         self.barriers = 0

@@ -15,7 +15,7 @@ N, TERMS = 23, ScoreMods(0.5, 3.0, 1)
 
 
 def by_hand(rule: Cells, q, k, v, mask, query: int):
-    """What a query reads of the cell that its window ends in, before the window."""
+    """Return what a query reads of the cell that its window ends in, before the window."""
     first = (query - rule.window) // rule.stride * rule.stride
     keys = [t for t in range(max(first, 0), query - rule.window) if mask[t]]
     out, lse = torch.zeros(4, 3).double(), torch.full((4,), -torch.inf).double()

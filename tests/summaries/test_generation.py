@@ -1,4 +1,4 @@
-"""What a layer with summaries keeps while a model reads: prompt and tokens give what all gives."""
+"""Caches of layers with summaries: a prompt and tokens give what the whole gives."""
 
 import pytest
 import torch

@@ -38,7 +38,7 @@ class Block:
         return shown if self.mask is None else shown & self.mask[:, None]
 
     def run(self, kernel: str) -> dict[str, Tensor]:
-        """What the kernel makes of it, with the gradients for the random cotangents."""
+        """Return the kernel's results, with the gradients for the random cotangents."""
         impl, segments = KERNELS[kernel], (Segment(0, 1, self.m),)
         keys = KVBlock(self.k, self.v, self.mask, segments)
         result = OutputAccumulator(self.q, self.v)
@@ -51,7 +51,7 @@ class Block:
         return dict(zip(NAMES, (out, lse, *(total.finalize() for total in grads))))
 
     def want(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-        """The same by plain PyTorch in a dtype, from autograd."""
+        """Return the results of plain PyTorch in a dtype, from autograd."""
         leaves = [t.to(dtype, copy=True).requires_grad_() for t in (self.q, self.k, self.v)]
         q, k, v = leaves
         k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))

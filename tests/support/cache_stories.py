@@ -209,7 +209,7 @@ class Teller:
         self.dense.each(lambda kv: [(k[: len(k) - m], v[: len(v) - m]) for (k, v), m in zip(kv, n)])
 
     def _overwritten(self, longest: int, length: int, n: int) -> bool:
-        """Whether so many tokens can't be rolled back in a layer with a window."""
+        """True if so many tokens can't be rolled back in a layer with a window."""
         page, spare = self.story.page, self.story.spare
         kept = [
             -(-(w + 2 * spare) // page) * page for w in self.story.windows or () if w is not None

@@ -45,7 +45,7 @@ def axis(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What to compute, as data: the same on every rank, and equal to what its text says."""
+    """A case as data: the same on every rank, and equal to what its text says."""
 
     limit: ClassVar[float] = 1e-12  # of relative errors
     seed: int = 0

@@ -37,7 +37,7 @@ Options = dict[str, Any]
 
 @dataclass
 class Figures:
-    """What the suite measured, for the summary at its end."""
+    """Figures that the suite measured, for the summary at its end."""
 
     worst: dict[str, dict[str, float]] = field(default_factory=dict)  # by dtype and result
     seconds_to_error: float = 0.0
@@ -300,7 +300,7 @@ def asked_of(case: Case, whole: Results) -> Asked:
 
 
 def shared_seen(case: Case, whole: Results) -> Tensor | None:
-    """Which keys that all ranks hold are seen, bool [b, s]."""
+    """Return which keys that all ranks hold are seen, bool [b, s]."""
     everything = torch.ones((case.batch, case.shared), dtype=torch.bool)
     return whole.get("shared_mask", everything) if case.shared else None
 
@@ -366,7 +366,7 @@ class Attention(Case):
 
 
 def miscounted(case: Attention, size: int) -> list[tuple[Any, tuple[int, int]]]:
-    """Of each rank whose plan counts other calls of its kernel than there are: both counts."""
+    """Return both counts for each rank whose plan counts other kernel calls than there are."""
 
     def main(ring: Ring) -> tuple[Any, tuple[int, int]]:
         (q, k, v), _, dout, _ = case.data()
@@ -393,7 +393,7 @@ def miscounted(case: Attention, size: int) -> list[tuple[Any, tuple[int, int]]]:
 
 
 def borders(ids: tuple[int, ...]) -> list[int]:
-    """Where documents start, with each number that none has as an empty one, and the end."""
+    """Return where documents start, with each number that none has as an empty one, and the end."""
     last = max(ids, default=-1)
     return [sum(i < number for i in ids) for number in range(last + 2)]
 
@@ -413,13 +413,13 @@ def oracle(case: Attention) -> list[Tensor]:
 
 
 def shard(case: Attention, ring: Ring, device: str = "cpu") -> list[Tensor]:
-    """The same from one rank's shards."""
+    """Compute one rank's results from its shards."""
     found = shard_of(case, ring, device)
     return [found[name] for name in NAMES]
 
 
 def held(case: Attention, rank: int, size: int, results: list[Tensor]) -> list[Tensor]:
-    """Of whole results one rank's."""
+    """Return one rank's part of whole results."""
     at = (case.tokens(name, rank, size) for name in NAMES)
     return [t.index_select(dim, i.to(t.device)) for t, (dim, i) in zip(results, at)]
 

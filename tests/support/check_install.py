@@ -57,12 +57,12 @@ def main() -> None:
 
 
 def say(text: str) -> None:
-    """What is going on, after how many seconds."""
+    """Print what is going on, after how many seconds."""
     print(f"{time.monotonic() - START:5.1f} s  {text}", flush=True)
 
 
 def run(*command: str | Path, folder: Path = ROOT) -> tuple[str, str]:
-    """What a command wrote to stdout and stderr; where it fails this is all that is said."""
+    """Return what a command wrote to stdout and stderr; exit with that if it fails."""
     hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     env |= {"PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
@@ -156,7 +156,7 @@ def same(files: set[str], expected: set[str]) -> None:
 
 
 def look_at(metadata: Message) -> None:
-    """What the wheel says of itself."""
+    """Check what the wheel says of itself."""
     expected = {
         "Name": "ring-attention-pytorch",
         "Version": __version__,

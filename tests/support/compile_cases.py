@@ -1,4 +1,4 @@
-"""What is compiled, as data: a function, a layer and a model with a feature each, in ten lengths.
+"""Compiled cases as data: a function, a layer and a model with a feature each, in ten lengths.
 
 `docs/write_compile.py` tabulates what becomes of each, and tests hold it.
 """

@@ -66,7 +66,7 @@ class Live(TorchDispatchMode):
 
 
 def needed(case: Attention, size: int) -> list[int]:
-    """How many keys of others each rank can see, counted pair by pair."""
+    """Return how many keys of others each rank can see, counted pair by pair."""
     places = [case.places(rank, size)[0] for rank in range(size)]
     far = case.length if case.window is None else case.window
 

@@ -1,4 +1,4 @@
-"""What each rank of a ring of threads does, in its order: exchanges, barriers, uses of slots.
+"""Each rank's actions in a ring of threads, in order: exchanges, barriers, uses of slots.
 
 Two properties of such diaries are enough for many machines that share memory inside:
 

@@ -50,7 +50,7 @@ Found = dict[str, str]  # of each cell: what came of it
 
 
 class Step(NamedTuple):
-    """What one call of a model has given, by name; the gradient of each parameter, or None."""
+    """Results of one call of a model, by name; the gradient of each parameter, or None."""
 
     loss: Tensor | None
     outputs: dict[str, Tensor]
@@ -92,6 +92,16 @@ def whole_batch(kind: str, batch: str) -> dict[str, Tensor]:
 LABELS = ("labels", "start_positions", "end_positions")
 
 
+def _given(kind: str, batch: str, labelled: bool) -> dict[str, torch.Tensor]:
+    """Return what a model is given: without labels, or with labels that say what is decoded."""
+    whole = whole_batch(kind, batch)
+    if not labelled:
+        return {name: t for name, t in whole.items() if name not in LABELS}
+    if kind == "encoder-decoder":
+        del whole["decoder_input_ids"]
+    return whole
+
+
 def alone(model: nn.Module, kind: str, batch: str, labelled: bool) -> Step:
     """Return a step of one process, by transformers alone.
 
@@ -104,11 +114,7 @@ def alone(model: nn.Module, kind: str, batch: str, labelled: bool) -> Step:
 
 
 def _alone(model: nn.Module, kind: str, batch: str, labelled: bool, wide: bool) -> Step:
-    whole = whole_batch(kind, batch)
-    if not labelled:
-        whole = {name: t for name, t in whole.items() if name not in LABELS}
-    elif kind == "encoder-decoder":
-        del whole["decoder_input_ids"]
+    whole = _given(kind, batch, labelled)
     model.zero_grad()
     model.config.use_cache = False
     if batch != "packed":
@@ -205,11 +211,7 @@ def spread(
     model: nn.Module, kind: str, batch: str, labelled: bool, ring: Ring, want: Step | None
 ) -> str:
     """Return what comes of the same step over a ring: in this rank's words, or an error."""
-    whole = whole_batch(kind, batch)
-    if not labelled:
-        whole = {name: t for name, t in whole.items() if name not in LABELS}
-    elif kind == "encoder-decoder":
-        del whole["decoder_input_ids"]
+    whole = _given(kind, batch, labelled)
     model.zero_grad()
     mine = shard_batch(whole, group=ring, shift_labels=kind in MOVED)
     index = torch.arange(LENGTH).expand(2, -1)

@@ -94,7 +94,7 @@ class Problem:
         return self.dense(torch.float64)
 
     def dense(self, dtype: torch.dtype) -> Results:
-        """What the oracle makes of it, computing in a dtype."""
+        """Return the oracle's results, computed in a dtype."""
         return dense(self.case, dtype, self.device)
 
     def by(self, layout: str, kernel: str | None, **how: Any) -> Case:
@@ -113,8 +113,11 @@ class Problem:
         between: Callable[[], None] = lambda: None,
         **how: Any,
     ) -> Results:
-        """The same of a plan in graphs: those of its third call, which has other tensors than the
-        second, that was captured; `between` is called before each."""
+        """Return one rank's results of the third call of a plan in graphs.
+
+        Its tensors are others than those of the second, which was captured. `between` is called
+        before each.
+        """
         case = self.by(layout, kernel, **how)
         given, mine, options = asked_of_a_rank(case, ring, self.device)
         plan = RingPlan.make(**given, **options).in_graphs()

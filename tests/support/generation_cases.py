@@ -32,7 +32,7 @@ class Case:
     dtype: torch.dtype = torch.float64
 
     def model(self, **ring: Any) -> nn.Module:
-        """The same weights on all ranks."""
+        """Make a model, with the same weights on all ranks."""
         if self.routed:
             model = ConditionalRoutedTransformer(
                 num_tokens=WORDS, dim=16, depth=2, causal=True, **self.options, **ring
@@ -58,7 +58,7 @@ class Case:
         return torch.arange(self.length) >= torch.tensor(self.padding).unsqueeze(1)
 
     def over(self, group: Group = None, seed: int = 0, **call: Any) -> Generated:
-        """What a ring generates."""
+        """Return what a ring generates."""
         model, logits = self.model(ring_attn=True, group=group), []
         model.to_logits.register_forward_hook(lambda _, __, out: logits.append(out))
         found = model.generate(self.prompt(seed), self.new, mask=self.mask, **self.call, **call)
@@ -66,7 +66,7 @@ class Case:
 
     @torch.no_grad()
     def anew(self, seed: int = 0) -> Generated:
-        """What one process generates without a cache."""
+        """Return what one process generates without a cache."""
         model, ids, mask = self.model(), self.prompt(seed), self.mask
         how = Sampling(*(self.call.get(name) for name in ("temperature", "top_k", "top_p")))
         how = how._replace(temperature=how.temperature or 0.0)
@@ -107,7 +107,7 @@ class Case:
         return logits[:, self.length - 1 :].transpose(0, 1)
 
     def same(self, got: Generated, want: Generated) -> bool:
-        """Whether tokens are the same, and logits, if this rank has made them."""
+        """True if tokens are the same, and logits, if this rank has made them."""
         if got[1] is not None:
             mine, right = got[1].double(), want[1].double()
             if mine.shape != right.shape or relative_error(mine, right) > ALLOWED[self.dtype]:

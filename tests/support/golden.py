@@ -112,7 +112,7 @@ def drawn(cases: int) -> list[str]:
 
 
 def refusals() -> Record:
-    """What all ranks are told of each mistake of one of them."""
+    """Return the error that all ranks get for each mistake of one of them."""
 
     def main(ring: threads.ThreadRing) -> dict[str, str | None]:
         return {name: told(ring, name)[0] for name in ALTERATIONS}

@@ -79,13 +79,13 @@ def plan_for(
 
 
 def able_of(kernels: list[str]) -> list[str]:
-    """Those that can compute here now: what must be deterministic is a request, too."""
+    """List the kernels that can compute here now; to be deterministic is a request, too."""
     like = torch.empty(1, 0, 1, 64, device=torch.cuda.current_device(), dtype=torch.bfloat16)
     return [name for name in kernels if refusal(name, KernelRequest.of(like, like)) is None]
 
 
 def in_threads(size: int, rank_main: Callable[[Ring], Any]) -> list[Any]:
-    """Of each rank of a ring of threads that share a GPU, each of which goes backward by itself."""
+    """Run each rank of a ring in a thread; they share a GPU, and each goes backward by itself."""
 
     def main(ring: Ring) -> Any:
         with torch.autograd.set_multithreading_enabled(False):

@@ -75,13 +75,18 @@ def model_of(name: str, attention: str, dtype: torch.dtype = torch.float64) -> n
     sizes = {**_SMALL, **options}
     config = getattr(package, f"{kind}Config")(**sizes, attn_implementation=attention)
     model = getattr(package, f"{family}ForCausalLM")(config)
-    draw = torch.Generator().manual_seed(3)
-    for p in model.parameters():
-        std = 0.3 if p.ndim == 1 else p.shape[-1] ** -0.5
-        nn.init.normal_(p, std=std, generator=draw)
+    filled(model)
     if name == "windows by layer":
         _give_windows(model)
     return model.to(dtype)
+
+
+def filled(model: nn.Module) -> nn.Module:
+    """Draw the model's weights, the same for each attention."""
+    draw = torch.Generator().manual_seed(3)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3 if p.ndim == 1 else p.shape[-1] ** -0.5, generator=draw)
+    return model
 
 
 def _give_windows(model: nn.Module) -> None:
@@ -112,7 +117,7 @@ def batch_of(kind: str, length: int = LENGTH) -> dict[str, Any]:
 
 
 def whole_labels(kind: str, length: int = LENGTH) -> Tensor:
-    """What each token predicts, -100 where nothing."""
+    """Return the label that each token predicts, -100 where there is none."""
     batch = batch_of(kind, length)
     labels = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     if kind == "packed":
@@ -155,7 +160,7 @@ def dense(name: str, kind: str, length: int = LENGTH) -> tuple[Tensor, list[Tens
 
 @cache
 def dense_once(name: str, kind: str) -> tuple[Tensor, list[Tensor]]:
-    """The same, computed once in this process."""
+    """Return the dense results, computed once in this process."""
     return dense(name, kind)
 
 

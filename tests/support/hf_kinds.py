@@ -56,10 +56,7 @@ def make(family: str, head: str, sizes: dict[str, Any], attention: str = "ring")
     """A model with random weights, the same for each attention."""
     config = getattr(transformers, f"{family}Config")(**sizes, attn_implementation=attention)
     model = getattr(transformers, family + head)(config).eval()
-    draw = torch.Generator().manual_seed(3)
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.3 if p.ndim == 1 else p.shape[-1] ** -0.5, generator=draw)
-    return model.double()
+    return hf.filled(model).double()
 
 
 def whole(name: str, padded: bool) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ def _some_tiles(draw: random.Random, case: "KernelCase") -> tuple[Band, ...]:
 
 @dataclass(frozen=True)
 class KernelCase(Case):
-    """What to compute: the keys come in so many pieces, merged one after another."""
+    """A case of a kernel: the keys come in so many pieces, merged one after another."""
 
     n: int = axis(37, lambda r, c: r.randint(1, c.longest))
     m: int = axis(45, lambda r, c: r.randint(1, c.longest))
@@ -114,7 +114,7 @@ def _within(tile: Tile, start: int, stop: int) -> Tile | None:
 
 
 def _laid(t: Tensor, how: str) -> Tensor:
-    """The same values elsewhere in memory."""
+    """Copy the values to another layout in memory."""
     if how == "heads first":
         return t.transpose(1, 2).contiguous().transpose(1, 2)
     if how == "columns":
@@ -130,7 +130,7 @@ FAR = {"far rows": 1, "far heads": 2, "far columns": 3}
 
 
 def far(t: Tensor, dim: int) -> Tensor:
-    """The same values, the last of them along that dimension at 2 ** 31 elements or more.
+    """Copy the values so that the last along that dimension is at 2 ** 31 elements or more.
 
     Most of that memory is never touched, so on a CPU it takes none.
     """
@@ -168,7 +168,7 @@ def dense(case: KernelCase, data: Data, dtype: torch.dtype) -> dict[str, Tensor]
 
 
 def results(case: KernelCase, data: Data, kernel: str) -> dict[str, Tensor]:
-    """What the kernel makes of it. Nothing is rounded at the end but out, which backward reads."""
+    """Return the kernel's results. Only out is rounded at the end, because backward reads it."""
     impl, terms = KERNELS[kernel], case.terms()
     q, k, v, dout = data.given
 
@@ -196,7 +196,7 @@ def worst(got: Tensor, want: Tensor) -> float:
 
 
 def faults(case: KernelCase, kernel: str, device: str) -> dict[str, str]:
-    """What is worse than its dtype allows: float32 by 1e-5, 16 bits as against plain PyTorch."""
+    """List results worse than their dtype allows: 1e-5 in float32, plain PyTorch in 16 bits."""
     data = Data(case, device)
     got, exact = results(case, data, kernel), dense(case, data, torch.float64)
     found = {}
@@ -232,7 +232,7 @@ def unrepeated(case: KernelCase, kernel: str, device: str, times: int = 2) -> li
 
 
 def disturbed(case: KernelCase, kernel: str, device: str) -> list[str]:
-    """Of a running result and running gradients, what changed where nothing was seen."""
+    """List what changed of a running result and gradients where nothing was seen."""
     data = Data(case, device)
     q, k, v, dout = data.given
     out, lse = (
@@ -311,13 +311,13 @@ FAR_CASES = [
 ]
 
 
-def random_cases(count: int, dtype: torch.dtype, longest: int = 40) -> list[KernelCase]:
+def random_cases(count: int, dtype: torch.dtype) -> list[KernelCase]:
     """Any tiles, heads, sizes, masks and layouts in memory; the same in every process."""
-    return [drawn(KernelCase, seed, dtype=dtype, longest=longest) for seed in range(count)]
+    return [drawn(KernelCase, seed, dtype=dtype, longest=40) for seed in range(count)]
 
 
 def asked(case: KernelCase) -> KernelRequest:
-    """What is asked of a kernel on the current GPU."""
+    """Return the request to a kernel on the current GPU."""
     return KernelRequest(
         "cuda", case.dtype, case.softclamp is not None, d=case.d[0], d_v=case.d[1],
         capability=torch.cuda.get_device_capability(),

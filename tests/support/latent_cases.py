@@ -105,7 +105,7 @@ class Case:
         return (tied_ring_attn, tied_plan) if self.tied else (mla_ring_attn, mla_plan)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Of the whole sequence; of parameters, and cotangents, too."""
+        """Draw tensors of the whole sequence, parameters, and cotangents."""
         draw = torch.Generator().manual_seed(SEED)
         b, n = self.batch, self.length
         shapes = dict(
@@ -145,10 +145,7 @@ class Case:
             sizes = self.batch, H, self.length, self.length
             options["weights"] = dropout_weights(rate, options.pop("dropout_seed"), *sizes)
         out, lse = dense_attention(*expanded(leaves), **options)
-        lse = lse.masked_fill(lse == -torch.inf, 0.0)  # of blind rows, which have no gradient
-        grads = torch.autograd.grad((out, lse), [*leaves.values()], (given["dout"], given["dlse"]))
-        named = {f"d{name}": grad for name, grad in zip(leaves, grads)}
-        return {"out": out.detach(), "lse": lse.detach(), **named}
+        return _results(out, lse, leaves, given)
 
     def of_rank(self, ring: threads.ThreadRing) -> dict[str, Tensor]:
         """One rank's results, and its tokens."""
@@ -169,10 +166,7 @@ class Case:
         else:
             plan = in_memory(plan_of(*args, **options), self, ring)
             out, lse = call(*args, plan=plan, sinks=leaves.get("sinks"), return_lse=True)
-        lse = lse.masked_fill(lse == -torch.inf, 0.0)
-        grads = torch.autograd.grad((out, lse), [*leaves.values()], (given["dout"], given["dlse"]))
-        named = {f"d{name}": grad for name, grad in zip(leaves, grads)}
-        return {"at": at, "out": out.detach(), "lse": lse.detach(), **named}
+        return {"at": at, **_results(out, lse, leaves, given)}
 
     def errors(self) -> dict[str, float]:
         """Relative errors of each result over all ranks; parameters' gradients are summed."""
@@ -232,3 +226,13 @@ def in_memory(plan: RingPlan, case: Case, ring: threads.ThreadRing) -> RingPlan:
 
 
 __all__ = ["Case", "expanded", "in_memory", "replace"]
+
+
+def _results(
+    out: Tensor, lse: Tensor, leaves: dict[str, Tensor], given: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return out, lse and the gradients of leaves; blind rows have lse 0 and no gradient."""
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    grads = torch.autograd.grad((out, lse), [*leaves.values()], (given["dout"], given["dlse"]))
+    named = {f"d{name}": grad for name, grad in zip(leaves, grads)}
+    return {"out": out.detach(), "lse": lse.detach(), **named}

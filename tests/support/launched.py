@@ -31,13 +31,13 @@ class Done(NamedTuple):
     stderr: str
 
 
-def launched(
-    name: str, *options: str, ranks: int = 1, seconds: float = WAIT, **environment: str
-) -> Done:
+def launched(name: str, *options: str, ranks: int, **environment: str) -> Done:
     """Run a module, or a file that ends with .py, by so many ranks.
 
-    The first rank that fails ends the others. `seconds` is the limit of all, then it is a
-    TimeoutError.
+    The first rank that fails ends the others.
+
+    Raises:
+        TimeoutError: they have not ended after `WAIT` seconds.
     """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     everyone = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -53,7 +53,7 @@ def launched(
             members.append(context.Process(target=_run, args=given, daemon=False))
             members[-1].start()
         try:
-            code = _ended(members, seconds)
+            code = _ended(members)
         finally:
             for process in members:
                 process.kill()
@@ -61,13 +61,13 @@ def launched(
         return Done(code, *(file.read_text() if file.exists() else "" for file in said))
 
 
-def _ended(members: list[ForkServerProcess], seconds: float) -> int:
+def _ended(members: list[ForkServerProcess]) -> int:
     """Return the exit code of the first that fails, or 0."""
-    end, waiting = time.monotonic() + seconds, {process.sentinel: process for process in members}
+    end, waiting = time.monotonic() + WAIT, {process.sentinel: process for process in members}
     while waiting:
         ready = wait(list(waiting), max(0.0, end - time.monotonic()))
         if not ready:
-            raise TimeoutError(f"not done in {seconds} s")
+            raise TimeoutError(f"not done in {WAIT} s")
         for sentinel in ready:
             process = waiting.pop(sentinel)
             process.join()

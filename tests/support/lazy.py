@@ -51,7 +51,7 @@ LAZY: dict[str, Callable[[Tensor], Tensor]] = {"negative bit": negative, "not wa
 
 
 def memory_of(t: Any) -> Any:
-    """What is read of a tensor by its address; all else as it is."""
+    """Return what is read of a tensor by its address; all else as it is."""
     if isinstance(t, AsyncCollectiveTensor):
         assert isinstance(t, _Unwaited), "nobody has waited"
         return t.elem.clone()

@@ -17,7 +17,7 @@ Call = dict[str, Any]
 
 
 def good() -> Call:
-    """What all ranks but one call, each with six tokens."""
+    """Make the call of all ranks but one, each with six tokens."""
     q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 8)
     return {"q": q, "k": k, "v": v, "layout": "zigzag", "causal": True, "window": 9}
 
@@ -125,7 +125,7 @@ ALTERATIONS: dict[str, tuple[Callable[[Call], None], list[str]]] = {
 
 
 def told(ring: Ring, name: str | None) -> tuple[str | None, float]:
-    """What one rank is told, and after how many seconds."""
+    """Return one rank's error, and after how many seconds."""
     torch.manual_seed(0)
     call = good()
     if ring.rank == ALTERED and name is not None:

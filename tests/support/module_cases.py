@@ -61,7 +61,7 @@ class Case(language.Case):
         return dict(ring_attn=True, auto_shard_seq=not self.by_hand) | dict(self.options)
 
     def whole_options(self) -> Options:
-        """Of the module that is right by construction: one process, dense attention."""
+        """Options of the module that is right by construction: one process, dense attention."""
         kept = {name: value for name, value in self.options.items() if name not in RING_ONLY}
         return dict(kept, force_regular_attn=True)
 
@@ -109,7 +109,7 @@ def random_mask(shape: tuple[int, int], draw: torch.Generator) -> Tensor:
 
 
 def gradient_errors(module: nn.Module, whole: nn.Module, *, ranks: str = "sum") -> Errors:
-    """Of each parameter, the "sum" or "mean" over ranks, or one's "own", against one process'."""
+    """Compare each parameter's gradient, "sum" or "mean" over ranks or "own", with one process'."""
     names = [name for name, _ in module.named_parameters()]
     got, want = gradients(module), gradients(whole)
     if ranks != "own" and dist.is_initialized():
@@ -125,7 +125,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
 
 
 def place(case: Case) -> tuple[int, Ring]:
-    """Which batch is mine, and the ring that shares it (by hand) or this process."""
+    """Return which batch is mine, and the ring that shares it (by hand) or this process."""
     if not case.by_hand:
         return dist.get_rank(), Ring.alone()
     ring = Ring(None, dist.get_world_size() // len(case.batches))
@@ -252,7 +252,7 @@ def ids_batch(case: Case, i: int) -> Ids:
 
 
 def targets(ids: Ids, ignored: int) -> Tensor:
-    """What each token should predict, `ignored` where nothing."""
+    """Return the target of each token, `ignored` where there is none."""
     if ids.labels is None:
         end = torch.full_like(ids.x[:, :1], ignored)
         labels = torch.cat((ids.x[:, 1:], end), dim=1)[:, : ids.x.shape[1]]
@@ -374,9 +374,7 @@ def refusals(function: Callable[[str], None], names: list[str]) -> list[tuple[st
     return found
 
 
-def check_refused(
-    pool: Pool, function: Callable[[str], None], wanted: Mapping[str, str], seconds: float = 60.0
-) -> None:
+def check_refused(pool: Pool, function: Callable[[str], None], wanted: Mapping[str, str]) -> None:
     """Each is refused, soon, in the same words on all ranks, and they say what is wrong."""
     names = list(wanted)
     by_rank = pool.run(refusals, function, names)
@@ -384,7 +382,7 @@ def check_refused(
         texts = {text for text, _ in found}
         assert len(texts) == 1, f"{name}: ranks differ: {texts}"
         assert wanted[name] in texts.pop(), f"{name}: {found[0][0]}"
-        assert max(s for _, s in found) < seconds, f"{name}: {found}"
+        assert max(s for _, s in found) < 60.0, f"{name}: {found}"
 
 
 # what travels
@@ -397,7 +395,7 @@ class Traffic:
     gathered: list[int] = field(default_factory=list)  # bytes a rank, of each collective
 
     def floats_received(self) -> list[int]:
-        """How many of each message; one of bytes holds float64."""
+        """Return how many of each message; one of bytes holds float64."""
         return [
             shape.numel() // (8 if dtype == torch.uint8 else 1)
             for shape, dtype in self.received

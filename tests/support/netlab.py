@@ -146,7 +146,7 @@ class Lab:
             process.stdin.flush()
 
     def heard(self, timeout: float) -> list[Any]:
-        """What each worker says in a line of JSON; an AssertionError if one says something else."""
+        """Return each worker's line of JSON; an AssertionError if one says something else."""
         found, end = [], time.monotonic() + timeout
         for process in self.running:
             lines = []
@@ -328,7 +328,7 @@ def work(what: str, timeout: float, *numbers: int) -> None:
 
 
 def counted(made: Lab, ranks: int) -> dict[tuple[int, str], tuple[float, float]]:
-    """What the first machine says that it sends: forward, and in both passes.
+    """Return what the first machine counts as sent: forward, and in both passes.
 
     In units of its own keys, by the number of key heads and the way.
     """

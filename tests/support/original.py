@@ -1,4 +1,4 @@
-"""What tests of the modules of 0.5.20 share: names, batches, layers by dense attention."""
+"""Shared by tests of the modules of 0.5.20: names, batches, layers by dense attention."""
 
 import torch
 from einops import rearrange
@@ -38,7 +38,7 @@ NAMES = {
 
 
 def attended(attn: RingAttention, x: Tensor, causal: bool, angles: Tensor | None = None) -> Tensor:
-    """What the layer makes of a whole sequence, by its weights and dense attention."""
+    """Compute the layer on a whole sequence, by its weights and dense attention."""
     qkv = rearrange(attn.to_qkv(x), "b n (h d) -> b n h d", d=attn.dim_head)
     q, k, v = qkv.split(attn.qkv_head_breakdown, dim=2)
     if angles is not None:

@@ -82,7 +82,7 @@ def calls_in_another_order(ring: Ring, plans: Plans) -> None:
 
 
 def holds_another_plan(ring: Ring, plans: Plans) -> None:
-    """Of the same shapes, but causal."""
+    """Take a plan for the same shapes, but causal."""
     of(plans[ring.rank == OTHER], 1)()
 
 

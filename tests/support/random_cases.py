@@ -42,7 +42,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks", "dkey_bias", "dshared_k", "ds
 
 
 def decoded(case: Case) -> Results:
-    """What `tree_attn_decode` makes of it."""
+    """Return the results of `tree_attn_decode`."""
     kinds, whole = case.laid_as, unseen_spoiled(case)
     q, k, v = (
         lazily(case, name, laid(whole[name].transpose(1, 2), kinds.get(name, "contiguous")))
@@ -112,7 +112,7 @@ def _computed(case: Case, machines: Sequence[int]) -> list[Results]:
 
 
 def errors(case: Case, got: list[Results]) -> Errors:
-    """Of each result on each rank. That of sinks is the sum of all ranks'."""
+    """Return the error of each result on each rank; that of sinks is of the sum of all ranks'."""
     want, size = oracle(case)
     found = {}
     dtype = case.kind
@@ -136,7 +136,7 @@ def errors(case: Case, got: list[Results]) -> Errors:
 
 
 def problem(case: Case, machines: bool = False) -> dict[str, str]:
-    """What is wrong with the case, by the name of a result or of an exception; nothing if right.
+    """Name the result or exception that is wrong in the case; nothing if all is right.
 
     With `machines` its ranks are on several.
     """
@@ -172,7 +172,7 @@ def by_itself() -> None:
 
 
 def failures(seeds: range, machines: bool = False) -> list[str]:
-    """What is wrong with the cases of these numbers."""
+    """Return what is wrong with the cases of these numbers."""
     found = []
     for seed in seeds:
         case = draw(seed)

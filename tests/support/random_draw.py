@@ -130,7 +130,7 @@ def not_there_yet(r: random.Random, case: "Case") -> tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Case(language.Case):
-    """What to compute, and how. Values of tensors are drawn from the seed, too."""
+    """A random case, and how it is computed. Values of tensors are drawn from the seed, too."""
 
     # sizes
     size: int = axis(1, (1, 2, 2, 3, 3, 4, 4))  # of the ring
@@ -233,17 +233,17 @@ class Case(language.Case):
 
     @property
     def two(self) -> bool:
-        """Whether keys are of another sequence than queries."""
+        """True if keys are of another sequence than queries."""
         return bool(self.queries)
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Of all queries and of all keys."""
+        """The number of all queries, and of all keys."""
         return (sum(self.queries), sum(self.keys)) if self.two else (self.length, self.length)
 
     @property
     def counted(self) -> bool:
-        """Whether queries of two sequences stand where their layout has them."""
+        """True if queries of two sequences stand where their layout has them."""
         asked = self.dropout or self.alibi or self.modded
         return bool(self.two and not self.placed and not self.decode and asked)
 
@@ -388,7 +388,7 @@ def held(layout: str, length: int, rank: int, size: int) -> Tensor:
 
 
 def features(case: Case) -> Iterator[str]:
-    """What of all that may be drawn is in a case."""
+    """List the features that a case has, of all that can be drawn."""
     usual = Case()
     for name, value in vars(case).items():
         if name not in ("seed", "strides", "learned", "lazy") and value != getattr(usual, name):

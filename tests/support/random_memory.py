@@ -1,4 +1,4 @@
-"""The same values in many kinds of memory: strides that tensors may have."""
+"""Layouts in memory for the same values: strides that tensors may have."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def uniform(values: Tensor, kind: str) -> Tensor:
 
 
 def kinds(ndim: int) -> list[str]:
-    """Those that tensors of so many dimensions may have."""
+    """List the layouts that tensors of so many dimensions may have."""
     few = {"heads first": 3, "last two turned": 2, "one sample": 2}
     return [kind for kind in KINDS if ndim >= few.get(kind, 1)]
 

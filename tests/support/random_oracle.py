@@ -19,7 +19,7 @@ COARSE = {torch.bfloat16: 64.0}
 
 @dataclass(frozen=True)
 class Asked:
-    """What is computed beside q, k, v, sinks and key_bias; all of it of the whole sequence."""
+    """The options beside q, k, v, sinks and key_bias; all of the whole sequence."""
 
     causal: bool = False
     window: int | None = None
@@ -47,7 +47,7 @@ class Dense(NamedTuple):
 
 
 def attention(given: dict[str, Tensor], asked: Asked) -> Dense:
-    """Of q, k, v, and sinks, key_bias and shared keys where they are given."""
+    """Compute attention of q, k, v, and sinks, key_bias and shared keys where they are given."""
     given = joined(given)
     q, k, v = (given[name] for name in "qkv")
     group = q.shape[2] // k.shape[2]
@@ -119,7 +119,7 @@ def positions(asked: Asked, b: int, n: int, m: int) -> tuple[Tensor, Tensor]:
 
 
 def behind(asked: Asked, b: int, n: int, m: int) -> Tensor:
-    """How far each key lies behind each query, [b, n, m]."""
+    """Return how far each key lies behind each query, [b, n, m]."""
     queries, keys = positions(asked, b, n, m)
     return queries[:, :, None] - keys[:, None, :]
 
@@ -196,7 +196,7 @@ def mixed_seed(x: int) -> int:
 def magnitudes(
     given: dict[str, Tensor], asked: Asked, dout: Tensor, dlse: Tensor | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Of each result what it would be if nothing cancelled: errors are a few eps of that.
+    """Return what each result would be if nothing cancelled: errors are a few eps of that.
 
     All terms are absolute values, of v the largest of all keys: where a part is merged whose weight
     is nearly 1, another's weight is off by an eps of 1. Nothing counts as dropped. A score that is

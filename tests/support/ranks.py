@@ -102,7 +102,7 @@ class Pool:
         return [value for _, value in answers]
 
     def answers(self, case: Callable[..., Any], *args: Any) -> list[tuple[str, Any]]:
-        """The same, whatever becomes of a rank: ("ok", result) or ("error", what happened)."""
+        """Return each rank's answer in any case: ("ok", result) or ("error", what happened)."""
         if not self.members:
             self._start()
         try:

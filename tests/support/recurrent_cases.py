@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,9 +155,7 @@ def data(spread: Spread, channels: bool, seed: int):
     draw = torch.Generator().manual_seed(seed)
     shape = spread.batch, spread.length
 
-    def normal(*more: int) -> torch.Tensor:
-        return torch.randn(*more, generator=draw, dtype=torch.float64)
-
+    normal = partial(torch.randn, generator=draw, dtype=torch.float64)
     gate = normal(*shape, HEADS, *(D_K,) * channels).sigmoid() ** 0.3
     chance = torch.rand(gate.shape, generator=draw)
     gate[chance < 0.03], gate[chance > 0.97] = 0.0, 1.0
@@ -185,9 +184,7 @@ def mamba_2(spread: Spread, seed: int) -> tuple[Results, Results, Compute, Compu
     shape = spread.batch, spread.length
     draw = torch.Generator().manual_seed(seed)
 
-    def normal(*more: int) -> Tensor:
-        return torch.randn(*more, generator=draw, dtype=torch.float64)
-
+    normal = partial(torch.randn, generator=draw, dtype=torch.float64)
     dt = normal(*shape, HEADS).exp()
     dt[torch.rand(dt.shape, generator=draw) < 0.1] = 0.0
     sharded = dict(

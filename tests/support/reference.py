@@ -78,7 +78,7 @@ def dense_attention(  # noqa: PLR0913 - an option each
 
 
 def dropout_weights(rate: float, seed: int, *sizes: int) -> Tensor:
-    """Of b samples, h heads, n queries and m keys: 0 or 1 / (1 - rate), by the text of the spec."""
+    """Return dropout's weights for b, h, n and m: 0 or 1 / (1 - rate), by the text of the spec."""
     numbers = (torch.arange(size) for size in sizes)
     kept = kept_by_spec(rate, seed, *torch.meshgrid(*numbers, indexing="ij"))
     return kept.double() / (1 - rate)
@@ -87,7 +87,7 @@ def dropout_weights(rate: float, seed: int, *sizes: int) -> Tensor:
 def kept_by_spec(
     rate: float, seed: int, sample: Number, head: Number, query: Number, key: Number
 ) -> bool | Tensor:
-    """Whether a probability stays, in Python's own numbers; or of many, in int64 tensors."""
+    """Return whether a probability stays, in Python's own numbers; or of many, in int64 tensors."""
     seed = (seed + 0x9E3779B97F4A7C15) % 2**64
     seed = (seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     seed = (seed ^ (seed >> 27)) * 0x94D049BB133111EB % 2**64
@@ -123,7 +123,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def excess(got: Tensor, exact: Tensor, plain: Tensor, times: int) -> str | None:
-    """What is wrong with a result by the rule of its dtype, which is that of `plain`, if anything.
+    """Return what is wrong with a result by the rule of its dtype, that of `plain`, if anything.
 
     float64 by 1e-12 and float32 by 1e-5, relatively. 16 bits by `times` the error of `plain`, which
     is dense attention computed in them, or one rounding of the largest value: it may be lucky.

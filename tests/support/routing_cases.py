@@ -87,7 +87,7 @@ _ORACLES = {
 
 @dataclass(frozen=True)
 class Case(language.Case):
-    """What to compute. Weights are drawn from the seed, too."""
+    """A case of a routed module. Weights are drawn from the seed, too."""
 
     limit: ClassVar[float] = 1e-10
     module: str = ""
@@ -149,7 +149,7 @@ def call(module: nn.Module, case: Case, data: Results) -> Tensor:
 
 
 def by_loops(module: nn.Module, case: Case, data: Results) -> Tensor:
-    """The same by loops over tokens, which know of no ranks."""
+    """Compute the results by loops over tokens, which know of no ranks."""
     given = {name: data[name] for name in ("mask", "context_mask")}
     if not case.masked:
         given = {name: torch.ones_like(mask) for name, mask in given.items()}

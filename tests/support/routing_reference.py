@@ -46,7 +46,7 @@ def chosen(
     router: nn.Module, x: Tensor, real: Tensor, k: float, route: int = 0,
     toward: Tensor | None = None,
 ) -> dict:  # fmt: skip
-    """Of one sample x `[n, dim]`: token -> gate; scores are along `toward`, if it is given."""
+    """Choose tokens of one sample x `[n, dim]`: token -> gate; scores along `toward`, if given."""
     at = real.nonzero().flatten()
     scores = scores_of(router, x[at], route) if toward is None else x[at] @ toward
     count = how_many(k, len(at))
@@ -98,7 +98,7 @@ def heavy(
     attn: nn.Module, x: Tensor, context: Tensor, query: int, sets: list[dict],
     gate: Tensor | float = 1.0,
 ) -> Tensor:  # fmt: skip
-    """What one token reads from r sets of (token -> gate), before its own gate."""
+    """Return what one token reads from r sets of (token -> gate), before its own gate."""
     h, d, rotary = attn.heads, attn.dim_head, attn.rotary_embed is not None
     q = attn.to_q(attn.norm(x[query])).view(h, d)
     q = q * gate if attn.multiply_queries else q

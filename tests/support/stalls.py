@@ -33,7 +33,7 @@ BUSY = "while True: sum(range(100_000))"
 
 
 class Run(NamedTuple):
-    """What a rank saw."""
+    """A rank's record of a run."""
 
     error: float  # the worst of a step's loss, relative to the twin's
     seconds: list[float]  # of each step
@@ -56,7 +56,7 @@ def sharded(made: RingTransformer, ranks: int) -> RingTransformer:
 
 
 def train(rank: int, ranks: int, steps: int, seed: int) -> Run:
-    """What a rank does: so many steps, of the model and of its twin."""
+    """Train the model and its twin for so many steps, on one rank."""
     torch.set_num_threads(1)
     twin, trained = model(), sharded(model(), ranks)
     compiled = torch.compile(trained, backend="aot_eager")

@@ -99,7 +99,7 @@ def stand_in_2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stand_in_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many sequences too; what none of them uses is not written."""
+    """Stand in for flash-attn 4, of many sequences too; unused memory is not written."""
 
     def seen_by(q, k, causal, left, right):
         bounds = (-1, 0) if causal else (-1 if x is None else x for x in (left, right))

@@ -1,4 +1,4 @@
-"""What the others see when a rank fails: each event in each phase of each transport, for real.
+"""Failures of a rank, for real, as the others see them: each event, phase and transport.
 
 Four processes over gloo. Rank 1 is struck; the others tell what they saw and after how long, and
 then form a group without it, in which results must be right.
@@ -29,6 +29,7 @@ from tests.support.reference import dense_attention, relative_error
 SIZE, STRUCK = 4, 1
 OTHERS = tuple(rank for rank in range(SIZE) if rank != STRUCK)
 TIMEOUT = 5.0  # seconds, of the groups; more on a busy machine
+_AT_ONCE = 6  # sets of processes
 SOON = 0.6  # of the timeout, what counts as at once
 
 EVENTS = ("is killed", "stands still", "raises", "has no memory left")
@@ -157,8 +158,8 @@ def witness(strike: Strike, timeout: float) -> Seen | None:
     return Seen(kind, str(error), seconds, waited, afterwards, timeout)
 
 
-def outcomes(strikes: list[Strike], at_once: int = 6) -> dict[Strike, list[Seen]]:
-    """What the others saw of each, so many sets of processes at a time."""
+def outcomes(strikes: list[Strike]) -> dict[Strike, list[Seen]]:
+    """Return what the others saw of each."""
     found: dict[Strike, list[Seen]] = {}
 
     def some(share: list[Strike]) -> None:
@@ -173,8 +174,8 @@ def outcomes(strikes: list[Strike], at_once: int = 6) -> dict[Strike, list[Seen]
         finally:
             pool.stop()
 
-    with ThreadPoolExecutor(at_once) as workers:
-        list(workers.map(some, (strikes[i::at_once] for i in range(at_once))))
+    with ThreadPoolExecutor(_AT_ONCE) as workers:
+        list(workers.map(some, (strikes[i::_AT_ONCE] for i in range(_AT_ONCE))))
     return {strike: found[strike] for strike in strikes}
 
 

@@ -44,7 +44,7 @@ BY_TOKEN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case(language.Case):
-    """What to compute."""
+    """A case of attention with summaries."""
 
     length: int = 43
     window: int = 5
@@ -243,7 +243,7 @@ def decoded(
 
 
 def separate_rings() -> bool:
-    """Of two rings, one whose documents are all near; for a pool of four."""
+    """Run two rings, one whose documents are all near; for a pool of four."""
     ring, case = Ring(None, 2), Module(select=1)
     model = case.model(ring_attn=True, auto_shard_seq=False)
     ids, documents = case.data()

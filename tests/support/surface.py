@@ -125,7 +125,7 @@ def wrong(call: Call) -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
 @dataclass
 class Verdict:
-    """What came of a wrong call: whether it was refused well, and what was said."""
+    """The outcome of a wrong call: whether it was refused well, and the error."""
 
     name: str
     what: str

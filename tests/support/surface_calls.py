@@ -209,6 +209,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         R.Mamba2(**SIZES).read, dict(x=ONE, mask=None, plan=R.RunPlan.make(ONE), before=None)
     ),
     "RunPlan.make": to(R.RunPlan.make, x=Q),
+    "RunPlan.of": lambda: Call(R.RunPlan.of, dict(plan=plan())),
     "RunPlan.explain": of(run_plan, "explain", heads=2, d_k=4, d_v=4),
     "ring_scan": lambda: Call(
         R.ring_scan,

@@ -1,11 +1,11 @@
-"""What each rank of a ring of threads hears of a mistake."""
+"""Errors that the ranks of a ring of threads get for a mistake."""
 
 from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 
 
 def said(size: int, call) -> list[str | None]:
-    """What each rank was told, None if nothing."""
+    """Return each rank's error, None if there is none."""
 
     def main(ring: Ring) -> str | None:
         try:

@@ -28,7 +28,7 @@ PATIENCE = 120.0  # seconds; who waits for nothing hears of it, if late: machine
 
 
 class Hub:
-    """What the threads of one ring share."""
+    """Memory that the threads of one ring share."""
 
     def __init__(self, size: int):
         self.size = size
@@ -52,7 +52,7 @@ class Hub:
             return self.boxes.setdefault((sender, receiver, tag, number), Queue())
 
     def part(self, machine: int) -> "Hub":
-        """What the ranks of a machine share."""
+        """Return the hub of a machine's ranks."""
         with self.lock:
             return self.parts.setdefault(machine, Hub(numbered(self.machines).count(machine)))
 
@@ -286,14 +286,14 @@ class ThreadSpace(SymmetricWorkspace):
 
 
 def shared_by(ring: ThreadRing, _: torch.device | None = None) -> PeerGroup:
-    """What the ranks of a ring share; all of them ask together."""
+    """Return the memory that the ranks of a ring share; all of them ask together."""
     return PeerGroup(ThreadSpace(ring.hub, ring.rank), None, tuple(range(ring.size)))
 
 
 def near_by(
     ring: Ring, device: torch.device | None = None, together: int | None = None
 ) -> PeerGroup | None:
-    """What the ranks of each machine share; all ranks of the ring ask together."""
+    """Return the memory that a machine's ranks share; all ranks of the ring ask together."""
     whole, places = ring, range(ring.size)
     if isinstance(ring, SubRing):
         whole, places = ring.whole, ring.places

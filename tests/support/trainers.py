@@ -34,7 +34,7 @@ _SIZES = dict(hidden_size=32, intermediate_size=24, num_hidden_layers=2, vocab_s
 
 
 class Told(NamedTuple):
-    """What a trainer has logged, by its names, in order; parameters at the end."""
+    """A trainer's log, by its names, in order; parameters at the end."""
 
     log: dict[str, list[float]]
     parameters: list[Tensor]
@@ -51,19 +51,13 @@ class Trains(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
 
 
-def _filled(model: nn.Module) -> nn.Module:
-    draw = torch.Generator().manual_seed(3)
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.3 if p.ndim == 1 else p.shape[-1] ** -0.5, generator=draw)
-    return model.double()
-
-
 def causal(attention: str) -> nn.Module:
     """A Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = dict(_SIZES, **_HEADS, pad_token_id=0, eos_token_id=2, bos_token_id=None)
-    return _filled(LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation=attention)))
+    config = LlamaConfig(**sizes, attn_implementation=attention)
+    return hf.filled(LlamaForCausalLM(config)).double()
 
 
 def scoring(attention: str) -> nn.Module:
@@ -72,7 +66,7 @@ def scoring(attention: str) -> nn.Module:
 
     sizes = dict(_SIZES, **_HEADS, pad_token_id=0, num_labels=1)
     config = LlamaConfig(**sizes, attn_implementation=attention)
-    return _filled(LlamaForSequenceClassification(config))
+    return hf.filled(LlamaForSequenceClassification(config)).double()
 
 
 def masked(attention: str) -> nn.Module:
@@ -84,7 +78,7 @@ def masked(attention: str) -> nn.Module:
         pad_token_id=0, eos_token_id=2, bos_token_id=2, cls_token_id=2, sep_token_id=2,
         attn_implementation=attention,
     )  # fmt: skip
-    return _filled(ModernBertForMaskedLM(config))
+    return hf.filled(ModernBertForMaskedLM(config)).double()
 
 
 def _words(draw: torch.Generator, least: int, most: int) -> list[int]:
@@ -110,7 +104,7 @@ def texts(count: int) -> list[dict[str, Any]]:
 
 
 def masked_texts(count: int) -> list[dict[str, Any]]:
-    """The same; labels are of every fourth token, which is masked."""
+    """Make masked samples, with labels for every fourth token."""
     found = texts(count)
     for sample in found:
         hidden = torch.arange(29) % 4 == 1

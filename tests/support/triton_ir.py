@@ -1,4 +1,4 @@
-"""What the Triton kernels are as Triton's own code, for a GPU that need not be there.
+"""The Triton kernels as Triton's own code, for a GPU that need not be there.
 
 The interpreter runs what Python would; the compiler wants each variable of a loop to keep its type.
 """

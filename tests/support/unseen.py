@@ -10,7 +10,7 @@ from tests.support.reference import dense_attention
 def rows_of_nan(
     kernel: str, name: str, options: dict, dtype: torch.dtype = torch.float32, d: int = 4
 ) -> tuple[Tensor, Tensor]:
-    """Which rows are NaN, of the head whose key or value 4 of 9 is, and of the other."""
+    """Return which rows are NaN, of the head whose key or value 4 of 9 is, and of the other."""
     torch.manual_seed(0)
     given = dict(zip("qkv", torch.randn(3, 1, 9, 2, d, dtype=dtype)))
     given[name][:, 4, 1] = torch.nan

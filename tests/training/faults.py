@@ -32,7 +32,7 @@ TRAINING = [
     ),
     Mutant(
         "masks stay whole", "training/batches.py:_Whole.shard",
-        "None if t is None else mine(t)", "t",
+        "mine(self.real)", "self.real",
     ),
     Mutant(
         "a token ahead is the next one", "nn/loss.py:next_tokens",

@@ -427,7 +427,7 @@ def test_recomputing_outside_of_the_block_raises_in_any_way_of_checkpointing(poo
 
 
 def told_otherwise(what: str) -> str:
-    """What each rank is told where one asks for something else."""
+    """Return each rank's error where one asks for something else."""
     batch, options, odd = batch_of("borders"), {}, dist.get_rank() == 1
     if odd:
         if what == "borders":

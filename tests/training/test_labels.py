@@ -1,4 +1,4 @@
-"""What each token predicts, and where documents are, against loops over tokens."""
+"""Labels that tokens predict, and places of documents, against loops over tokens."""
 
 import pytest
 import torch

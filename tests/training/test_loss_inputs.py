@@ -1,4 +1,4 @@
-"""What a loss is given: logits of a head, and labels and weights that are right, or told."""
+"""Inputs of a loss: logits of a head, and checks of labels and weights."""
 
 import pytest
 import torch

@@ -74,7 +74,7 @@ TERMS: dict[str, dict[str, float]] = {
 
 
 def drawn(ranks: int) -> dict[str, Tensor]:
-    """What all ranks hold together: hidden states, labels, weights, a head and its bias."""
+    """Draw what all ranks hold together: hidden states, labels, weights, a head and its bias."""
     draw = torch.Generator().manual_seed(3)
     wide = dict(generator=draw, dtype=torch.float64)
     labels = torch.randint(CLASSES, (B, ranks * N), generator=draw)

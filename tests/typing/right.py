@@ -1,4 +1,4 @@
-"""What users write, which mypy and pyright must take."""
+"""Code that users write, and that mypy and pyright must accept."""
 
 from typing import assert_type
 

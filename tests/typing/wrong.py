@@ -1,4 +1,4 @@
-"""What users may get wrong, which mypy and pyright must find: each line that says so, no other."""
+"""Mistakes that mypy and pyright must find: in each line that says so, and in no other."""
 
 import torch
 
