@@ -75,7 +75,7 @@ def tree_attn_decode(
     Raises:
         ValueError: an argument is invalid, or differs between ranks; on every rank in the first
             call of a kind. Later ones compare nothing before: there the other ranks get a
-            `RingError`, which says what this one raised.
+            `RingError` with this one's error.
 
     >>> q, kv = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8)
     >>> tree_attn_decode(q, kv, kv).shape

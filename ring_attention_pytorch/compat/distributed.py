@@ -136,6 +136,8 @@ def split_by_rank(x: Tensor | Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     [3]
     """
     ring = Ring()
+    if x.ndim < 2 if isinstance(x, Tensor) else any(part.ndim < 1 for part in x):
+        raise ValueError("split_by_rank: x must be [ranks, n, ...], or a tensor [n, ...] for each")
     if len(x) != ring.size:
         raise ValueError(f"split_by_rank needs a part for each of {ring.size} ranks, got {len(x)}")
     mine = x[ring.rank]
@@ -147,7 +149,7 @@ def gather_as(
 ) -> tuple[Tensor, Tensor]:
     """Gather like `all_gather_variable_dim`, but first run the caller's `check`."""
     ring, same, own = Ring(), same_of(t), {}
-    lengths = None if sizes is None else sizes.tolist()
+    lengths = None if sizes is None else sizes.flatten().tolist()
     error = error_of(check) or error_of(partial(_check_parts, t, dim, ring, lengths))
     if error is None:
         dim = dim % t.ndim

@@ -153,7 +153,7 @@ def null_ring_pass(
 ) -> Iterator[tuple[RingInfo, tuple[Some, Some]]]:
     """Yield the own tensors once, like `all_ring_pass` over a ring of this process alone."""
     with checks_of("null_ring_pass"):
-        check_least(1, max_iters=max_iters, ring_size=ring_size)
+        _check_passes(tensors, max_iters, receive_buffers, ring_size)
     return iter([(RingInfo(0, (True, True)), (tensors, _for_each(receive_buffers, tensors)))])
 
 
@@ -183,7 +183,7 @@ def all_ring_pass(
     >>> [(info, mine) for info, ((mine,), _) in all_ring_pass(torch.ones(1))]
     [(RingInfo(ring_rank=0, iter_info=(True, True)), tensor([1.]))]
     """
-    if error := error_of(partial(check_least, 1, max_iters=max_iters, ring_size=ring_size)):
+    if error := error_of(partial(_check_passes, tensors, max_iters, receive_buffers, ring_size)):
         agree(Ring(), "ring_pass", {}, check=error)
     return _passes(tensors, max_iters, receive_buffers, ring_size)
 
@@ -240,6 +240,14 @@ def _check_buffer(x: Tensor, buffer: Tensor | None) -> None:
             f"receive_buffer must be other memory, contiguous, of x's {list(x.shape)} {x.dtype} on "
             f"{x.device}, got {list(buffer.shape)} {buffer.dtype} on {buffer.device}"
         )
+
+
+def _check_passes(
+    tensors: Some, max_iters: int | None, buffers: Some | None, ring_size: int | None
+) -> None:
+    check_least(1, max_iters=max_iters, ring_size=ring_size)
+    if (got := len(_for_each(buffers, tensors))) != len(tensors):
+        raise ValueError(f"receive_buffers must be one for each of {len(tensors)}, got {got}")
 
 
 def _for_each(buffers: Tensor | Some | None, tensors: Some) -> Some:

@@ -18,6 +18,7 @@ from ring_attention_pytorch.nn.feedforward import feed_forward
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.reference import default_attention
 from ring_attention_pytorch.nn.rotary import RingRotaryEmbedding, apply_rotary_pos_emb
+from ring_attention_pytorch.nn.sharding import check_mask
 from ring_attention_pytorch.nn.transformer import RingTransformer
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Ring
@@ -132,7 +133,13 @@ def sharded_batch_to_sharded_seq(
     Raises:
         ValueError: tokens, ranks or samples don't divide; on every rank.
     """
-    check = partial(check_least, 1, seq_size=seq_size)
+
+    def check() -> None:
+        check_least(1, seq_size=seq_size)
+        if x.ndim < 2:
+            raise ValueError(f"x must be [b, n, ...], got {list(x.shape)}")
+        check_mask("mask", mask, x)
+
     (whole, sizes), world = gather_as("all_gather", x, 0, check=check), get_world_size()
     size, rest = divmod(x.shape[1], seq_size)
     rings = world // max(1, size)
@@ -160,6 +167,16 @@ def sharded_seq_to_sharded_batch(
         if num_sharded_batches < 1 or world % num_sharded_batches:
             raise ValueError(
                 f"num_sharded_batches must divide {world} ranks, got {num_sharded_batches}"
+            )
+        if logits.ndim < 2 or sizes.shape != (world,) or sizes.is_floating_point():
+            raise ValueError(
+                f"it needs logits [b, n, ...] and sizes, an int for each of {world} ranks, got "
+                f"{list(logits.shape)} and {sizes.dtype} {list(sizes.shape)}"
+            )
+        if int(sizes.sum()) != len(logits) * num_sharded_batches:
+            raise ValueError(
+                f"sizes must be of {len(logits)} samples in each of {num_sharded_batches} rings, "
+                f"got {sizes.tolist()}"
             )
 
     parts = list(gather_as("all_gather", logits.unsqueeze(0), 0, check=check)[0])

@@ -2,20 +2,21 @@
 
 from collections import namedtuple
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.arguments import checked, checks_of
 from ring_attention_pytorch.distributed import (
-    all_gather,
     gather_as,
     get_world_size,
     split_by_rank,
 )
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
+from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.dropout import check_dropout
@@ -35,6 +36,8 @@ def zig_zag_pad_seq(t: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     >>> padded.shape, remove_padding(padded).shape
     (torch.Size([1, 4, 2]), torch.Size([1, 3, 2]))
     """
+    with checks_of("zig_zag_pad_seq"):
+        _check_tokens(t)
     n = t.shape[-2]
     missing = -n % (2 * get_world_size())
     padded = F.pad(t, (0, 0, 0, missing))
@@ -66,9 +69,12 @@ def zig_zag_shard(
     >>> shard.query_positions.tolist(), inverse(shard.local_sequence).flatten().tolist()
     ([0, 1, 2], [0.0, 1.0, 2.0])
     """
+    error = error_of(partial(_check_tokens, t))
     sizes = None
     if all_gather_batch:
-        t, sizes = all_gather(t)
+        t, sizes = gather_as("all_gather", t, 0, check=error)
+    elif error is not None:
+        raise ValueError(f"zig_zag_shard: {error}")
     ring, n = Ring(), t.shape[-2]
     by_rank = []
     for rank in range(ring.size):
@@ -124,9 +130,15 @@ def zig_zag_attn(
 
     def check_mask() -> None:
         if attn_mask is not None:
-            want, shape = [q.shape[2], int(sizes.sum())], list(attn_mask.shape[-2:])
-            if any(n not in (1, m) for n, m in zip(shape, want)):
-                raise ValueError(f"attn_mask must be {want}, keys of all ranks, got {shape}")
+            want, shape = [*q.shape[:3], int(sizes.sum())], list(attn_mask.shape)
+            fits = all(n in (1, m) for n, m in zip(shape[::-1], want[::-1]))
+            if not 2 <= len(shape) <= 4 or not fits:
+                raise ValueError(
+                    f"attn_mask must be {want[2:]}, keys of all ranks, or broadcast to {want}, "
+                    f"got {shape}"
+                )
+            if attn_mask.dtype not in (torch.bool, torch.float32, q.dtype):
+                raise ValueError(f"attn_mask must be bool or {q.dtype}, got {attn_mask.dtype}")
 
     error = error_of(check_own)
     both, sizes = gather_as(caller, k if error else torch.cat((k, v), -1), -2, check=error)
@@ -139,11 +151,19 @@ def zig_zag_attn(
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError if shapes or dtypes of q, k and v, heads first, don't fit one another."""
-    if q.ndim == k.ndim == v.ndim == 4 and k.dtype == v.dtype and k.shape[:3] == v.shape[:3]:
+    alike = autocast_dtype(q) == autocast_dtype(k) and k.dtype == v.dtype
+    alike = alike and k.shape[:3] == v.shape[:3]
+    if q.ndim == k.ndim == v.ndim == 4 and alike:
         b, h, _, d = q.shape
         if k.shape[1] > 0 and h % k.shape[1] == 0 and (k.shape[0], k.shape[3]) == (b, d):
             return
     raise ValueError(
         "it needs q [b, h, n, d], k [b, h_kv, m, d], v [b, h_kv, m, d_v] with h a multiple of "
-        f"h_kv, got {[list(t.shape) for t in (q, k, v)]}"
+        f"h_kv, of one dtype, got {[(list(t.shape), str(t.dtype)) for t in (q, k, v)]}"
     )
+
+
+def _check_tokens(t: Tensor) -> None:
+    """Raise ValueError unless t is `[..., n, d]`."""
+    if t.ndim < 2:
+        raise ValueError(f"t must be [..., n, d], got {list(t.shape)}")

@@ -412,7 +412,9 @@ class RingAttention(HeadProjections):
             q, k, v = self.project(x, context)
             key_options = shared_options(self, *shared, ring.size)
         except (RuntimeError, ValueError) as error:  # such as out of memory: other ranks wait
-            agree(ring, "ring attention", {}, check=ValueError(str(error)))
+            if plan is None:
+                agree(ring, "ring attention", {}, check=ValueError(str(error)))
+            ring.report_failure(ValueError(str(error)))
             raise  # if `agree` did not
         if plan is None and not self.force_regular_attn:
             also = {**self._rotation(angles), **tangents_note(q, k, v)}

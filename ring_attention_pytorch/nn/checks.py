@@ -14,7 +14,7 @@ from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import KERNELS
 from ring_attention_pytorch.nn.rotary import THETA
 from ring_attention_pytorch.nn.sharding import check_mask
-from ring_attention_pytorch.plan.checks import check_same_way
+from ring_attention_pytorch.plan.checks import DTYPES, autocast_dtype, check_same_way
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.tensor_kinds import check_plain, has_values
 
@@ -107,6 +107,14 @@ def check_tokens(name: str, x: Tensor, dim: int) -> None:
         raise ValueError(f"{name} must be [batch, tokens, {dim}], got {list(x.shape)}")
     if x.is_meta or not x.is_floating_point():
         raise ValueError(f"{name} must be floating and have values, got {x.dtype} on {x.device}")
+
+
+def dtype_refusal(x: Tensor, weight: Tensor) -> str | None:
+    """Return why tokens x can't be projected by this weight, after a norm in its dtype, or None."""
+    wanted = autocast_dtype(weight)
+    if weight.dtype not in DTYPES or torch.promote_types(autocast_dtype(x), wanted) == wanted:
+        return None
+    return f"x must be {weight.dtype} as the weights are, got {x.dtype}; cast it, or use autocast"
 
 
 def check_context(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attention_pytorch.arguments import checked, checks_of
+from ring_attention_pytorch.nn.checks import dtype_refusal
 from ring_attention_pytorch.nn.norm import RMSNorm
 
 _NAMES = ("to_q", "to_k", "to_v")
@@ -104,10 +105,15 @@ class HeadProjections(nn.Module):
         """Return q of x, and k, v of the context or of x: `[b, n, h, d]`, with this rank's heads.
 
         Raises:
-            ValueError: `split_projections` was called, but the heads have not been split.
+            ValueError: `split_projections` was called, but the heads have not been split; or x is
+                of another dtype than the weights.
         """
         layers: Any = self.to_qkv
         norm, *fused = layers
+        projection: Any = fused[0] if fused else self.to_q
+        weight: Tensor = getattr(projection, "weight", x)  # a layer in its place may have none
+        if x.dtype != weight.dtype and (why := dtype_refusal(x, weight)):
+            raise ValueError(why)
         rows = [heads * self.dim_head for heads in self.heads_here()]
         if fused and context is None:
             projected = list(self.to_qkv(x).split(rows, dim=-1))

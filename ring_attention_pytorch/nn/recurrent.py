@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from ring_attention_pytorch.arguments import check_least, checked, checks_of
 from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.geometry.segments import Segment
+from ring_attention_pytorch.nn.checks import dtype_refusal
 from ring_attention_pytorch.nn.feedforward import feed_forward
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.plan.ring_plan import RingPlan
@@ -127,7 +128,7 @@ class GatedDeltaNet(RecurrentLayer):
         self.to_out: nn.Linear = nn.Linear(heads * dim_head, dim, bias=False)
 
     def _read(self, x: Tensor, call: _Call) -> tuple[Tensor, LayerState | None]:
-        x = _masked(x, call, self.to_qkv.in_features)
+        x = _masked(x, call, self.to_qkv)
         normed = self.norm(x)
         qkv, tail = _convolved(self.to_qkv(normed), self.conv, call)
         parts = [*qkv.split(self.widths, -1), self.to_out_gates(normed)]
@@ -187,7 +188,7 @@ class Mamba2(RecurrentLayer):
         self.to_out: nn.Linear = nn.Linear(inner, dim, bias=False)
 
     def _read(self, x: Tensor, call: _Call) -> tuple[Tensor, LayerState | None]:
-        x = _masked(x, call, self.to_xbc.in_features)
+        x = _masked(x, call, self.to_xbc)
         normed = self.norm(x)
         xbc, tail = _convolved(self.to_xbc(normed), self.conv, call)
         values, b, c = xbc.split(self.widths, -1)
@@ -235,14 +236,17 @@ def _check(name: str, heads: int, shared: str, **numbers: int) -> None:
             )
 
 
-def _masked(x: Tensor, call: _Call, dim: int) -> Tensor:
+def _masked(x: Tensor, call: _Call, projection: nn.Linear) -> Tensor:
     """Return tokens with 0 for padding; raise ValueError if they don't fit the plan."""
-    mask, plan = call.mask, call.plan
+    mask, plan, dim = call.mask, call.plan, projection.in_features
     plan.check_tokens("a recurrent layer", x=x, mask=mask)
     if x.ndim != 3 or x.shape[2] != dim or not x.is_floating_point():
         raise plan.error(
             f"a recurrent layer: x must be floating [b, n, {dim}], got {x.dtype} {list(x.shape)}"
         )
+    weight: Tensor = getattr(projection, "weight", x)  # a layer in its place may have none
+    if x.dtype != weight.dtype and (why := dtype_refusal(x, weight)):
+        raise plan.error(f"a recurrent layer: {why}")
     if mask is None:
         return x
     if mask.ndim != 2 or mask.dtype != torch.bool:

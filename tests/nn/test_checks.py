@@ -1,11 +1,15 @@
 """Checks of layers and models, each with what is just right and what just is not."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
+from ring_attention_pytorch import GatedDeltaNet, Mamba2, RingAttention, RunPlan
 from ring_attention_pytorch.nn import checks
+from ring_attention_pytorch.ranks.ring import Ring
 
 SHAPE = dict(dim=8, dim_head=4, heads=4, num_grouped_query_heads=2, bucket_size=1)
 X, IDS = torch.zeros(2, 3, 8), torch.tensor([[0, 1, 2], [4, 3, 0]])
@@ -68,3 +72,26 @@ def test_what_is_just_right_passes(check) -> None:
 def test_what_is_just_wrong_does_not(check, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         check()
+
+
+@pytest.mark.parametrize("layers", [RingAttention, GatedDeltaNet, Mamba2])
+def test_tokens_of_a_wider_dtype_than_the_weights_are_refused(
+    layers: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where ranks have a plan they wait, so the failure is reported."""
+    told: list[str] = []
+    monkeypatch.setattr(Ring, "report_failure", lambda ring, error: told.append(str(error)))
+    layer = layers(16, dim_head=8, heads=2)
+    x = torch.randn(1, 4, 16)
+    plan = layer.plan(x) if layers is RingAttention else RunPlan.make(x)
+    words = r"x must be torch\.float32 as the weights are, got torch\.float64; cast it, or use"
+    with pytest.raises(ValueError, match=words):
+        layer(x.double(), plan=plan)
+    assert any("as the weights are" in text for text in told)
+    assert layer(x, plan=plan).dtype == torch.float32
+    if layers is RingAttention:
+        with pytest.raises(ValueError, match=words):
+            layer(x.double())
+        assert layer(x.bfloat16()).dtype == torch.float32  # the norm is in float32
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert layer.bfloat16()(x).dtype == torch.bfloat16

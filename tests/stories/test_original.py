@@ -11,6 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ring_attention_pytorch.distributed import all_gather, split_by_rank
+from ring_attention_pytorch.ring import all_ring_pass, null_ring_pass
+from ring_attention_pytorch.ring_attention import (
+    sharded_batch_to_sharded_seq,
+    sharded_seq_to_sharded_batch,
+)
+from ring_attention_pytorch.zig_zag_attention import zig_zag_attn, zig_zag_pad_seq, zig_zag_shard
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -605,3 +612,75 @@ def tree_against_softmax(seq_len: int) -> float:
 @pytest.mark.parametrize("seq_len", [31, 5, 3])
 def test_assert_tree_attn_holds_to_a_hundred_thousandth(pools: Callable, seq_len: int) -> None:
     assert max(pools(4).run(tree_against_softmax, seq_len)) < 1e-5
+
+
+X, HEADS = torch.zeros(2, 4, 6), torch.zeros(1, 2, 3, 4)
+SLIPS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+    "mask must be bool [2, 4]": (
+        lambda mask: sharded_batch_to_sharded_seq(X, mask, 2),
+        {"mask": torch.ones(2, 4).bool()}, {"mask": torch.ones(2, 3).bool()},
+    ),
+    "x must be [b, n, ...], got [4]": (
+        lambda x: sharded_batch_to_sharded_seq(x, None, 2), {"x": X}, {"x": X[0, :, 0]}
+    ),
+    "sizes must be of 4 samples in each of 1 rings, got [2, 3]": (
+        lambda sizes: sharded_seq_to_sharded_batch(torch.zeros(4, 2, 6), sizes),
+        {"sizes": torch.tensor([2, 2])}, {"sizes": torch.tensor([2, 3])},
+    ),
+    "sizes, an int for each of 2 ranks, got [4, 2, 6] and torch.float32 [2]": (
+        lambda sizes: sharded_seq_to_sharded_batch(torch.zeros(4, 2, 6), sizes),
+        {"sizes": torch.tensor([2, 2])}, {"sizes": torch.tensor([2.0, 2.0])},
+    ),
+    "sizes must be every rank's length along dim, got [2]": (
+        lambda sizes: all_gather(X, 0, sizes),
+        {"sizes": torch.tensor([2, 2])}, {"sizes": torch.tensor(2)},
+    ),
+    "receive_buffers must be one for each of 2, got 1": (
+        lambda some: [*all_ring_pass(X, X, receive_buffers=some)], {"some": None}, {"some": (X,)}
+    ),
+    "attn_mask must be bool or torch.float32, got torch.int64": (
+        lambda mask: zig_zag_attn(HEADS, HEADS, HEADS, attn_mask=mask),
+        {"mask": torch.ones(3, 6)}, {"mask": torch.ones(3, 6).long()},
+    ),
+    "or broadcast to [1, 2, 3, 6], got [5, 3, 6]": (
+        lambda mask: zig_zag_attn(HEADS, HEADS, HEADS, attn_mask=mask),
+        {"mask": torch.ones(3, 6)}, {"mask": torch.ones(5, 3, 6)},
+    ),
+    "with h a multiple of h_kv, of one dtype": (
+        lambda q: zig_zag_attn(q, HEADS, HEADS), {"q": HEADS}, {"q": HEADS.double()}
+    ),
+    "t must be [..., n, d], got [6]": (
+        lambda t: zig_zag_shard(t, all_gather_batch=True), {"t": X}, {"t": X[0, 0]}
+    ),
+}  # fmt: skip
+
+
+def slipped() -> dict[str, str]:
+    """For a pool: what each rank is told where rank 1 alone gives something wrong."""
+    told = {}
+    for words, (function, right, wrong) in SLIPS.items():
+        try:
+            function(**(wrong if dist.get_rank() == 1 else right))
+            told[words] = "nothing"
+        except ValueError as error:
+            told[words] = str(error)
+    return told
+
+
+def test_functions_that_gather_tell_all_ranks_of_one_s_mistake(pools: Callable) -> None:
+    first, second = pools(2).run(slipped)
+    assert first == second
+    for words, text in first.items():
+        assert words in text
+        assert "(on rank 1)" in text
+
+
+def test_functions_of_one_rank_say_what_they_need() -> None:
+    for wrong in (torch.tensor(1.0), torch.ones(1), [torch.tensor(1.0)]):
+        with pytest.raises(ValueError, match=r"split_by_rank: x must be \[ranks, n, \.\.\.\]"):
+            split_by_rank(wrong)
+    for function in (zig_zag_pad_seq, zig_zag_shard):
+        with pytest.raises(ValueError, match=r"t must be \[\.\.\., n, d\], got \[3\]"):
+            function(torch.ones(3))
+    with pytest.raises(ValueError, match="null_ring_pass: receive_buffers must be one for each"):
+        null_ring_pass(X, X, receive_buffers=(X,))
