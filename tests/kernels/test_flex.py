@@ -12,6 +12,7 @@ from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.tiles import Mask, band, tiles
 from ring_attention_pytorch.kernels import flex
 from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles
+from ring_attention_pytorch.runtime.uncopied import replaced
 from tests.support import threads
 from tests.support.features import Problem, together
 from tests.support.flex_on_cpu import cells, in_dense_mathematics, stood_in
@@ -131,7 +132,7 @@ def masks_of_plans_are_their_own() -> None:
     q, k, v = torch.randn(3, 2, 20, 2, 8, dtype=torch.float64)
     masks = [torch.rand(2, 20) < share for share in (0.3, 0.5, 0.8)]
     first = RingPlan.make(q, k, v, causal=True, key_mask=masks[0], kernel="flex")
-    plans = [first, *(replace(first, key_mask=mask) for mask in masks[1:])]
+    plans = [first, *(replaced(first, key_mask=mask) for mask in masks[1:])]
     for plan, mask in [*zip(plans, masks), *zip(plans, masks)]:
         want = dense_attention(q, k, v, causal=True, key_mask=mask)[0]
         assert relative_error(ring_attn(q, k, v, plan=plan), want) < 1e-12
