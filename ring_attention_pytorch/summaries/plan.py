@@ -15,7 +15,7 @@ from ring_attention_pytorch.plan.placement import attention_ring, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import agree, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring
-from ring_attention_pytorch.runtime.uncopied import arguments_of, uncopied
+from ring_attention_pytorch.runtime.uncopied import arguments_of, of_uncopied, uncopied
 from ring_attention_pytorch.summaries.cells import (
     Cells,
     Grouped,
@@ -113,6 +113,7 @@ def _padded(pooled: Grouped, token: Tensor, place: Tensor) -> tuple[Tensor, Tens
 
 @uncopied
 @dataclass(frozen=True, eq=False)
+@of_uncopied
 class SummaryPlan(RingPlan):
     """The plan of near attention, which also contains the plan of the far part.
 

@@ -51,7 +51,7 @@ REFUSED = {
     "input needs a gradient, automatic": "requires_grad must be the same on every rank",
     "context needs a gradient, automatic": "requires_grad must be the same on every rank",
     "part needs a gradient, unsharding": "requires_grad must be the same on every rank",
-    "dtype by hand": "same dtype",
+    "dtype by hand": "x must be torch.float32 as the weights are, got torch.float64",
     "ring size by hand": "ring_size must divide the group's 2 ranks, got 3",
     "angles by hand": "rotary_emb must be the same on every rank",
     "layout of the function": "layout must be one of",
