@@ -24,6 +24,8 @@ from ring_attention_pytorch.recurrent.plan import RunPlan
 from ring_attention_pytorch.recurrent.runs import Runs
 from ring_attention_pytorch.runtime.torch_func import run_apart
 
+_EPS = 1e-6  # of the norm of outputs, some of which are near 0; Qwen3-Next has the same
+
 
 class LayerState(NamedTuple):
     """A recurrent layer's state after some tokens of each sample, the same on all ranks."""
@@ -124,7 +126,7 @@ class GatedDeltaNet(RecurrentLayer):
         self.conv: nn.Parameter = _convolution(sum(self.widths), conv)
         self.log_rates: nn.Parameter = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         self.steps: nn.Parameter = nn.Parameter(torch.zeros(heads))
-        self.out_norm: RMSNorm = RMSNorm(dim_head)
+        self.out_norm: RMSNorm = RMSNorm(dim_head, eps=_EPS)
         self.to_out: nn.Linear = nn.Linear(heads * dim_head, dim, bias=False)
 
     def _read(self, x: Tensor, call: _Call) -> tuple[Tensor, LayerState | None]:
@@ -184,7 +186,7 @@ class Mamba2(RecurrentLayer):
         self.log_rates: nn.Parameter = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         self.steps: nn.Parameter = nn.Parameter(torch.zeros(heads))
         self.skip: nn.Parameter = nn.Parameter(torch.ones(heads))
-        self.out_norm: RMSNorm = RMSNorm(inner)
+        self.out_norm: RMSNorm = RMSNorm(inner, eps=_EPS)
         self.to_out: nn.Linear = nn.Linear(inner, dim, bias=False)
 
     def _read(self, x: Tensor, call: _Call) -> tuple[Tensor, LayerState | None]:

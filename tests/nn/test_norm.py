@@ -29,6 +29,20 @@ def test_a_token_of_zeros_is_zeros() -> None:
     assert not RMSNorm(4)(torch.zeros(1, 4)).any()
 
 
+def test_with_eps_a_token_near_0_stays_short_and_so_does_its_gradient() -> None:
+    x = torch.randn(3, 4, dtype=torch.float64) * torch.tensor([[1.0], [1e-3], [1e-9]])
+    x.requires_grad_()
+    norm = RMSNorm(4, eps=1e-6).double()
+    want = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert relative_error(norm(x), want) < 1e-14
+    assert torch.autograd.gradcheck(norm, x)
+    (grad,) = torch.autograd.grad(norm(x).sum(), x)
+    assert grad.abs().max() < 1e4
+    for eps in (-1e-6, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="eps must be from 0 and finite"):
+            RMSNorm(4, eps=eps)
+
+
 def test_a_size_that_can_not_be_is_refused() -> None:
     with pytest.raises(ValueError, match="dim must be at least 1, got 0"):
         RMSNorm(0)
