@@ -10,8 +10,8 @@ from ring_attention_pytorch.arguments import check_least, checked, checks_of
 class RMSNorm(nn.Module):
     """A layer that scales tokens to length sqrt(dim), times gamma (Zhang and Sennrich 2019).
 
-    With eps, which is added to the mean square, tokens near 0 stay short, and so do their
-    gradients: those of a token of length r grow as 1 / r otherwise.
+    eps is added to the mean square. With 0 the gradient of a token of length r grows as 1 / r, so
+    one near 0 has a large and inexact gradient.
     """
 
     @checked

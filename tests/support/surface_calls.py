@@ -403,6 +403,7 @@ RIGHT: dict[str, str] = {
     "pad_value": "0 0.0 -1 -1.0 nan inf -inf", "pad_at_dim.value": "0 0.0 -1 -1.0 nan inf -inf",
     "picture": "text", "caller": "text", "num_ring_passes": "0 -1", "send_to_rank": "0",
     "receive_from_rank": "0", "positions.length": "0", "RingTransformer.depth": "0",
+    "RMSNorm.eps": "0 0.0",
     "Workers.join.timeout": "0 0.0 inf", "pad_dim_to.dim": "0", "ShardedBatch.unshard.dim": "-1",
     "shard_sequence.dim": "0 -1", "all_gather.dim": "0 -1", "all_gather_variable_dim.dim": "0 -1",
     "gather_sizes.dim": "0 -1", "AllGather.dim": "0 -1", "pad_at_dim.dim": "0 -1",
