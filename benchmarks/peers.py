@@ -64,7 +64,7 @@ from benchmarks.lib.rings import (
     planned,
     shapes,
 )
-from benchmarks.lib.sequences import KINDS, Mask, open_everywhere, packed, whole, window
+from benchmarks.lib.sequences import KINDS, Mask, of_all, packed, window
 from benchmarks.lib.transformer_engine import MODES, Asked, each_in_zigzag, engine
 from benchmarks.ring import modes, shared_gib
 
@@ -105,7 +105,7 @@ def cases(shape: Shape, asked: Namespace) -> Iterator[Case]:
         mask = window(length, size, "zigzag")
         yield Case(f"window {size}", mask, mask, Asked(True, window=size))
     if not asked.documents and not asked.window:
-        mask = whole(length) if shape.causal else open_everywhere(length)
+        mask = of_all(length, shape.causal)
         yield Case("causal" if shape.causal else "full", mask, mask, Asked(shape.causal))
 
 

@@ -44,7 +44,7 @@ from benchmarks.lib.rings import (
     shapes,
     theory_of,
 )
-from benchmarks.lib.sequences import KINDS, Mask, open_everywhere, packed, whole
+from benchmarks.lib.sequences import KINDS, Mask, of_all, packed
 from benchmarks.lib.still import ALONE, still
 
 
@@ -54,8 +54,7 @@ def cases(shape: Shape, documents: Sequence[str], ranks: int) -> Iterator[tuple[
     for kind in documents:
         yield f"documents {kind}", packed(kind, length, ranks, multiple=2 * ranks)
     if not documents:
-        mask = whole if shape.causal else open_everywhere
-        yield shape.about()["mask"], mask(length)
+        yield shape.about()["mask"], of_all(length, shape.causal)
 
 
 def subjects(shape: Shape, mask: Mask, kernel: str, rank: int, ranks: int) -> Runs:
@@ -96,7 +95,7 @@ def rows(about: Row, flops: float, ranks: int, times: dict[Subject, Times]) -> I
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and with `--save` keep."""
     options = parser(
-        "rank", __doc__, save="ring", device="cuda", tokens=[2048, 4096, 8192], mask=["causal"],
+        "rank", __doc__, save="rank", device="cuda", tokens=[2048, 4096, 8192], mask=["causal"],
         heads=[32, 8], dim_head=128, dtype=None, kernels=["sdpa-cudnn"], rounds=7, repeats=8,
     )  # fmt: skip
     options.add_argument("--of", type=int, default=4, help="ranks")

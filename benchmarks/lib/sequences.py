@@ -84,6 +84,11 @@ def open_everywhere(length: int) -> Mask:
     return Mask("contiguous", {}, None, length * length)
 
 
+def of_all(length: int, causal: bool) -> Mask:
+    """Make the mask of one sequence."""
+    return whole(length) if causal else open_everywhere(length)
+
+
 def window(length: int, size: int, layout: Layout) -> Mask:
     """Make a causal mask that shows `size` tokens before each."""
 

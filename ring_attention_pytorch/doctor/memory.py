@@ -206,9 +206,11 @@ def _layer(sizes: Sizes, how: Training) -> tuple[int, int]:
     kept = how.here * attention + (4 * how.here * sizes.ffn if how.chunk is None else 0)
     gradients = sizes.dim if how.chunk is None else 2 * sizes.dim  # of the result, and of chunks
     feed_forward = how.here * (attention + gradients) + 6 * chunk * sizes.ffn
-    if how.chunk is not None:  # gradients of weights: the sum of earlier chunks, and this one's
-        weight = sizes.dim * sizes.ffn
-        feed_forward += max(2 * weight, 6 * weight - 6 * chunk * sizes.ffn)
+    if chunk < how.here:
+        # gradients of three weights, of earlier chunks and of this one, beside fewer of its tensors
+        weight, wide = sizes.dim * sizes.ffn, chunk * sizes.ffn
+        of_weights = max(2 * weight, 4 * weight - wide, 6 * weight - 6 * wide)
+        feed_forward += of_weights - chunk * sizes.dim
     of_attention = how.here * (2 * sizes.dim + 5 * heads + 4 * key_heads)  # a wide one of q, out's
     of_attention += _of_peers(sizes, how) // _ITEM
     return _ITEM * kept, _ITEM * max(feed_forward, of_attention)

@@ -109,10 +109,13 @@ def check_tokens(name: str, x: Tensor, dim: int) -> None:
         raise ValueError(f"{name} must be floating and have values, got {x.dtype} on {x.device}")
 
 
-def dtype_refusal(x: Tensor, weight: Tensor) -> str | None:
-    """Return why tokens x can't be projected by this weight, after a norm in its dtype, or None."""
+def dtype_refusal(x: Tensor, projection: Any) -> str | None:
+    """Return why a layer can't project tokens x, after a norm in its weight's dtype, or None."""
+    weight: Tensor = getattr(projection, "weight", x)  # a layer in its place may have none
+    if x.dtype == weight.dtype or weight.dtype not in DTYPES:
+        return None
     wanted = autocast_dtype(weight)
-    if weight.dtype not in DTYPES or torch.promote_types(autocast_dtype(x), wanted) == wanted:
+    if torch.promote_types(autocast_dtype(x), wanted) == wanted:
         return None
     return f"x must be {weight.dtype} as the weights are, got {x.dtype}; cast it, or use autocast"
 

@@ -111,8 +111,7 @@ class HeadProjections(nn.Module):
         layers: Any = self.to_qkv
         norm, *fused = layers
         projection: Any = fused[0] if fused else self.to_q
-        weight: Tensor = getattr(projection, "weight", x)  # a layer in its place may have none
-        if x.dtype != weight.dtype and (why := dtype_refusal(x, weight)):
+        if why := dtype_refusal(x, projection):
             raise ValueError(why)
         rows = [heads * self.dim_head for heads in self.heads_here()]
         if fused and context is None:

@@ -246,8 +246,7 @@ def _masked(x: Tensor, call: _Call, projection: nn.Linear) -> Tensor:
         raise plan.error(
             f"a recurrent layer: x must be floating [b, n, {dim}], got {x.dtype} {list(x.shape)}"
         )
-    weight: Tensor = getattr(projection, "weight", x)  # a layer in its place may have none
-    if x.dtype != weight.dtype and (why := dtype_refusal(x, weight)):
+    if why := dtype_refusal(x, projection):
         raise plan.error(f"a recurrent layer: {why}")
     if mask is None:
         return x
