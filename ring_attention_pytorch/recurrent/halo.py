@@ -39,12 +39,12 @@ def ring_halo(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None = 
     """
     with reporting(plan.ring.report_failure), checks_of(_CALLER):
         check_least(0, width=width)
+    plan.check_tokens(_CALLER, x=x)
     return _halo(_CALLER, x, width, plan, initial)
 
 
 def _halo(name: str, x: Tensor, width: int, plan: RunPlan, initial: Tensor | None) -> Tensor:
-    """Compute `ring_halo` for the caller that errors name."""
-    plan.check_tokens(name, x=x)
+    """Compute `ring_halo` of tokens that fit, for the caller that errors name."""
     _check_initial(name, x, width, plan, initial)
     _agree(name, x, width, plan, initial)
     runs = len(plan.mine)

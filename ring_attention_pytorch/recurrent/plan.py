@@ -240,18 +240,20 @@ class RunPlan:
         In the block of a batch the plan must have its runs.
         """
         want = self.runs.batch, self.runs.tokens[self.ring.rank]
-        for name, t in tensors.items():
-            if t is not None and not has_values(t):  # tables that it would make are kept
+        given = {name: t for name, t in tensors.items() if t is not None}
+        for name, t in given.items():
+            if not has_values(t):  # tables that it would make are kept
                 raise self.error(
                     f"{caller}: {name} must have values, got a {type(t).__name__} on {t.device}"
                 )
-            if t is not None and (tuple(t.shape[:2]) != want or t.device != self.device):
+            if tuple(t.shape[:2]) != want or t.device != self.device:
                 raise self.error(
                     f"{caller}: {name} must be {[*want]} and more on {self.device} by the plan, "
                     f"got {list(t.shape)} on {t.device}"
                 )
-            if t is not None and (block := block_of(t)) is not None:
-                self._check_block(caller, block)
+        block = block_of(next(iter(given.values())))  # the others have as many tokens
+        if block is not None:
+            self._check_block(caller, block)
 
     def _check_block(self, caller: str, block: Placement) -> None:
         """Raise ValueError if the batch in whose block this is used has other runs."""
