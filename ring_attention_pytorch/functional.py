@@ -63,7 +63,7 @@ def ring_attn(
 
 
 @typed(report_to_group("ring attention", ring_of=attention_ring))
-def ring_attn(  # noqa: PLR0913 - a public entry point
+def ring_attn(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -326,7 +326,7 @@ def _attention(
 
 
 @checked
-def explain_kernel(  # noqa: PLR0913 - a public entry point
+def explain_kernel(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0913 - a kernel takes every stride by itself
 """Kernels that wait at a barrier (`_triton_guard`), and then copy or add in one launch.
 
 Each program waits by itself. Its results are NaN if a rank has been out of step since.

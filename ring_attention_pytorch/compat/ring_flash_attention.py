@@ -21,7 +21,7 @@ def softclamp(t: Tensor, value: float | int) -> Tensor:
 
 
 @typed(report_to_group("ring attention", agreed=("ring_reduce_col", True)))
-def ring_flash_attn(  # noqa: PLR0913 - a public entry point
+def ring_flash_attn(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -13,7 +13,7 @@ from ring_attention_pytorch.runtime.interfaces import KernelRequest
 
 
 @typed(report_to_group("ring attention", agreed=("ring_reduce_col", True)))
-def ring_flash_attn_cuda(  # noqa: PLR0913 - a public entry point
+def ring_flash_attn_cuda(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -15,7 +15,7 @@ _NOTHING_SEEN = torch.finfo(torch.float32).min  # finite lse of a row that saw n
 
 
 @torch.no_grad()
-def flash_attn_forward(  # noqa: PLR0913 - parameters of 0.5
+def flash_attn_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -75,7 +75,7 @@ def flash_attn_forward(  # noqa: PLR0913 - parameters of 0.5
 
 
 @torch.no_grad()
-def flash_attn_backward(  # noqa: PLR0913 - parameters of 0.5
+def flash_attn_backward(
     do: Tensor,
     q: Tensor,
     k: Tensor,

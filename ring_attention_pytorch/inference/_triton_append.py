@@ -1,4 +1,4 @@
-# ruff: noqa: PLR0913, RET505 - a kernel takes every size by itself
+# ruff: noqa: RET505 - a kernel forks early
 """Append tokens to a cache at lengths read on the device, as CUDA graphs need."""
 
 import torch

@@ -1,4 +1,4 @@
-# ruff: noqa: C901, PLR0913, PLR0915, RET505, SIM102 - a kernel takes every size by itself, forks early
+# ruff: noqa: C901, RET505, SIM102 - a kernel takes every size by itself, forks early
 """Attention of few queries to one rank's cached keys, split over keys: bound by memory bandwidth.
 
 A program reads some keys of one key head, for all queries that use them, and thus each key is read

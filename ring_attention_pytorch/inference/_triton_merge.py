@@ -1,4 +1,4 @@
-# ruff: noqa: C901, PLR0913, PLR0915 - a kernel takes every size by itself, forks early
+# ruff: noqa: C901 - a kernel takes every size by itself, forks early
 """Merge partial results: of splits, and of ranks that share memory, in one kernel.
 
 The formula is `rowwise.merge`, repeated here because the same launch also exchanges rows, counts

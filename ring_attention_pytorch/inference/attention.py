@@ -115,7 +115,7 @@ def _has_plan(cache: RingCache, given: dict[str, Any]) -> bool:
 
 
 @typed(report_to_cache, apart=True)
-def ring_attn_with_cache(  # noqa: PLR0913 - a public entry point
+def ring_attn_with_cache(
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,

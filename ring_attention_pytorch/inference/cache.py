@@ -74,7 +74,7 @@ class RingCache(PagedStorage):
     """
 
     @typed(report_to_group("RingCache"))
-    def __init__(  # noqa: PLR0913 - a public entry point
+    def __init__(
         self,
         sequences: int,
         key_heads: int,

@@ -104,7 +104,7 @@ def _refuse_own_attention() -> None:
 
 
 @typed(report_to_ring_of_batch("ring_forward"))
-def ring_forward(  # noqa: PLR0913 - a public entry point
+def ring_forward(
     batch: ShardedBatch,
     *,
     group: Group = None,

@@ -256,7 +256,7 @@ def _convolution(
 
 
 def _delta(rule: Callable[..., Any]) -> Callable[..., Any]:
-    def scan(  # noqa: PLR0913 - the parameters of transformers
+    def scan(
         within: Any,
         query: Tensor,
         key: Tensor,
@@ -280,7 +280,7 @@ def _delta(rule: Callable[..., Any]) -> Callable[..., Any]:
     return scan
 
 
-def _mamba2(  # noqa: PLR0913 - the parameters of transformers
+def _mamba2(
     within: Any,
     hidden_states: Tensor,
     dt: Tensor,
@@ -308,7 +308,7 @@ def _mamba2(  # noqa: PLR0913 - the parameters of transformers
     return (out.contiguous(), last) if return_final_states else out.contiguous()
 
 
-def _mamba1(  # noqa: PLR0913 - the parameters of transformers
+def _mamba1(
     within: Any,
     hidden_states: Tensor,
     dt: Tensor,

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0913 - a kernel takes every size by itself
 """Flash attention backward to keys and values, over all tiles of a block: dk and dv.
 
 `_triton_backward_queries.py` has dq. Scores are computed twice, but every program owns the memory

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0913 - a kernel takes every size by itself
 """Flash attention backward to queries, over all tiles of a block, added to the running dq."""
 
 import triton

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0913 - a kernel takes every size by itself
 """Flash attention forward over all tiles of a block, merging into the running out and lse.
 
 The algorithm is Dao et al.'s of 2022; the online softmax starts from the rows' running out and lse.

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0913 - a kernel takes every stride by itself
 """Functions that the forward and backward Triton kernels share."""
 
 import triton

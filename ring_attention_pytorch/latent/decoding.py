@@ -24,7 +24,7 @@ _CALLER = "mla_attn_with_cache"
 
 @typed(report_to_cache)
 @torch.no_grad()
-def mla_attn_with_cache(  # noqa: PLR0913 - a public entry point
+def mla_attn_with_cache(
     q_nope: Tensor,
     q_rope: Tensor,
     latent: Tensor,

@@ -102,7 +102,7 @@ class RingAttention(HeadProjections):
     """
 
     @checked
-    def __init__(  # noqa: PLR0913 - a public entry point
+    def __init__(
         self,
         dim: int,
         *,
@@ -180,7 +180,7 @@ class RingAttention(HeadProjections):
             self.summaries.rotate_by(rotary.forward, restart)
 
     @typed(report_to_group_of_module("ring attention"))
-    def forward(  # noqa: PLR0913 - a public entry point
+    def forward(
         self,
         x: Tensor,
         mask: Tensor | None = None,

@@ -152,7 +152,7 @@ class Generation:
 
     @typed(_report)
     @torch.no_grad()
-    def generate(  # noqa: PLR0913 - a public entry point
+    def generate(
         self: Any,
         ids: Tensor,
         max_new_tokens: int,

@@ -98,7 +98,7 @@ class RingTransformer(Generation, nn.Module):
     """
 
     @checked
-    def __init__(  # noqa: PLR0913 - a public entry point
+    def __init__(
         self,
         *,
         num_tokens: int,
@@ -173,7 +173,7 @@ class RingTransformer(Generation, nn.Module):
         )
 
     @typed(report_to_group_of_module("RingTransformer"))
-    def forward(  # noqa: PLR0913 - a public entry point
+    def forward(
         self,
         x: Tensor,
         mask: Tensor | None = None,

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0913 - a kernel takes every size by itself
 """A Triton kernel of the gated delta rule's gradients within chunks.
 
 flash-linear-attention refuses its own where Triton compiles the product with transposed scores in

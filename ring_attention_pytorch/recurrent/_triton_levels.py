@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0913 - a kernel takes every size by itself
 """Triton kernels that follow chains of maps, forward and backward.
 
 A program follows one chain of maps, for one head and some columns of the state, in float32.

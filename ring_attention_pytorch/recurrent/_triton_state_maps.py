@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0913 - a kernel takes every size by itself
 """Triton kernels of states: the maps of runs, and the gradients of the states before them.
 
 They read the chunks that flash-linear-attention made: w and u are such that a chunk maps a state S

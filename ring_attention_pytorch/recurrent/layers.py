@@ -54,7 +54,7 @@ class Call(NamedTuple):
 
 
 @typed(report_to_ring_of("plan"), apart=True)
-def ring_gated_delta_rule(  # noqa: PLR0913 - a public entry point
+def ring_gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -105,7 +105,7 @@ def ring_gated_delta_rule(  # noqa: PLR0913 - a public entry point
 
 
 @typed(report_to_ring_of("plan"), apart=True)
-def ring_kda(  # noqa: PLR0913 - a public entry point
+def ring_kda(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -140,7 +140,7 @@ def ring_kda(  # noqa: PLR0913 - a public entry point
 
 
 @typed(report_to_ring_of("plan"), apart=True)
-def ring_mamba2(  # noqa: PLR0913 - a public entry point
+def ring_mamba2(
     x: Tensor,
     dt: Tensor,
     a: Tensor,

@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0913 - a kernel takes every pointer by itself
 """Triton kernels for passes over scores `[rows, n]`: one program for one block of one row."""
 
 import triton

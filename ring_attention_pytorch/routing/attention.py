@@ -212,7 +212,7 @@ class ConditionalRoutedAttention(nn.Module):
     causal = False  # True if later tokens change neither results nor routing
 
     @checked
-    def __init__(  # noqa: PLR0913 - a public entry point
+    def __init__(
         self,
         dim: int,
         *,

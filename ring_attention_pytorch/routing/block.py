@@ -41,7 +41,7 @@ class ConditionalRoutedTransformerBlock(nn.Module):
     """
 
     @checked
-    def __init__(  # noqa: PLR0913 - a public entry point
+    def __init__(
         self,
         dim: int,
         *,

@@ -60,7 +60,7 @@ class ConditionalRoutedCrossAttention(nn.Module):
     """
 
     @checked
-    def __init__(  # noqa: PLR0913 - a public entry point
+    def __init__(
         self,
         dim: int,
         *,

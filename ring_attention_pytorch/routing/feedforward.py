@@ -47,7 +47,7 @@ class ConditionalRoutedFeedForward(nn.Module):
     """
 
     @checked
-    def __init__(  # noqa: PLR0913 - a public entry point
+    def __init__(
         self,
         dim: int,
         *,

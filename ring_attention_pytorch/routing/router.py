@@ -165,7 +165,7 @@ class CoordinateDescentRouter(nn.Module):
     """
 
     @checked
-    def __init__(  # noqa: PLR0913 - a public entry point
+    def __init__(
         self,
         dim: int,
         straight_through: bool = True,

@@ -43,7 +43,7 @@ class ConditionalRoutedTransformer(RingTransformer):
     """
 
     @checked
-    def __init__(  # noqa: PLR0913 - a public entry point
+    def __init__(
         self,
         *,
         num_tokens: int,

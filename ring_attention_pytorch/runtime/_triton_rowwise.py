@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0913 - a kernel takes every stride by itself
 """Triton kernels over the rows of results `[b, n, h, d]`, each a single pass over memory."""
 
 from collections.abc import Sequence

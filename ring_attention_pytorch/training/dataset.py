@@ -103,7 +103,7 @@ class SequenceShardedDataset(IterableDataset[ShardedBatch]):
     """
 
     @checked
-    def __init__(  # noqa: PLR0913 - a public entry point
+    def __init__(
         self,
         source: TokenFile | Iterable[Document],
         *,

@@ -38,7 +38,7 @@ _CHUNK = 2048  # tokens whose logits a head computes at once, by default
 
 
 @typed(report_to_group("ring_cross_entropy"), apart=True)
-def ring_cross_entropy(  # noqa: PLR0913 - a public entry point
+def ring_cross_entropy(
     x: Tensor,
     labels: Tensor,
     *,

@@ -14,7 +14,7 @@ from tests.support.recurrent_reference import sequential
 from tests.support.reference import relative_error
 
 
-def loop(  # noqa: PLR0913 - the parameters of fla-core
+def loop(
     q,
     k,
     v,

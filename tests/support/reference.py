@@ -8,7 +8,7 @@ from torch import Tensor
 Number = int | Tensor
 
 
-def dense_attention(  # noqa: PLR0913 - an option each
+def dense_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

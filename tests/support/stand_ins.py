@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0913 - stand-ins have the signatures of what they stand for
 """Stand-ins for kernels that need CUDA, on the CPU.
 
 A stand-in is dense attention with the kernel's own signature and its own way to count a diagonal,

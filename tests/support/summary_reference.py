@@ -25,7 +25,7 @@ def pooled(x: Tensor, weights: Tensor, query: Tensor | None, real: Tensor) -> Te
     return (logits.softmax(0)[..., None] * x).sum(0)
 
 
-def summary_attention(  # noqa: PLR0913 - an option each
+def summary_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -29,7 +29,7 @@ def normed(x: Tensor, gamma: Tensor) -> Tensor:
     return x / x.square().mean(-1, keepdim=True).sqrt() * gamma
 
 
-def transformer_logits(  # noqa: PLR0913 - an option each
+def transformer_logits(
     weights: Weights,
     ids: Tensor,
     *,

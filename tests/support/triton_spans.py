@@ -12,7 +12,7 @@ BLOCK = 16
 
 
 @triton.jit
-def _blocks(  # noqa: PLR0913
+def _blocks(
     found,
     start,
     stop,
