@@ -50,7 +50,7 @@ def run_direction(block: Block, direction: str, config: Config | None) -> Callab
     """Make what launches one kernel with a config."""
     keys = KVBlock(block.k, block.v, None, ())
     found, terms = block.found, block.terms
-    result = OutputAccumulator(block.q, block.v)
+    result = OutputAccumulator(block.q, block.v.shape[-1])
     lse = result.begin_update()[1]
     saved = Residuals(block.q, block.dout, torch.full_like(lse, 9.0), block.dout, None)
     dq, dk, dv = GradAccumulator(block.q), GradAccumulator(block.k), GradAccumulator(block.v)

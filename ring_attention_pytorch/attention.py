@@ -22,14 +22,13 @@ Words:
     kernel     computes attention on the tiles of one block
     terms      how a score is computed: scale, clamp, slopes, dropout
     result     out and lse of the keys so far, accumulated in a wide dtype, rounded once
-    shared     keys that all ranks hold: a block that does not travel, with a plan of its own
 
 Read on in this order: geometry/layouts.py, geometry/tiles.py, comm/scheduled_transport.py,
 comm/send_recv.py, kernels/eager.py, runtime/accumulate.py. The rest are variants of these, and the
 code that makes the plan (plan/ring_plan.py).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,157 +37,83 @@ from torch import Tensor
 from ring_attention_pytorch.plan.placement import check_began_here, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
-from ring_attention_pytorch.runtime.codec import Codec, Decoding
+from ring_attention_pytorch.runtime.codec import Codec
 from ring_attention_pytorch.runtime.deferred import Deferred
-from ring_attention_pytorch.runtime.interfaces import (
-    Grads,
-    KVBlock,
-    Residuals,
-    ScoreMods,
-    Tiles,
-    grad_of_sinks,
-)
+from ring_attention_pytorch.runtime.interfaces import Grads, Residuals, grad_of_sinks
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.streams import reset_side_streams
 from ring_attention_pytorch.runtime.torch_func import (
     Function,
+    forward_mode,
     is_first_order,
     keep,
     needs_derivatives,
 )
-from ring_attention_pytorch.second_order import gradient_tangents, tangents
+from ring_attention_pytorch.second_order import (
+    gathered_attention,
+    gathered_gradients,
+    pulled_back,
+    pushed_forward,
+)
 
-Given = tuple[Tensor, Tensor, Tensor, Tensor | None]  # q, k, v, sinks
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, *tuple[Tensor, ...]]  # and more
+# q, k, v, sinks, and parameters of the plan's kernel, if it has some
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, *tuple[Tensor, ...]]
 Result = tuple[Tensor, Tensor]  # out, lse
 Saved = tuple[  # and out, lse, dout, dlse
     Tensor, Tensor, Tensor, Tensor | None, *tuple[Tensor, ...],
     Tensor, Tensor, Tensor, Tensor | None,
 ]  # fmt: skip
 Gradients = tuple[Tensor | Any, ...]  # None where the input was None
-SampleTiles = list[tuple[slice, Tiles]]  # samples with the same mask, and their tiles
-Block = tuple[Any, ScoreMods, KVBlock, SampleTiles]  # a kernel, its terms, keys
 
 
-def forward(plan: RingPlan, *given: *Inputs, into: Result | None = None) -> Result:
+def forward(plan: RingPlan, *inputs: *Inputs, into: Result | None = None) -> Result:
     """Compute (out, lse) of this rank's (q, k, v, sinks), into the tensors `into` if given.
 
     q `[b, n, h, d]`, k `[b, m, h_kv, d]`, v `[b, m, h_kv, d_v]`, sinks `[h]` or None -> out
-    `[b, n, h, d_v]`, lse `[b, h, n]`. If the plan has a codec, k and v are encoded keys, and the
-    codec's parameters follow. Without one, keys and values that all ranks hold can follow.
+    `[b, n, h, d_v]`, lse `[b, h, n]`. Parameters of the plan's kernel, if it has some, follow.
     """
-    q, k, v, sinks, *more = given
-    plan_kernel, shared = _kernel(plan, more, Decoding)
+    q, k, v, sinks, *params = inputs
     reset_side_streams(q.device)
-    calls = plan.with_shared.calls[False] if shared else plan.calls(back=False)
-    result = OutputAccumulator(q, plan.values(v), calls if sinks is None else None, into)
+    kernel = plan.kernel.begin(params)
+    calls = plan.calls(back=False) if sinks is None else None
+    result = OutputAccumulator(q, plan.d_v, calls, into)
     with torch.autocast(q.device.type, enabled=False):
-        stream = plan.transport.stream(plan.keys(k, v))
-        for kernel, terms, keys, by_samples in _blocks(plan, plan_kernel, stream, shared):
-            for samples, tiles in by_samples:
+        for keys in plan.transport.stream(plan.keys(k, v)):
+            for samples, tiles in plan.tiles(keys.segments):
                 kv, so_far = keys.samples(samples), result.samples(samples)
-                kernel.forward(q[samples], kv, tiles, terms, so_far)
+                kernel.forward(q[samples], kv, tiles, plan.terms, so_far)
     if sinks is not None:
         result.add_sinks(sinks)
     return result.finalize()
 
 
-def backward(plan: RingPlan, *given: *Saved, into: Gradients | None = None) -> Gradients:
+def backward(plan: RingPlan, *saved: *Saved, into: Gradients | None = None) -> Gradients:
     """Compute (dq, dk, dv, dsinks) of this rank's (q, k, v, sinks, out, lse, dout, dlse).
 
-    The gradients are written to the tensors `into`, if given. A codec's parameters, or shared keys
-    and values, come after sinks, and so do their gradients, which are of this rank's queries alone.
+    The gradients are written to the tensors `into`, if given. Parameters of the plan's kernel come
+    after sinks, and so do their gradients, which are of this rank's queries alone.
     """
-    q, k, v, sinks, *more, out, lse, dout, dlse = given
-    dq, dk, dv, dsinks, *places = into or (None,) * (4 + len(more))
-    plan_kernel, shared = _kernel(plan, more, Decoding.with_sums)
+    q, k, v, sinks, *params, out, lse, dout, dlse = saved
+    dq, dk, dv, dsinks = into or (None,) * 4
     reset_side_streams(q.device)
-    calls, deferred = plan.calls(back=True), Deferred()
-    q_calls = plan.with_shared.calls[True] if shared else calls
+    kernel, calls, deferred = plan.kernel.begin(params), plan.calls(back=True), Deferred()
     kv_calls = calls if plan.alone else None
     own = Grads(
-        GradAccumulator(q, q_calls, place=dq, deferred=deferred),
+        GradAccumulator(q, calls, place=dq, deferred=deferred),
         GradAccumulator(k, kv_calls, place=dk),
         GradAccumulator(v, kv_calls, place=dv),
     )
-    shared_grads = [GradAccumulator(t, place=place) for t, place in zip(shared, places)]
     with torch.autocast(q.device.type, enabled=False):
-        saved = Residuals(q, out, lse, dout, dlse)
-        stream = plan.transport.stream_back(plan.keys(k, v), own[1:], deferred)
-        blocks = _blocks_back(plan, plan_kernel, stream, shared, shared_grads, deferred)
-        for (kernel, terms, keys, by_samples), kv_grads in blocks:
-            for samples, tiles in by_samples:
-                rows, kv = saved.samples(samples), keys.samples(samples)
-                grads = Grads(own.dq, *kv_grads).samples(samples)
-                kernel.backward(rows, kv, tiles, terms, grads)
+        residuals = Residuals(q, out, lse, dout, dlse)
+        for keys, (dk, dv) in plan.transport.stream_back(plan.keys(k, v), own[1:], deferred):
+            for samples, tiles in plan.tiles(keys.segments):
+                rows, kv = residuals.samples(samples), keys.samples(samples)
+                grads = Grads(own.dq, dk, dv).samples(samples)
+                kernel.backward(rows, kv, tiles, plan.terms, grads)
         deferred.do()
-        dsinks = None if sinks is None else grad_of_sinks(sinks, saved, dsinks)
-    dq, dk, dv, *more_grads = (total.finalize() for total in (*own, *shared_grads))
-    if plan.codec is not None:
-        more_grads = plan_kernel.grads()
-    return dq, dk, dv, dsinks, *more_grads
-
-
-def _kernel(
-    plan: RingPlan, more: Sequence[Tensor], decoding: Callable[..., Decoding]
-) -> tuple[Any, Sequence[Tensor]]:
-    """Return the kernel of keys that travel, and the shared keys and values, if any.
-
-    `more` is shared keys and values, or a codec's parameters, which `decoding` takes.
-    """
-    if plan.codec is None:
-        return plan.kernel, more
-    return decoding(plan.kernel, plan.codec, more), ()
-
-
-def _blocks(
-    plan: RingPlan, kernel: Any, stream: Iterable[KVBlock], shared: Sequence[Tensor]
-) -> Iterator[Block]:
-    """Yield all blocks to compute on. Shared keys follow this rank's own in memory, or come last.
-
-    In one call with own keys they cost no more than their scores. In a call for them alone queries
-    are read once more, and a result is merged.
-    """
-    for keys in stream:
-        joined = plan.with_shared.joined.get(keys.segments) if shared else None
-        if joined is None:
-            yield kernel, plan.terms, keys, plan.tiles(keys.segments)
-        else:
-            yield kernel, plan.terms, keys.followed_by(*shared), joined
-            shared = ()
-    if shared:
-        yield _shared_block(plan.shared, shared)
-
-
-def _blocks_back(
-    plan: RingPlan,
-    kernel: Any,
-    stream: Iterable[tuple[KVBlock, Sequence[GradAccumulator]]],
-    shared: Sequence[Tensor],
-    shared_grads: Sequence[GradAccumulator],
-    deferred: Deferred,
-) -> Iterator[tuple[Block, Sequence[GradAccumulator]]]:
-    """Yield the blocks of `_blocks`, each with accumulators of its dk and dv."""
-    for keys, kv_grads in stream:
-        joined = plan.with_shared.joined.get(keys.segments) if shared else None
-        if joined is None:
-            yield (kernel, plan.terms, keys, plan.tiles(keys.segments)), kv_grads
-            continue
-        both = keys.followed_by(*shared)
-        both_grads = [GradAccumulator(t, 1 if plan.alone else None) for t in both[:2]]
-        yield (kernel, plan.terms, both, joined), both_grads
-        for total, own_part, shared_part in zip(both_grads, kv_grads, shared_grads):
-            total.move_to((own_part, 0), (shared_part, -keys.k.shape[1]))
-        shared = ()
-    if shared:
-        deferred.do()  # their kernel can be another one, which adds to dq at once
-        yield _shared_block(plan.shared, shared), shared_grads
-
-
-def _shared_block(plan: RingPlan | Any, shared: Sequence[Tensor]) -> Block:
-    """Return the block of shared keys and values alone; `plan` is theirs."""
-    keys = plan.keys(*shared)
-    return plan.kernel, plan.terms, keys, plan.tiles(keys.segments)
+        if sinks is not None:
+            dsinks = grad_of_sinks(sinks, residuals, dsinks)
+    return *(total.finalize() for total in own), dsinks, *kernel.grads()
 
 
 def attention(
@@ -225,7 +150,10 @@ class RingAttentionFunction(Function):
 
     @staticmethod
     def forward(plan: RingPlan, *given: *Inputs) -> Result:
-        return plan.run("forward", forward, *given)
+        out, lse = plan.run("forward", forward, *given)
+        if forward_mode():  # tangents must have the strides of results
+            return out.contiguous(), lse.contiguous()
+        return out, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Result) -> None:
@@ -244,16 +172,17 @@ class RingAttentionFunction(Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *along: Tensor | None) -> Result:
-        *given, out, lse = ctx.saved_tensors
-        return tangents(ctx.plan, given, along, (out, lse))
+        *given, _, _ = ctx.saved_tensors
+        tangents = pushed_forward(partial(gathered_attention, ctx.plan), given, along)
+        return tuple(t.contiguous() for t in tangents)
 
 
 class RingGradients(Function):
     """(plan, q, k, v, sinks, ..., out, lse, dout, dlse) -> (dq, dk, dv, dsinks, ...)."""
 
     @staticmethod
-    def forward(plan: RingPlan, *given: *Saved) -> Gradients:
-        return plan.run("backward", backward, *given)
+    def forward(plan: RingPlan, *saved: *Saved) -> Gradients:
+        return plan.run("backward", backward, *saved)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
@@ -261,10 +190,14 @@ class RingGradients(Function):
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> Gradients:
-        saved = ctx.saved_tensors  # once: checkpointing unpacks them once only
-        grads, tout, tlse = gradient_tangents(ctx.plan, saved, along)
-        return None, *grads, None, None, tout, None if saved[7] is None else tlse
+        *given, _, _, dout, dlse = ctx.saved_tensors  # once: checkpointing unpacks them once only
+        gradients = partial(gathered_gradients, ctx.plan)
+        *grads, of_dout, of_dlse = pulled_back(gradients, (*given, dout, dlse), along)
+        return None, *grads, None, None, of_dout, of_dlse
 
     @staticmethod
     def jvp(ctx: Any, _: None, *along: Tensor | None) -> Gradients:
-        return gradient_tangents(ctx.plan, ctx.saved_tensors, along[:4], *along[6:8])[0]
+        *given, _, _, dout, dlse = ctx.saved_tensors
+        *moves, _, _, of_dout, of_dlse = along
+        gradients = partial(gathered_gradients, ctx.plan)
+        return pushed_forward(gradients, (*given, dout, dlse), (*moves, of_dout, of_dlse))

@@ -108,7 +108,7 @@ def _by_triton(q: Tensor, use_triton: bool | None) -> bool:
 def _by_message(ring: Ring, given: Given, d_v: int, whole: int) -> Tensor:
     """Run the fastest kernel, and merge the results of all ranks, in one message from each."""
     q, k, v, key_mask = given
-    result = OutputAccumulator(q, q[..., :1].expand(*q.shape[:3], d_v))
+    result = OutputAccumulator(q, d_v)
     if k is not None and v is not None and 0 not in (k.shape[2], q.shape[1]):
         by_token = rearrange(k, "b h n d -> b n h d"), rearrange(v, "b h n d -> b n h d")
         keys = KVBlock(*by_token, key_mask, ()).without_unseen()

@@ -1,178 +1,160 @@
-"""Second derivatives and forward mode: tangents of attention, and tangents of its gradients.
+"""Second derivatives and forward mode: gather all keys, and differentiate plain attention.
 
-Attention is (out, lse) = F(q, k, v, sinks). Its gradients for cotangents (dout, dlse) are the
-gradients of the number L = <dout, out> + <dlse, lse>. Their derivative is the Hessian of L, which
-is symmetric: the gradient of <u, gradients> is the tangent of the gradients along u. Therefore
-three kinds of passes over keys give all second derivatives: gradients, tangents of F, and tangents
-of the gradients. The last two kinds send keys with their tangents, and reuse F's out and lse.
+    first derivatives    the loops of attention.py          keys of one block at a time
+    all other ones       gather k and v; softmax(scores) v  all n x N scores of a rank's n queries
+
+PyTorch differentiates the plain form any number of times, whatever kernel the plan has. Its memory
+grows with n x N per head, for n queries here and N keys in all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from einops import einsum, rearrange
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.autograd import forward_ad
 
-from ring_attention_pytorch.kernels import eager_jvp
+from ring_attention_pytorch.comm.exchange import all_gather_along, fill_in
+from ring_attention_pytorch.geometry.segments import count
+from ring_attention_pytorch.kernels.eager import visible_parts
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.accumulate import GradAccumulator
-from ring_attention_pytorch.runtime.interfaces import (
-    Grads,
-    Residuals,
-    grad_of_sinks,
-    sink_weights,
-    tangent_of_delta,
-)
+from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.runtime.torch_func import Function, keep
 
-Some = Sequence[Tensor | Any]  # can be None: sinks, dlse, and tensors without derivative
-Found = tuple[Tensor | Any, ...]
-
-
-class RingTangents(Function):
-    """(plan, q, k, v, sinks, tq, tk, tv, tsinks, out, lse) -> (tout, tlse)."""
-
-    @staticmethod
-    def forward(plan: RingPlan, *given: Tensor | Any) -> tuple[Tensor, Tensor]:
-        q, k, v, sinks, tq, tk, tv, tsinks, out, lse = given
-        if {*plan.kernel.name.split("+")} != {"eager"}:
-            raise NotImplementedError(
-                f"ring attention: kernel={plan.kernel.name!r} has no second derivatives and no "
-                'forward mode; kernel="eager" has both'
-            )
-        tout = torch.zeros_like(out, dtype=accumulation_dtype(out.dtype))
-        tlse = torch.zeros_like(lse)
-        with plan.call("tangents"), torch.autocast(q.device.type, enabled=False):
-            pairs = plan.keys(*_with_tangents((k, v), (tk, tv)))
-            for keys in plan.transport_of_pairs.stream(pairs):
-                for samples, tiles in plan.tiles(keys.segments):
-                    rows = q[samples], tq[samples], lse[samples]
-                    sums = tout[samples], tlse[samples]
-                    eager_jvp.forward(*rows, keys.samples(samples), tiles, plan.terms, sums)
-        if sinks is not None:
-            tlse += sink_weights(sinks, lse) * tsinks.to(lse.dtype).unsqueeze(1)
-        tout -= tlse.transpose(1, 2).unsqueeze(-1) * out
-        return tout.to(out.dtype), tlse
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        keep(ctx, *inputs, *output)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Found:
-        *given, out, lse, tout, tlse = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        at = *given[:4], dout, dlse, out, lse
-        along = *given[4:], torch.zeros_like(out), None, tout.detach(), tlse.detach()
-        return None, *RingGradientTangents.apply(ctx.plan, *at, *along), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *along: Tensor | None) -> Found:
-        raise NotImplementedError(
-            "ring attention has no third derivatives and no forward mode over forward mode; for "
-            "second derivatives take torch.func.jvp of torch.func.grad, or the reverse"
-        )
+Some = Sequence[Tensor | Any]  # None: sinks or dlse that are not there, or no derivative
+Results = tuple[Tensor | Any, ...]
 
 
-class RingGradientTangents(Function):
-    """(plan, q, k, v, sinks, dout, dlse, out, lse, and the tangents of these) -> the tangents of
-    (dq, dk, dv, dsinks), and these gradients themselves."""
+def gathered_attention(
+    plan: RingPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *params: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the plan's (out, lse) in plain PyTorch, from keys gathered of all ranks.
 
-    @staticmethod
-    def forward(plan: RingPlan, *given: Tensor | Any) -> Found:
-        q, k, v, sinks, dout, dlse, out, lse = given[:8]
-        tq, tk, tv, tsinks, tdout, tdlse, tout, tlse = given[8:]
-        saved = Residuals(q, out, lse, dout, dlse)
-        along = Residuals(tq, tout, tlse, tdout, tdlse)
-        both = _with_tangents((q, k, v), (tq, tk, tv))
-        own = Grads(*map(GradAccumulator, both))
-        with plan.call("tangents of gradients"), torch.autocast(q.device.type, enabled=False):
-            stream = plan.transport_of_pairs.stream_back(plan.keys(*both[1:]), own[1:])
-            for keys, of_keys in stream:
-                for samples, tiles in plan.tiles(keys.segments):
-                    rows = saved.samples(samples), along.samples(samples)
-                    kv = keys.samples(samples)
-                    grads = Grads(own.dq, *of_keys).samples(samples)
-                    eager_jvp.backward(*rows, kv, tiles, plan.terms, grads)
-        moved, themselves = [], []
-        for total in own:
-            tangent, grad = total.finalize().chunk(2, dim=-1)
-            # copies, because results that are views of one tensor can't be changed in place
-            moved.append(tangent.clone())
-            themselves.append(grad.clone())
-        tdsinks = dsinks = None
-        if sinks is not None:
-            with torch.autocast(q.device.type, enabled=False):
-                tdsinks = _of_sinks(sinks, tsinks, saved, along)
-                dsinks = grad_of_sinks(sinks, saved)
-        return *moved, tdsinks, *themselves, dsinks
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Found) -> None:
-        """Save nothing: there are no third derivatives."""
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Found:
-        raise NotImplementedError("ring attention can be differentiated twice, not three times")
-
-    jvp = backward
+    Shapes are those of `attention.forward`. All ranks of the plan call this together.
+    """
+    ring, wide = plan.transport.fabric.ring, accumulation_dtype(q.dtype)
+    lengths = [count(segments) for segments in plan.blocks.keys]
+    name = f"ring attention{plan.agreed.of_layer}, gathered"
+    with torch.autocast(q.device.type, enabled=False):
+        own, params = plan.keys(k, v), tuple(t.to(wide) for t in params)
+        k, v = (all_gather_along(1, t.to(wide), lengths, ring, name) for t in own[:2])
+        if plan.codec is not None:
+            k, v = plan.codec.decode((k, v), params)
+        hidden, bias, factor = _mask(plan, q.shape[2], k.shape[2], name)
+        terms, columns = plan.terms, k.shape[1]
+        rows = rearrange(q.to(wide), "b i (g r) d -> b g r i d", g=k.shape[2])
+        scores = einsum(rows, k, "b g r i d, b j g d -> b g r i j") * terms.scale
+        if terms.softclamp is not None:
+            scores = (scores / terms.softclamp).tanh() * terms.softclamp
+        scores = scores if bias is None else scores + bias
+        if sinks is not None:  # a key that every query sees, with value 0
+            of_rows = rearrange(sinks.to(wide), "(g r) -> g r 1 1", g=k.shape[2])
+            scores = torch.cat((scores, of_rows.expand(*scores.shape[:-1], 1)), -1)
+            hidden = torch.nn.functional.pad(hidden, (0, 1), value=False)
+        empty = hidden.all(-1, keepdim=True)  # rows that see no key: finite scores have no NaN
+        scores = scores.masked_fill(hidden, -torch.inf).masked_fill(empty, 0.0)
+        lse = scores.logsumexp(-1, keepdim=True)
+        p = (scores - lse).exp().masked_fill(hidden, 0.0)[..., :columns]
+        p = p if factor is None else p * factor
+        out = rearrange(einsum(p, v, "b g r i j, b j g d -> b i g r d"), "b i g r d -> b i (g r) d")
+        lse = lse.masked_fill(empty, -torch.inf)
+        return out.to(q.dtype), rearrange(lse, "b g r i 1 -> b (g r) i")
 
 
-def tangents(plan: RingPlan, given: Some, along: Some, results: Sequence[Tensor]) -> Any:
-    """Compute (tout, tlse), the tangents of `results` for tangents `along` of q, k, v, sinks.
+def gathered_gradients(plan: RingPlan, *given: Tensor | None) -> Results:
+    """Compute the gradients of (q, k, v, sinks, params) from these and (dout, dlse).
+
+    They are as those of `attention.backward`, and can be differentiated any number of times.
+    """
+    *inputs, dout, dlse = given
+    return pulled_back(lambda *t: gathered_attention(plan, *t), inputs, (dout, dlse))
+
+
+def pulled_back(function: Callable[..., Results], inputs: Some, cotangents: Some) -> Results:
+    """Return the gradients of inputs for these cotangents; None counts as 0, of an input as none.
+
+    >>> x = torch.tensor(3.0)
+    >>> pulled_back(lambda x, _: (x * x, None), (x, None), (torch.tensor(1.0), None))
+    (tensor(6.), None)
+    """
+    there: list[bool] = []
+
+    def of_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
+        following = iter(tensors)
+        results = function(*(None if t is None else next(following) for t in inputs))
+        there[:] = [t is not None for t in results]
+        return tuple(t for t in results if t is not None)
+
+    results, pull = torch.func.vjp(of_tensors, *(t for t in inputs if t is not None))
+    along = [t for t, is_there in zip(cotangents, there) if is_there]
+    grads = iter(
+        pull(tuple(torch.zeros_like(r) if t is None else t for r, t in zip(results, along)))
+    )
+    return tuple(None if t is None else next(grads) for t in inputs)
+
+
+def pushed_forward(function: Callable[..., Results], inputs: Some, tangents: Some) -> Results:
+    """Return the tangents of results for these of inputs; None counts as 0.
+
+    Pulling back is linear in cotangents, and its own pullback is this: no forward mode within
+    forward mode.
 
     Raises:
-        NotImplementedError: keys are encoded, or the kernel has no tangents.
+        NotImplementedError: forward mode over forward mode, in which PyTorch's Functions lose the
+            outer tangents.
+
+    >>> x = torch.tensor(3.0)
+    >>> pushed_forward(lambda x, _: (x * x, None), (x, None), (torch.tensor(1.0), None))
+    (tensor(6.), None)
     """
-    if plan.codec is not None:
+    levels = [each.key() for each in retrieve_all_functorch_interpreters()]
+    if levels.count(TransformType.Jvp) > 1:
         raise NotImplementedError(
-            "ring attention: encoded keys have no second derivatives and no forward mode; expand "
-            'them and call ring_attn with kernel="eager"'
+            "ring attention has no forward mode over forward mode; take torch.func.jvp of "
+            "torch.func.grad, or the reverse"
         )
-    out, lse = (t.detach() for t in results)
-    return RingTangents.apply(plan, *given, *_filled(along, given), out, lse)
+    primals = [None if t is None else forward_ad.unpack_dual(t).primal for t in inputs]
+    with torch.no_grad():
+        zeros = [None if t is None else torch.zeros_like(t) for t in function(*primals)]
+    return pulled_back(lambda *along: pulled_back(function, primals, along), zeros, tangents)
 
 
-def gradient_tangents(
-    plan: RingPlan,
-    saved: Some,
-    along: Some,
-    tdout: Tensor | None = None,
-    tdlse: Tensor | None = None,
-) -> tuple[Found, Tensor, Tensor]:
-    """Compute the tangents of gradients, out and lse, for tangents `along` of q, k, v and sinks.
+def _mask(
+    plan: RingPlan, heads: int, key_heads: int, name: str
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return which scores are hidden, their bias, and dropout's factor of probabilities.
 
-    `saved` is (q, k, v, sinks, out, lse, dout, dlse); tdout and tdlse are tangents of cotangents.
+    Each is `[b, g, r, n, N]`, with g key heads of r query heads; None if there is none.
     """
-    *given, out, lse, dout, dlse = saved
-    along = _filled(along, given)
-    tout, tlse = tangents(plan, given, along, (out, lse))
-    (tdout,) = _filled((tdout,), (dout,))
-    moved = RingGradientTangents.apply(
-        plan, *given, dout, dlse, out, lse, *along, tdout, tdlse, tout, tlse
-    )
-    return moved[:4], tout, tlse
-
-
-def _filled(along: Some, given: Some) -> list[Tensor | Any]:
-    """List the tangents `along`, with zeros where a given tensor has none."""
-    filled = []
-    for tangent, t in zip(along, given):
-        if tangent is None and t is not None:
-            tangent = torch.zeros_like(t)
-        filled.append(tangent)
-    return filled
-
-
-def _with_tangents(given: Sequence[Tensor], along: Sequence[Tensor]) -> list[Tensor]:
-    """Concatenate each tensor and its tangent along the head size: `[..., 2 * d]`."""
-    return [torch.cat(pair, dim=-1) for pair in zip(given, along)]
-
-
-def _of_sinks(sinks: Tensor, tsinks: Tensor, saved: Residuals, along: Residuals) -> Tensor:
-    """Compute the tangent of the sinks' gradient, which is -p * delta, `[h]`."""
-    p = sink_weights(sinks, saved.lse)
-    tp = p * (tsinks.to(p.dtype).unsqueeze(1) - along.lse)
-    moved = tp * saved.delta + p * tangent_of_delta(saved, along)
-    return -moved.sum(dim=(0, 2)).to(sinks.dtype)
+    with torch._C._DisableFuncTorch():  # within a transform new tensors would be wrapped
+        ring, terms, device = plan.transport.fabric.ring, plan.terms, plan.device
+        batch, lengths = plan.signature[0], [count(segments) for segments in plan.blocks.keys]
+        rows = count(plan.blocks.queries[plan.place])
+        shape = batch, key_heads, heads // key_heads, rows, sum(lengths)
+        hidden = torch.ones(shape, dtype=torch.bool, device=device)
+        wide = accumulation_dtype(getattr(torch, plan.signature[7].removeprefix("torch.")))
+        bias = None if terms.alibi is None else torch.zeros(shape, dtype=wide, device=device)
+        factor = None if terms.dropout is None else torch.zeros(shape, dtype=wide, device=device)
+        seen = None
+        if plan.key_mask is not None:
+            seen = torch.zeros(sum(lengths), batch, dtype=torch.uint8, device=device)
+            seen.split(lengths)[plan.place].copy_(plan.key_mask.T)
+            fill_in(seen, lengths, ring, name)
+        start = 0
+        for owner, segments in enumerate(plan.blocks.keys):
+            cols = slice(start, start + lengths[owner])
+            like = torch.empty((), dtype=wide, device=device)
+            like = like.expand(batch, lengths[owner], key_heads, 1)
+            block = KVBlock(like, like, None if seen is None else seen[cols].T.bool(), segments)
+            for samples, tiles in plan.tiles(segments):
+                parts = visible_parts(block.samples(samples), tiles, terms, heads)
+                for at, where, *given in parts:
+                    where = slice(start + where.start, start + where.stop)
+                    for total, part in zip((hidden, bias, factor), given):
+                        if total is not None:
+                            total[samples, :, :, at, where] = part
+            start = cols.stop
+        return hidden, bias, factor

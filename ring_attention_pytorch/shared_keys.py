@@ -1,12 +1,10 @@
 """Keys that all ranks hold, beside those that are spread over the ring: `shared_keys`.
 
     ring attention   this rank's queries, everyone's keys  ─┐
-                                                            ├─ one loop, and one softmax
+                                                            ├─ merged by lse: one softmax
     no messages      this rank's queries, shared keys      ─┘
 
-They are one more block of the loops in `attention.py`, which does not travel and has a plan of its
-own: all queries see it, in one kernel call. After an all-to-all of heads, and to be differentiated
-again or in forward mode, there are two calls, whose results are merged by autograd.
+They have a plan of their own, of this process alone: all queries see them.
 
 Each rank gives the same shared keys. Their gradients are sums over ranks, and the same bits on all
 of them: one more exchange in backward, after the ring's.
@@ -18,15 +16,9 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checks_of
-from ring_attention_pytorch.attention import (
-    Given,
-    RingAttentionFunction,
-    attention,
-    backward,
-)
+from ring_attention_pytorch.attention import Inputs, RingAttentionFunction, attention
 from ring_attention_pytorch.comm.exchange import sum_over_ranks
 from ring_attention_pytorch.plan.checks import check_tensors
-from ring_attention_pytorch.plan.placement import check_began_here
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.plan.shared import Shared
 from ring_attention_pytorch.ranks.agreement import agree, reporting
@@ -34,19 +26,13 @@ from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.runtime.merging import merge_attention
 from ring_attention_pytorch.runtime.resolved import resolved
-from ring_attention_pytorch.runtime.torch_func import (
-    Function,
-    differentiable_grads,
-    forward_mode,
-    is_first_order,
-    needs_derivatives,
-)
+from ring_attention_pytorch.runtime.torch_func import Function, is_first_order, needs_derivatives
 
 _CALL = "summing gradients of shared keys"
 
 
 def attend_with_shared(
-    plan: RingPlan, given: Given, shared: Shared | None
+    plan: RingPlan, given: Inputs, shared: Shared | Any
 ) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of (q, k, v, sinks) and keys that all ranks hold.
 
@@ -54,13 +40,16 @@ def attend_with_shared(
         ValueError: the plan was made for other tensors, or ranks that compare values differ.
     """
     check_shared_plan(plan, given[0], shared)
-    shared_kv = [resolved(t) for t in shared or ()]
+    shared_k, shared_v = map(resolved, shared)
     if plan.agreed.always:
-        _compare(plan, *shared_kv)
-    if plan.ulysses is not None or forward_mode():
-        return _apart(plan, *given, *shared_kv)
-    plan.check(*given)
-    return _Joint.apply(plan, *map(resolved, given), *shared_kv)
+        _compare(plan, shared_k, shared_v)
+    of_ring = attention(plan, *given, return_lse=True)
+    if plan.ring.size > 1 and needs_derivatives((shared_k, shared_v)):
+        shared_k, shared_v = _Shared.apply(plan.ring, shared_k, shared_v)
+    # no `attention`: a batch's block would check where the batch's tokens are, and these are none
+    q = resolved(given[0])
+    of_shared = RingAttentionFunction.apply(plan.shared, q, shared_k, shared_v, None)
+    return merge_attention(*of_ring, *of_shared)
 
 
 def check_shared_plan(plan: RingPlan, q: Tensor, shared: Shared | None) -> None:
@@ -80,39 +69,6 @@ def _compare(plan: RingPlan, k: Tensor, v: Tensor) -> None:
         "the values of shared_key_mask": None if mask is None else digest(mask.to(torch.uint8)),
     }
     agree(plan.ring, "ring attention", values)
-
-
-def _apart(plan: Any, *given: Any) -> tuple[Tensor, Tensor]:
-    """Compute the same as two calls, merged by autograd, any number of times differentiable."""
-    q, k, v, sinks, shared_k, shared_v = given
-    of_ring = attention(plan, q, k, v, sinks, return_lse=True)
-    if plan.ring.size > 1 and needs_derivatives((shared_k, shared_v)):
-        shared_k, shared_v = _Shared.apply(plan.ring, shared_k, shared_v)
-    # no `attention`: a batch's block would check where the batch's tokens are, and these are none
-    of_shared = RingAttentionFunction.apply(plan.shared, resolved(q), shared_k, shared_v, None)
-    return merge_attention(*of_ring, *of_shared)
-
-
-class _Joint(RingAttentionFunction):
-    """(plan, q, k, v, sinks, shared k, shared v) -> (out, lse); not in forward mode."""
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        plan, (*given, out, lse) = ctx.plan, ctx.saved_tensors
-        check_began_here(ctx.block)
-        ctx.block = None
-        dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
-        needed = ctx.needs_input_grad[1:]
-        if not is_first_order():
-            # views: a tensor can be given twice, and autograd will add its gradients
-            given = [None if t is None else t.view_as(t) for t in given]
-            dlse = torch.zeros_like(lse) if dlse is None else dlse
-            result = _apart(plan, *given)
-            return None, *differentiable_grads(result, given, needed, (dout, dlse))
-        *of_ring, dk, dv = plan.run("backward", backward, *given, out, lse, dout, dlse)
-        if plan.ring.size > 1 and any(needed[4:]):
-            dk, dv = _total(plan.ring, dk, dv)
-        return None, *of_ring, dk, dv
 
 
 class _Shared(Function):

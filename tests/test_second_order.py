@@ -1,7 +1,6 @@
-"""Second derivatives and forward mode equal those of dense attention; or are refused."""
+"""Second derivatives and forward mode equal those of dense attention, whatever the kernel."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,9 +11,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from ring_attention_pytorch.comm.gather import Gather
-from ring_attention_pytorch.comm.symmetric_memory import PeerGroup
-from ring_attention_pytorch.comm.transports import by_copy_engines
+from ring_attention_pytorch import attention
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.nn.attention import RingAttention
 from ring_attention_pytorch.nn.loss import mean_cross_entropy
@@ -22,7 +19,6 @@ from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.routing import CoordinateDescentRouter, soft_topk
-from ring_attention_pytorch.second_order import RingTangents
 from tests.support import threads
 from tests.support.features import FEATURES, LAYOUTS, together
 from tests.support.ranks import Pool
@@ -31,7 +27,6 @@ from tests.support.sampling import grid
 from tests.support.second_order import Second, shared_level
 
 NAMES = list(FEATURES)
-REFUSED = r"kernel='sdpa' has no second derivatives .* kernel=\"eager\" has both"
 MANY = ("causal", "softclamp", "key mask", "sinks", "d_v != d")
 
 
@@ -67,26 +62,8 @@ def test_many_features_in_every_layout(layout, size):
         ("one key head", 4, dict(ulysses=2, transport="gather")),
     ],
 )
-def test_transports_carry_tangents_beside_keys(name, size, options):
+def test_whatever_transport_carries_keys(name, size, options):
     check(Second(FEATURES[name] | FEATURES["d_v != d"]).errors(size, "zigzag", **options))
-
-
-def test_shared_memory_carries_tangents():
-    made: dict[int, Gather] = {}
-
-    def over(plan: RingPlan) -> Gather:
-        ring, job = plan.ring, plan.chosen.shape
-        pairs = job._replace(d=2 * job.d, d_v=2 * job.d_v)
-        if ring.rank not in made:
-            shared = PeerGroup(
-                threads.ThreadSpace(ring.hub, ring.rank), None, tuple(range(ring.size))
-            )
-            made[ring.rank] = by_copy_engines(ring, plan.blocks, 2, pairs, shared)
-        gather = made[ring.rank]
-        return replace(gather, fabric=replace(gather.fabric, ring=ring))
-
-    with mock.patch.object(RingPlan, "transport_of_pairs", property(over)):
-        check(Second(together(MANY)).errors(3, "zigzag"))
 
 
 def one_case(names: tuple[str, ...], layout: str) -> list[Tensor]:
@@ -271,34 +248,41 @@ def test_a_sink_s_gradient_is_wide_under_autocast(kernel):
 def test_first_gradients_take_no_further_pass():
     """Nothing of the second order runs, or is kept, where nobody asks for it."""
     q = drawn(1, 4, 1, 4)
-    with mock.patch.object(RingTangents, "forward", side_effect=AssertionError):
+    with mock.patch.object(attention, "gathered_attention", side_effect=AssertionError):
         for kernel in ("eager", "sdpa"):
             (once,) = torch.autograd.grad(ring_attn(q, q, q, kernel=kernel).sum(), q)
             assert once.grad_fn is None
 
 
-# --- refused ---
-
-
-def test_other_kernels_say_which_one_has_second_derivatives():
-    q = drawn(1, 4, 1, 4)
-    (first,) = torch.autograd.grad(
-        ring_attn(q, q, q, kernel="sdpa").square().sum(), q, create_graph=True
-    )
-    with pytest.raises(NotImplementedError, match=REFUSED):
-        first.sum().backward()
-    with pytest.raises(NotImplementedError, match=REFUSED):
-        jvp(lambda q: ring_attn(q, q, q, kernel="sdpa"), (q,), (q,))
-
-
-@pytest.mark.parametrize("needed", [True, False])
-def test_a_penalty_never_loses_its_second_order(needed):
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_every_kernel_has_second_derivatives(kernel):
     """Also for a cotangent that needs no gradient."""
-    q, dout = drawn(1, 4, 1, 4), torch.randn(1, 4, 1, 4, requires_grad=needed).double()
-    (first,) = torch.autograd.grad(ring_attn(q, q, q), q, dout, create_graph=True)
-    assert first.requires_grad
-    with pytest.raises(NotImplementedError, match="no second derivatives"):
-        first.sum().backward()
+    q, along = drawn(1, 7, 2, 4), drawn(1, 7, 2, 4).detach()
+    found = []
+    for attend in (dense_causal, lambda *t: ring_attn(*t, kernel=kernel, causal=True)):
+        given = q.detach().clone().requires_grad_()
+        (first,) = torch.autograd.grad(attend(given, given, given), given, along, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), given)
+        found.append([second, jvp(lambda q, of=attend: of(q, q, q), (q.detach(),), (along,))[1]])
+    assert all(relative_error(got, want) < 1e-12 for want, got in zip(*found))
+
+
+def test_third_derivatives():
+    q = drawn(1, 4, 1, 4).detach()
+    found = []
+    for attend in (dense_causal, lambda *t: ring_attn(*t, causal=True)):
+        loss = lambda q, of=attend: of(q, q, q).sin().sum()  # noqa: E731
+        second = lambda q, of=loss: grad(lambda q: grad(of)(q).square().sum())(q)  # noqa: E731
+        given = q.clone().requires_grad_()
+        (first,) = torch.autograd.grad(loss(given), given, create_graph=True)
+        (again,) = torch.autograd.grad(first.square().sum(), given, create_graph=True)
+        found.append([torch.autograd.grad(again.square().sum(), given)[0]])
+        found[-1].append(jvp(second, (q,), (q,))[1])
+    errors = [relative_error(got, want) for want, got in zip(*found)]
+    assert max(errors) < 1e-11, errors
+
+
+# --- refused ---
 
 
 def test_soft_topk_and_routing_have_first_gradients_only():
@@ -310,19 +294,13 @@ def test_soft_topk_and_routing_have_first_gradients_only():
         penalised(router(x, num_tokens=3).scores.sin().sum(), [x])
 
 
-def test_third_derivatives_are_refused():
-    q = drawn(1, 4, 1, 4)
-    loss = lambda q: ring_attn(q, q, q, kernel="eager").square().sum()  # noqa: E731
-    (first,) = torch.autograd.grad(loss(q), q, create_graph=True)
-    (second,) = torch.autograd.grad(first.square().sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="not three times"):
-        second.sum().backward()
-    with pytest.raises(NotImplementedError, match="no third derivatives"):
-        jvp(grad(lambda q: grad(loss)(q).square().sum()), (q,), (q,))
-    with pytest.raises(NotImplementedError, match="forward mode over forward mode"):
-        jvp(lambda t: jvp(loss, (q,), (t,))[1], (q,), (q,))
+def test_forward_mode_over_forward_mode_and_vmap_are_refused():
+    q, loss = drawn(1, 4, 1, 4).detach(), lambda q: ring_attn(q, q, q).square().sum()
+    for inner in (loss, lambda q: grad(loss)(q).sum()):
+        with pytest.raises(NotImplementedError, match="forward mode over forward mode"):
+            jvp(lambda t, of=inner: jvp(of, (t,), (q,))[1], (q,), (q,))
     with pytest.raises(RuntimeError, match="vmap"):
-        vmap(loss)(q[None])
+        vmap(lambda q: ring_attn(q, q, q).square().sum())(drawn(1, 1, 4, 1, 4))
 
 
 @pytest.mark.parametrize("by_module", [False, True])

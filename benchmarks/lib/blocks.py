@@ -85,7 +85,7 @@ class Block:
         calls = None if more else 1
 
         def result() -> OutputAccumulator:
-            return OutputAccumulator(self.q, self.v, calls=calls)
+            return OutputAccumulator(self.q, self.v.shape[-1], calls=calls)
 
         def grads() -> Grads:
             return Grads(*(GradAccumulator(t, calls=calls) for t in (self.q, self.k, self.v)))

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ring_attention_pytorch.ranks.ring import Exchange, Messages, Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
+from ring_attention_pytorch.runtime.torch_func import Function
 from ring_attention_pytorch.schedule.passing import (
     merged_pieces,
     merging_machines,
@@ -136,45 +136,65 @@ class _AllToAll(Function):
     """(ring, shapes, pieces for every rank) -> pieces from every rank."""
 
     @staticmethod
-    def forward(ctx: Any, ring: Ring, shapes: list[Shape], *pieces: Tensor) -> tuple[Tensor, ...]:
-        ctx.ring = ring
-        ctx.shapes = [tuple(piece.shape) for piece in pieces]
+    def forward(ring: Ring, shapes: list[Shape], *pieces: Tensor) -> tuple[Tensor, ...]:
         return tuple(_swap(ring, shapes, pieces, _CALL))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.ring, ctx.there, *pieces = inputs
+        ctx.shapes = [tuple(piece.shape) for piece in pieces]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *_AllToAll.apply(ctx.ring, ctx.shapes, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *along: Tensor) -> tuple[Tensor, ...]:
+        return _AllToAll.apply(ctx.ring, ctx.there, *along)
 
 
 class _AllGather(Function):
     """(x, ring, shapes, call) -> every rank's x, in the order of ranks."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, ring: Ring, shapes: list[Shape], call: str
-    ) -> tuple[Tensor, ...]:
-        ctx.ring, ctx.call = ring, call
+    def forward(x: Tensor, ring: Ring, shapes: list[Shape], call: str) -> tuple[Tensor, ...]:
         parts = _rooms(x.contiguous(), ring, shapes)
         _gather(parts, ring, call)
         return tuple(parts)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, *ctx.how = inputs
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _SumOnOwners.apply(ctx.ring, ctx.call, *grads), None, None, None
+        ring, _, call = ctx.how
+        return _SumOnOwners.apply(ring, call, *grads), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, along: Tensor, *_: None) -> tuple[Tensor, ...]:
+        return _AllGather.apply(along, *ctx.how)
 
 
 class _SumOnOwners(Function):
     """(ring, call, pieces for every rank) -> the sum of all ranks' pieces for this one."""
 
     @staticmethod
-    def forward(ctx: Any, ring: Ring, call: str, *pieces: Tensor) -> Tensor:
-        ctx.ring, ctx.call = ring, call
-        ctx.shapes = [tuple(piece.shape) for piece in pieces]
+    def forward(ring: Ring, call: str, *pieces: Tensor) -> Tensor:
         return _sum_on_owners(pieces, ring, call)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.ring, ctx.call, *pieces = inputs
+        ctx.shapes = [tuple(piece.shape) for piece in pieces]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *_AllGather.apply(grad, ctx.ring, ctx.shapes, ctx.call)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *along: Tensor) -> Tensor:
+        return _SumOnOwners.apply(ctx.ring, ctx.call, *along)
 
 
 def sum_parts(parts: Sequence[Tensor]) -> Tensor:

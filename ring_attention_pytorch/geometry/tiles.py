@@ -77,21 +77,6 @@ def tiles(queries: Segments, keys: Segments, mask: Mask) -> tuple[Tile, ...]:
     return mask.once(_tiles, queries, keys)
 
 
-def with_shared(visible: Sequence[Tile], rows: int, cols: int, more: int) -> list[Tile]:
-    """Return the tiles of a block with `more` columns added at its end, which all rows see.
-
-    >>> whole = Tile(slice(0, 4), slice(0, 6), None, None)
-    >>> with_shared([whole], 4, 6, 2)
-    [Tile(rows=slice(0, 4, None), cols=slice(0, 8, None), left=None, right=None)]
-    >>> len(with_shared([whole._replace(right=2)], 4, 6, 2))
-    2
-    """
-    every_pair = Tile(slice(0, rows), slice(0, cols), *_FULL)
-    if [*visible] == [every_pair]:
-        return [every_pair._replace(cols=slice(0, cols + more))]
-    return [*visible, every_pair._replace(cols=slice(cols, cols + more))]
-
-
 @lru_cache(maxsize=65536)
 def _tiles(mask: Mask, queries: Segments, keys: Segments) -> tuple[Tile, ...]:
     by_document: dict[int, list[Tile]] = {}

@@ -182,7 +182,7 @@ class CachedKeys(NamedTuple):
         return torch.cat(outs), torch.cat(lses)
 
     def _of_samples(self, q: Tensor, k: Tensor, v: Tensor) -> Found:
-        result = OutputAccumulator(q, v, calls=1)
+        result = OutputAccumulator(q, v.shape[-1], calls=1)
         if q.shape[1] and k.shape[1]:
             everything = Tile(slice(0, q.shape[1]), slice(0, k.shape[1]), None, None)
             block = KVBlock(k, v, None, ())
@@ -228,7 +228,7 @@ def prefill(
     """
     q, k, v = qkv
     k, v = cache.rounded(k), cache.rounded(v)
-    result, all_rows = OutputAccumulator(q, v), slice(0, q.shape[1])
+    result, all_rows = OutputAccumulator(q, v.shape[-1]), slice(0, q.shape[1])
     with cache.ring.call("attention of a chunk to a cache", plan.number):
         sent = _sent(q, cache, layer, chunk)
         gathered = chunk.gather(

@@ -113,7 +113,7 @@ def _opened(form: Form, room: Tensor) -> Found:
 def _merge(parts: Sequence[Found]) -> Found:
     """Merge results for the same queries by LSE, in their order."""
     out = parts[0][0]
-    result = OutputAccumulator(out, out)
+    result = OutputAccumulator(out, out.shape[-1])
     for part in parts:
         result.add(slice(0, out.shape[1]), *part)
     return result.finalize()

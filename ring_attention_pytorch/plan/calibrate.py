@@ -190,7 +190,7 @@ def _speeds(kernel: SelectedKernel, shape: KVShape, like: Tensor) -> Seconds:
     tiles = [Tile(slice(0, n), slice(0, n), None, None)]
 
     def forward() -> OutputAccumulator:
-        result = OutputAccumulator(q, v)
+        result = OutputAccumulator(q, v.shape[-1])
         kernel.forward(q, keys, tiles, terms, result)
         return result
 

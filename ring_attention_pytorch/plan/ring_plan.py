@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ring_attention_pytorch.arguments import checked, known_device
-from ring_attention_pytorch.comm.transports import make_transport, owners_at_once
 from ring_attention_pytorch.comm.ulysses import Ulysses
 from ring_attention_pytorch.geometry.documents import BatchDocuments
 from ring_attention_pytorch.geometry.layouts import Layout
@@ -32,10 +31,9 @@ from ring_attention_pytorch.plan.prepare import (
     swap_heads,
 )
 from ring_attention_pytorch.plan.proposal import Proposal
-from ring_attention_pytorch.plan.shared import WithShared
 from ring_attention_pytorch.ranks.agreement import agree, in_the_same_call, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring
-from ring_attention_pytorch.runtime.codec import Codec, values_like
+from ring_attention_pytorch.runtime.codec import Codec
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.graphs import graphs_refusal, has_graphs, with_graphs
 from ring_attention_pytorch.runtime.handles import check_layer, handle_of_layer, new_handle
@@ -85,7 +83,6 @@ class RingPlan:
     own_mask: OwnMask  # as it was given, before any all-to-all
     agreed: Agreed = field(default=Agreed(), compare=False)
     shared: "RingPlan | None" = field(default=None, compare=False, repr=False)  # of keys on all
-    codec: Codec | None = None  # by which keys are encoded while they travel
     handle: int = field(init=False, compare=False, repr=False)  # its number in traced graphs
     replay: Replay = field(init=False, compare=False, repr=False)  # how its calls can be replayed
     recordings: Recordings | None = field(init=False, compare=False, repr=False)
@@ -95,7 +92,6 @@ class RingPlan:
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", new_handle(self))
         taped = self.kernel.traits.taped and self.terms.mask_mod is None
-        taped = taped and (self.shared is None or self.shared.kernel.traits.taped)
         replay = self.transport.fabric.replay.both(
             Replay(self.expected.device.type == "cuda" and self.codec is None, taped)
         )
@@ -183,10 +179,9 @@ class RingPlan:
             ring=ring,
             query_segments=segments[0],
             layout=options.layout,
-            codec=mine.codec,
             expected=Expected(signature, options.sinks is not None, q.device),
             seen=Seen(visible, samples, packing, options.placed, within_reach),
-            kernel=kernel,
+            kernel=kernel._replace(codec=mine.codec),
             transport=transport,
             chosen=chosen,
             agreed=Agreed(ring.steps.notes, always=options.check is not None),
@@ -322,10 +317,6 @@ class RingPlan:
             return keys
         return keys.without_unseen(self.seen.reached)
 
-    def values(self, v: Tensor) -> Tensor:
-        """Return v, or, if it is encoded, values of the head size that kernels get."""
-        return v if self.codec is None else values_like(self.codec, v)
-
     def tiles(self, keys: Segments) -> list[tuple[slice, Tiles]]:
         """List samples with the same mask, and the tiles of own queries and these keys."""
         known = self._shared.tiles
@@ -348,10 +339,15 @@ class RingPlan:
             known[back] = sum(bool(self.tiles(keys)[0][1]) for keys in blocks)
         return known[back]
 
-    @cached_property
-    def with_shared(self) -> WithShared:
-        """How keys that all ranks hold are computed; the same in all calls that have them."""
-        return WithShared.of(self)
+    @property
+    def codec(self) -> Codec | None:
+        """The codec by which keys are encoded while they travel; None if they are not."""
+        return self.kernel.codec
+
+    @property
+    def d_v(self) -> int:
+        """The head size of values, decoded ones if there is a codec."""
+        return self.signature[6]
 
     @property
     def signature(self) -> Signature:
@@ -387,16 +383,6 @@ class RingPlan:
     def schedule(self) -> Schedule:
         """The programs of all ranks in a call, forward and backward."""
         return self.transport.schedule
-
-    @cached_property
-    def transport_of_pairs(self) -> Transport:
-        """The transport of keys with their tangents, twice as wide; all ranks make it together."""
-        chosen, ring = self.chosen, self.transport.fabric.ring
-        pairs = chosen.shape._replace(d=2 * chosen.shape.d, d_v=2 * chosen.shape.d_v)
-        at_once = owners_at_once(chosen.memory, self.blocks, pairs)
-        return make_transport(
-            chosen.name, ring, self.blocks, at_once, pairs, self.device, chosen.machine
-        )
 
     @property
     def alone(self) -> bool:

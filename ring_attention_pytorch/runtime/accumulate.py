@@ -183,7 +183,7 @@ class _Accumulator:
 
 
 class OutputAccumulator(_Accumulator):
-    """An accumulator of (out, lse) for queries like q and values like v; empty at first.
+    """An accumulator of (out, lse) for queries like q and values of head size `d_v`; first empty.
 
     `calls` is the number of kernel calls that make up the whole result, None if unknown.
     `place` is the memory for out and lse at the end, if given.
@@ -192,10 +192,10 @@ class OutputAccumulator(_Accumulator):
     _dims = (1, 2)
 
     def __init__(
-        self, q: Tensor, v: Tensor, calls: int | None = None, place: Tensors | None = None
+        self, q: Tensor, d_v: int, calls: int | None = None, place: Tensors | None = None
     ) -> None:
         super().__init__(q, q.dtype, calls, place=place)
-        self._d_v = v.shape[-1]
+        self._d_v = d_v
 
     def alloc(self, rows: slice) -> Tensors:
         """Return memory for out and lse of these rows, for a kernel with output arguments."""
@@ -221,14 +221,14 @@ class OutputAccumulator(_Accumulator):
         if which == slice(None):
             return self
         out, lse = self._update()
-        part = OutputAccumulator(self._like[which], out)
+        part = OutputAccumulator(self._like[which], self._d_v)
         part._wide = out[which], lse[which]
         return part
 
     def add_sinks(self, sinks: Tensor) -> None:
         """Merge a key that every query sees, of score `sinks` [h] and value 0.
 
-        >>> result = OutputAccumulator(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+        >>> result = OutputAccumulator(torch.zeros(1, 1, 1, 2), 2)
         >>> result.add(slice(0, 1), torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))
         >>> result.add_sinks(torch.zeros(1))
         >>> [t.flatten().tolist() for t in result.finalize()]

@@ -2,14 +2,15 @@
 
     transport    moves two tensors of each token, whatever they mean
     attention    the two loops of attention.py, whose keys are encoded, with another kernel:
-    Decoding     decodes a block, calls the plan's kernel on it, and pulls the gradients back
+    Decoding     the plan's kernel: decodes a block, computes on it, and pulls the gradients back
 
 Encoded keys take the places of k and v in a `KVBlock`, and their gradients those of dk and dv. No
 transport, fabric or loop knows of codecs.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -119,27 +120,25 @@ class Joined:
         return t.new_empty((b, n, self.heads, *d) if d else (b, self.heads, h))
 
 
-class Decoding(NamedTuple):
-    """A kernel for encoded keys, in one call.
+class Decoding:
+    """A plan's kernel for encoded keys, in one call, with the codec's parameters.
 
     It decodes a block and calls `kernel` on it: group by group of heads, if all of them would take
-    much memory, each in the memory of the one before. Results of groups are `Joined`. `sums` are
-    the gradients of the parameters so far, in a wide dtype.
+    much memory, each in the memory of the one before. Results of groups are `Joined`.
     """
 
-    kernel: Any  # a `kernels.SelectedKernel`
-    codec: Any  # a `Codec`
-    params: Sequence[Tensor]
-    sums: Tensors = ()
+    def __init__(self, kernel: Any, codec: Codec, params: Sequence[Tensor]) -> None:
+        self.kernel: Any = kernel  # a `kernels.SelectedKernel`
+        self.codec: Codec = codec
+        self.params: Sequence[Tensor] = params
 
-    @classmethod
-    def with_sums(cls, kernel: Any, codec: Codec, params: Sequence[Tensor]) -> "Decoding":
-        """Return one for a backward call, whose sums are zero."""
-        zeros = (torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) for p in params)
-        return cls(kernel, codec, params, tuple(zeros))
+    @cached_property
+    def sums(self) -> Tensors:
+        """The gradients of the parameters so far, in a wide dtype."""
+        return tuple(torch.zeros_like(p, dtype=accumulation_dtype(p.dtype)) for p in self.params)
 
     def grads(self) -> Tensors:
-        """Return the gradients of the parameters so far, in their dtypes."""
+        """Return the gradients of the parameters, in their dtypes."""
         return tuple(total.to(p.dtype) for total, p in zip(self.sums, self.params))
 
     def forward(
@@ -158,7 +157,7 @@ class Decoding(NamedTuple):
                 self.kernel.forward(q, kv, tiles, terms, result)
                 return
             some = _of_heads(q, heads)
-            part = OutputAccumulator(some, kv.v, calls=1)
+            part = OutputAccumulator(some, self.codec.d_v, calls=1)
             self.kernel.forward(some, kv, tiles, terms, part)
             joined.take(heads, part.parts())
             del kv, part  # before the next group is decoded

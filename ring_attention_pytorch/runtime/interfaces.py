@@ -70,10 +70,6 @@ class KVBlock(NamedTuple):
         k, v = (torch.where(shown, t, zero) for t in (self.k, self.v))
         return self._replace(k=k, v=v)
 
-    def followed_by(self, k: Tensor, v: Tensor) -> "KVBlock":
-        """Return a block of these keys and values and then others, none of which has a mask."""
-        return self._replace(k=torch.cat((self.k, k), 1), v=torch.cat((self.v, v), 1))
-
     def samples(self, which: slice) -> "KVBlock":
         """Return the block of some samples."""
         if which == slice(None):
@@ -388,9 +384,3 @@ def grad_of_sinks(sinks: Tensor, saved: Residuals, into: Tensor | None = None) -
     """
     total = (sink_weights(sinks, saved.lse) * saved.delta).sum(dim=(0, 2))
     return torch.neg(total.to(sinks.dtype), out=into)
-
-
-def tangent_of_delta(saved: Residuals, along: Residuals) -> Tensor:
-    """Return the tangent [b, h, n] of delta; `along` has the tangents of `saved`."""
-    tangent = sum_of_products(along.dout, saved.out) + sum_of_products(saved.dout, along.out)
-    return tangent if along.dlse is None else tangent - along.dlse

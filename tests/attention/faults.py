@@ -58,8 +58,20 @@ ATTENTION = [
 
 SECOND_ORDER = [
     Mutant(
-        "tangents of other ranks' keys stay at home", "second_order.py:RingTangents.forward",
-        "_with_tangents((k, v), (tk, tv))", "_with_tangents((k, v), (tk.zero_(), tv))",
+        "hidden keys have tangents", "second_order.py:gathered_attention",
+        ".masked_fill(hidden, 0.0)", "",
+    ),
+    Mutant(
+        "scores are not clamped", "second_order.py:gathered_attention",
+        ".tanh() * terms.softclamp", " * terms.softclamp",
+    ),
+    Mutant(
+        "sinks count for nothing", "second_order.py:gathered_attention",
+        "if sinks is not None:", "if False:",
+    ),
+    Mutant(
+        "tangents of gradients lack the cotangents'", "attention.py:RingGradients.jvp",
+        "(*moves, of_dout, of_dlse)", "(*moves, None, None)",
     ),
 ]  # fmt: skip
 

@@ -20,11 +20,9 @@ from ring_attention_pytorch.schedule.relays import crossing
 from tests.support import threads
 from tests.support.cases import Attention, check_in_threads
 from tests.support.diary import Diaries
-from tests.support.features import together
 from tests.support.over_machines import CASES, CAUSAL, SHUFFLED, TWO, UNEVEN, planned
 from tests.support.random_cases import problem
 from tests.support.random_draw import draw
-from tests.support.second_order import Second
 
 
 @contextmanager
@@ -132,25 +130,6 @@ def test_a_message_has_each_key_once_wherever_sums_begin():
         _fill(rooms, at, sums)
         assert torch.equal(rooms[0], slot[:, at])
         assert torch.equal(rooms[1], -slot[:, at])
-
-
-def test_second_derivatives_and_tangents_come_through_memory_too():
-    make = RingPlan.transport_of_pairs.func
-
-    def pairs(plan: RingPlan) -> object:
-        """Keep it with the plan, without a cached property's lock: threads wait in `make`."""
-        if "pairs" not in vars(plan):
-            vars(plan)["pairs"] = make(plan)
-        return vars(plan)["pairs"]
-
-    with (
-        mock.patch.object(transports, "near_by", threads.near_by),
-        mock.patch.object(RingPlan, "transport_of_pairs", property(pairs)),
-    ):
-        found = Second(together(("causal", "softclamp", "key mask"))).errors(
-            3, "zigzag", (0, 1, 0), transport="gather"
-        )
-    assert all(error < 1e-12 for error in found.values()), found
 
 
 @pytest.mark.parametrize("seed", [4, 9, 23, 42, 77])

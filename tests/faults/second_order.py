@@ -22,7 +22,7 @@ def battery() -> Iterable[Callable[[], None]]:
     yield heads_for_sequence_hold
     yield lambda: cases.test_ranks_that_differ_in_tangents_all_say_so(by_module=False)
     yield cases.test_a_penalty_on_what_whole_sequences_are_made_into
-    yield cases.test_other_kernels_say_which_one_has_second_derivatives
+    yield lambda: cases.test_every_kernel_has_second_derivatives("sdpa")
 
 
 def bent_scores_hold() -> None:

@@ -87,10 +87,3 @@ SILENT = [
         '{"softclamp", "unusual_scale",', '{"softclamp",',
     ),
 ]  # fmt: skip
-
-SECOND_ORDER = [
-    Mutant(
-        "values stand still", "kernels/eager_jvp.py:forward",
-        "einsum(part.less(part.p), part.tv,", "0 * einsum(part.less(part.p), part.tv,",
-    ),
-]  # fmt: skip

@@ -143,7 +143,10 @@ def _dropped(kernel: str) -> Tensor:
 def _dropped_in_halves() -> float:
     """Keys that come in two calls, by the numbers of their tokens: merged as if in one."""
     q, k, v = (drawn(1, 37, 2, 8, seed=s).float() for s in (1, 2, 3))
-    terms, result = ScoreMods(0.3, None, 64, dropout=Dropout(0.4, 5)), OutputAccumulator(q, v)
+    terms, result = (
+        ScoreMods(0.3, None, 64, dropout=Dropout(0.4, 5)),
+        OutputAccumulator(q, v.shape[-1]),
+    )
     numbers = torch.arange(37, dtype=torch.int32)
     for cols in (slice(0, 20), slice(20, 37)):
         tiles = Tiles([Tile(slice(0, 37), slice(0, cols.stop - cols.start), None, None)])
@@ -345,7 +348,7 @@ def test_steps_of_positions_are_in_the_tiles(found, i):
 def test_without_tiles_nothing_is_launched():
     q, kv = torch.randn(1, 3, 2, 8), torch.randn(1, 5, 1, 8)
     result, grads = (
-        OutputAccumulator(q, kv),
+        OutputAccumulator(q, kv.shape[-1]),
         Grads(GradAccumulator(q), GradAccumulator(kv), GradAccumulator(kv)),
     )
     keys, terms = KVBlock(kv, kv, None, ()), ScoreMods(1.0, None, 1)

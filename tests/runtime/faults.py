@@ -17,17 +17,8 @@ ATTENTION = [
         "torch.cat((dk.flatten(), dv.flatten()))",
     ),
     Mutant(
-        "gradients of shared keys are summed twice", "shared_keys.py:_Joint.backward",
-        "_total(plan.ring, dk, dv)", "_total(plan.ring, *_total(plan.ring, dk, dv))",
-    ),
-    Mutant(
-        "shared keys are in two calls", "attention.py:_blocks",
-        "yield kernel, plan.terms, keys.followed_by(*shared), joined shared = ()",
-        "yield kernel, plan.terms, keys.followed_by(*shared), joined",
-    ),
-    Mutant(
-        "shared keys' dq is added before the ring's is there", "attention.py:_blocks_back",
-        "deferred.do()", "pass",
+        "gradients of shared keys are summed twice", "shared_keys.py:_Shared.backward",
+        "summed(ctx.ring, dk, dv)", "summed(ctx.ring, *summed(ctx.ring, dk, dv))",
     ),
     Mutant(
         "shared tokens' gradients count on each rank", "nn/shared_tokens.py:shared_options",

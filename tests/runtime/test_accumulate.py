@@ -59,7 +59,7 @@ def parts_merge(plan, dtype: torch.dtype, where: str, late: Late) -> None:
     """In memory that was given, where parts may have been made, or wherever they are."""
     q, v = torch.empty(2, N, 3, 5, dtype=dtype), torch.empty(2, 1, 1, 4, dtype=dtype)
     place = None if where == "where it is" else place_of(q, 4)
-    result, made = OutputAccumulator(q, v, place=place), parts(plan, dtype)
+    result, made = OutputAccumulator(q, v.shape[-1], place=place), parts(plan, dtype)
     weights, total = torch.zeros(2, 3, N).double(), torch.zeros(2, N, 3, 4).double()
     for (_, asks), (rows, out, lse) in zip(plan, made):
         weight = lse.double().exp()
@@ -153,7 +153,7 @@ def test_a_sum_is_made_where_it_has_to_be(asks):
 def test_a_part_that_is_all_there_is_is_the_result_itself(dtype):
     q = torch.empty(1, N, 2, 4, dtype=dtype)
     out, lse = torch.randn(1, N, 2, 4).to(dtype), torch.randn(1, 2, N)
-    result, total, late = OutputAccumulator(q, q), GradAccumulator(q), Late()
+    result, total, late = OutputAccumulator(q, q.shape[-1]), GradAccumulator(q), Late()
     with late.waits():
         made = late(out), late(lse)
         result.add(WHOLE, *made)
@@ -171,7 +171,7 @@ def made_in_blank_memory(
 ) -> tuple[OutputAccumulator, GradAccumulator, list]:
     """A result and a sum of parts of these tokens, and where each was made."""
     q = torch.empty(2, N, 2, 4, dtype=dtype)
-    result, total, memory = OutputAccumulator(q, q), GradAccumulator(q), []
+    result, total, memory = OutputAccumulator(q, q.shape[-1]), GradAccumulator(q), []
     for number, at in enumerate(tokens, 1):
         out, lse = result.alloc(at)
         part = total.alloc(at)
@@ -261,7 +261,7 @@ def test_a_kernel_that_merges_writes_wide_but_in_its_last_call(calls, placed):
     place = place_of(q, 4) if placed else None
     sum_of = torch.full_like(q, torch.nan) if placed else None
     result, total, want = (
-        OutputAccumulator(q, q, calls, place),
+        OutputAccumulator(q, q.shape[-1], calls, place),
         GradAccumulator(q, calls, place=sum_of),
         torch.zeros(1, N, 2, 4),
     )
@@ -289,7 +289,7 @@ def test_a_kernel_that_merges_writes_wide_but_in_its_last_call(calls, placed):
 
 def test_running_tensors_are_wide_and_the_same_from_then_on():
     q = torch.empty(1, N, 2, 4, dtype=torch.bfloat16)
-    result, total = OutputAccumulator(q, q), GradAccumulator(q)
+    result, total = OutputAccumulator(q, q.shape[-1]), GradAccumulator(q)
     out, lse = result.begin_update()
     assert out.dtype == lse.dtype == total.begin_update().dtype == torch.float32
     assert not out.any()
@@ -358,7 +358,7 @@ def test_lent_parts_are_only_read() -> None:
 def test_some_samples_are_merged_in_the_memory_of_all():
     """And the others stay as they are; sinks are one more key of every query."""
     out, lse = torch.randn(2, 3, N, 2, 4).double(), torch.randn(2, 3, 2, N).double()
-    total = OutputAccumulator(out[0], out[0])
+    total = OutputAccumulator(out[0], out[0].shape[-1])
     assert total.samples(slice(None)) is total
     total.add(WHOLE, out[0].clone(), lse[0].clone())
     total.samples(slice(1, 3)).add(slice(2, N), out[1, 1:, 2:].clone(), lse[1, 1:, :, 2:].clone())
@@ -389,7 +389,7 @@ def test_the_last_call_after_another_kernels_part_has_memory_of_its_own():
     """In 16 bits, so that the parts are read once, and rounded once more."""
     outs, lses = torch.randn(2, 3, N, 2, 4), torch.randn(2, 3, 2, N)
     given = outs.bfloat16()
-    result, total = OutputAccumulator(given[0], given[0], 1), GradAccumulator(given[0], 1)
+    result, total = OutputAccumulator(given[0], given[0].shape[-1], 1), GradAccumulator(given[0], 1)
     result.add(WHOLE, given[0].clone(), lses[0].clone())
     total.add(WHOLE, given[0].clone())
     (before, out, lse), (so_far, summed) = result.update_memory(), total.update_memory()

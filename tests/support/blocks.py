@@ -41,7 +41,7 @@ class Block:
         """Return the kernel's results, with the gradients for the random cotangents."""
         impl, segments = KERNELS[kernel], (Segment(0, 1, self.m),)
         keys = KVBlock(self.k, self.v, self.mask, segments)
-        result = OutputAccumulator(self.q, self.v)
+        result = OutputAccumulator(self.q, self.v.shape[-1])
         impl.forward(self.q, keys, self.tiles, self.terms, result)
         out, lse = result.finalize()
         dlse = self.dlse.masked_fill(lse == -torch.inf, 0.0)

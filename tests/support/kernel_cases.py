@@ -177,7 +177,7 @@ def results(case: KernelCase, data: Data, kernel: str) -> dict[str, Tensor]:
         return KVBlock(k[:, cols], v[:, cols], mask, ())
 
     calls = sum(bool(tiles) for _, tiles in case.cut())
-    result = OutputAccumulator(q, v, calls)
+    result = OutputAccumulator(q, v.shape[-1], calls)
     for cols, tiles in case.cut():
         impl.forward(q, keys(cols), tiles, terms, result)
     rounded, lse = result.finalize()
@@ -241,7 +241,7 @@ def disturbed(case: KernelCase, kernel: str, device: str) -> list[str]:
     )
     lse[:, :, ::3], out[:, ::3] = -torch.inf, 0.0
     result, grads = (
-        OutputAccumulator(q, v),
+        OutputAccumulator(q, v.shape[-1]),
         Grads(GradAccumulator(q), GradAccumulator(k), GradAccumulator(v)),
     )
     result.add(slice(0, case.n), out, lse)
