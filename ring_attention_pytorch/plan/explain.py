@@ -159,7 +159,7 @@ def _of_codec(plan: RingPlan) -> list[str]:
     groups = groups_of_a_call(codec, plan.terms, heads, longest * token)
     size = heads // groups
     return [
-        f"keys travel as {codec}: {_bytes(shape.message_bytes)} a token instead of "
+        f"keys travel as {codec}: {_bytes(shape.token_bytes)} a token instead of "
         f"{_bytes(heads * token)}; a block is decoded here for {_plural(size, 'head')} at once, "
         f"at most {_bytes(size * longest * token)}"
     ]
@@ -208,7 +208,7 @@ def _of_ring(plan: RingPlan) -> list[str]:
         (distance,) = program.blocks[part.block].distances
         owner = (place - distance) % len(plan.blocks.keys)
         keys = program.segments(part, place)
-        weight = _bytes(count(keys) * plan.chosen.shape.message_bytes)
+        weight = _bytes(count(keys) * plan.chosen.shape.token_bytes)
         lines.append(
             f"hop {distance}: keys of place {owner}, {weight}, while the one before computes; "
             f"{_pairs(plan, keys)}"
@@ -229,7 +229,7 @@ def _of_gather(plan: RingPlan) -> list[str]:
             lines.append(f"group {number}: nothing")
             continue
         owners = sorted({chunk.owner for chunk in chunks})
-        weight = _bytes(tokens(chunks) * plan.chosen.shape.message_bytes)
+        weight = _bytes(tokens(chunks) * plan.chosen.shape.token_bytes)
         stages = ", forward in two stages" if len(block.stages) > 1 else ""
         lines.append(
             f"group {number}: {tokens(chunks)} keys of places {owners}, {weight}, while the last "

@@ -182,8 +182,6 @@ def settle_transport(
         kernel = light
     concurrent = overlapping.schedule.own_low_priority or is_small(blocks, shape, near)
     concurrent = concurrent and same_mask and mine.codec is None  # decoded keys are freed after it
-    if overlapping.fabric.name:  # in shared memory they stay as they are
-        shape = shape._replace(in_8_bits=False)
     other = None if one_stream is None else overlapping
     chosen = TransportChoice(name, machine, memory, at_once, shape, other, concurrent, by_kernel)
     return kernel, one_stream or overlapping, chosen
