@@ -35,8 +35,8 @@ def explain_plan(plan: RingPlan, *, picture: str | PathLike[str] | None = None) 
             as predicted, and as measured if calls were inside `observe()`.
 
     Returns:
-        Some lines of text. Times are predicted by a model (docs/scaling.md): from the device's
-        constants, or from measured speeds if the plan was made with calibrate=True.
+        Some lines of text. Times are predicted by a model (docs/scaling.md) from the device's
+        constants.
 
     >>> import torch
     >>> q = torch.randn(1, 6, 2, 4)
@@ -84,10 +84,9 @@ def predicted(plan: RingPlan) -> Prediction:
         host = host_seconds(plan.schedule, plan.replay.tape, machine)
     if (swap := plan.ulysses) is not None:
         host += swap_launch_seconds(swap.by.replay.tape, has_graphs(swap), machine)
-    near = machine.every(degree).under_load()
     relays = plan.transport.fabric.ring.machines if is_relayed(plan) else ()
     return Prediction(
-        predict(plan.schedule, plan.place, shape, near, relays),
+        predict(plan.schedule, plan.place, shape, machine.every(degree), relays),
         swap_seconds(own, all_heads, degree, machine),
         host,
     )
@@ -103,10 +102,8 @@ def _of_host(plan: RingPlan, prediction: Prediction) -> list[str]:
 
 def _prediction(plan: RingPlan, prediction: Prediction) -> str:
     cost = prediction.cost
-    machine = plan.chosen.machine
-    where = "by speeds measured here" if machine.measured else f"on {machine.device}s"
     forward, backward = f"{1e3 * cost.forward:.3g} ms", f"{1e3 * cost.backward:.3g} ms"
-    line = f"predicted {where}: forward {forward}, backward {backward}"
+    line = f"predicted on {plan.chosen.machine.device}s: forward {forward}, backward {backward}"
     if prediction.swaps:
         line += f", heads swapped {1e3 * prediction.swaps:.3g} ms"
     if prediction.gpu:
