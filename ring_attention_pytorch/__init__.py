@@ -15,8 +15,6 @@ from ring_attention_pytorch.latent import (
     mla_attn_with_cache,
     mla_plan,
     mla_ring_attn,
-    rounded_plan,
-    rounded_ring_attn,
     tied_plan,
     tied_ring_attn,
 )
@@ -142,8 +140,6 @@ __all__ = [
     "ring_scan",
     "ring_short_conv",
     "ring_token_logprobs",
-    "rounded_plan",
-    "rounded_ring_attn",
     "select_topk",
     "shard_batch",
     "shard_sequence",

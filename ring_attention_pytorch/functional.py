@@ -97,7 +97,6 @@ def ring_attn(
     ulysses: int | None = None,
     memory: int | None = None,
     bucket_size: int = 1024,
-    calibrate: bool = False,
     check: CheckOption | None = None,
     plan: RingPlan | None = None,
     heads_first: bool = False,
@@ -192,9 +191,6 @@ def ring_attn(
             limit if transport is named; otherwise 8 GiB, and on GPUs at most half of the free
             memory.
         bucket_size: kernels that store scores store those for this many queries at once.
-        calibrate: on GPUs, choose by speeds measured here, instead of constants, when the first
-            plan of a group and a kernel is made; not with transport="ring", nor under
-            torch.use_deterministic_algorithms, because the choice may differ between runs.
         check: "always" makes ranks check in each call that they agree, and reports a rank that is
             out of step: for debugging. None uses the environment's RING_ATTENTION_CHECK.
         plan: a `RingPlan` for tensors like these. It replaces all options except return_lse, sinks,
@@ -236,7 +232,7 @@ def ring_attn(
         "shared_keys": shared_keys, "shared_key_mask": shared_key_mask, "softclamp": softclamp,
         "sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "dropout": dropout,
         "dropout_seed": dropout_seed, "layout": layout, "kernel": kernel, "transport": transport,
-        "ulysses": ulysses, "memory": memory, "bucket_size": bucket_size, "calibrate": calibrate,
+        "ulysses": ulysses, "memory": memory, "bucket_size": bucket_size,
         "check": check,
     }  # fmt: skip
     if plain and shared_keys is None:

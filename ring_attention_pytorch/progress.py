@@ -1,6 +1,5 @@
 """Progress of long work, in lines of the logger "ring_attention_pytorch.progress".
 
-    measuring the links of 4 ranks
     training: 1 of 500 steps, 14 s
     prompt: 262144 of 1048576 tokens, 21 s
 

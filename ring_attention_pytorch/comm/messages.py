@@ -1,7 +1,4 @@
-"""Several tensors in one message: their bytes are consecutive, each start aligned.
-
-Keys can be sent in 8 bits (`Rounded`), if their values are such that this loses nothing.
-"""
+"""Several tensors in one message: their bytes are consecutive, each start aligned."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +11,6 @@ from torch import Tensor
 
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import wire_dtype
-from ring_attention_pytorch.runtime.scaled import SCALED, exponents, restored, scales_of, stored
 
 _ALIGNED = 16  # bytes: required of addresses by tensor memory accelerators and vector loads
 
@@ -58,8 +54,7 @@ class Form:
     @classmethod
     def of_keys(cls, keys: KVBlock, length: int) -> "Form":
         """Return the form of keys like these, with their mask, but of `length` tokens."""
-        form = Form.of(keys[:3], length)
-        return Rounded.of_parts(form.parts) if keys.in_8_bits else form
+        return Form.of(keys[:3], length)
 
     @classmethod
     def of_grads(cls, keys: KVBlock, length: int) -> "Form":
@@ -91,54 +86,4 @@ class Form:
         """Write tensors into a message, rounded to its dtypes; return it."""
         for place, t in zip(self.open(message), tensors):
             place.copy_(t)
-        return message
-
-
-@dataclass(frozen=True)
-class Rounded(Form):
-    """The form of a message whose keys and values are in 8 bits: `parts` are their forms outside.
-
-    They must be such as `scaled.rounded` makes, and are the same after `open`.
-
-    >>> from ring_attention_pytorch.runtime.scaled import rounded
-    >>> keys = rounded(torch.tensor([[0.30, -1.75, 0.02]]))
-    >>> form = Rounded.of_parts((Part((1, 3), torch.float32),))
-    >>> form.nbytes, form.open(form.pack([keys], form.empty(keys.device)))
-    (17, [tensor([[ 0.3125, -1.7500,  0.0195]])])
-    """
-
-    within: Form = field(kw_only=True)  # of rows and exponents
-
-    @classmethod
-    @lru_cache(maxsize=1024)
-    def of_parts(cls, parts: tuple[Part, ...]) -> "Rounded":
-        inside = []
-        for shape, dtype in parts:
-            if dtype.is_floating_point:
-                inside.append(Part(shape, SCALED[0]))
-                inside.append(Part((*shape[:-1], 1), torch.int8))
-            else:  # a mask
-                inside.append(Part(shape, dtype))
-        within = Form.of_parts(tuple(inside))
-        return cls(parts, within.spans, within.nbytes, within=within)
-
-    def open(self, message: Tensor) -> list[Tensor]:
-        """Return the tensors of a message, in memory of their own."""
-        inside, found = iter(self.within.open(message)), []
-        for _, dtype in self.parts:
-            rows = next(inside)
-            if dtype.is_floating_point:
-                rows = restored(rows, scales_of(next(inside))).to(dtype)
-            found.append(rows)
-        return found
-
-    def pack(self, tensors: Sequence[Tensor], message: Tensor) -> Tensor:
-        inside = []
-        for t in tensors:
-            if t.is_floating_point():
-                rows, scales = stored(t, SCALED[0])
-                inside += [rows, exponents(scales)]
-            else:
-                inside.append(t)
-        self.within.pack(inside, message)
         return message

@@ -1,8 +1,7 @@
-"""Codecs of keys and values that travel in fewer bytes: latents, keys that are values, 8 bits.
+"""Codecs of keys and values that travel in fewer bytes: latents, and keys that are values.
 
     LatentKeys   [latent, rotated key]   DeepSeek V2 and V3, Kimi K2: 576 numbers a token, any heads
     TiedKeys     [key]                   keys that are the values, too: half as many
-    RoundedKeys  [key, value]            rounded to 8 bits and a scale for each row: half the bytes
 
 DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.
 """
@@ -31,7 +30,7 @@ class LatentKeys:
     d_rope: int
     d_v: int
 
-    by_heads, in_8_bits = True, False
+    by_heads = True
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -76,14 +75,19 @@ class TiedKeys:
 
     d_v: int
 
-    by_heads, in_8_bits = False, False
+    by_heads = False
 
     @property
     def widths(self) -> tuple[int, int]:
         return self.d_v // 2, self.d_v - self.d_v // 2
 
     def check(self, q: Tensor, encoded: Pair) -> None:
-        _check_heads(q, encoded[0], self.d_v, f"the head size {self.d_v} of keys that are values,")
+        h, g = q.shape[2], encoded[0].shape[2]
+        if q.shape[-1] != self.d_v or not g or h % g:
+            raise ValueError(
+                f"q must have the head size {self.d_v} of keys that are values, and a multiple of "
+                f"their {g} heads, got head size {q.shape[-1]} and {h} heads"
+            )
 
     def decode(self, encoded: Pair, params: Tensors) -> Pair:
         both = torch.cat(encoded, dim=-1)
@@ -97,36 +101,3 @@ class TiedKeys:
         """Return the two halves of keys `[b, m, h_kv, d_v]`."""
         first, second = both.split(self.widths, dim=-1)
         return first, second
-
-
-@dataclass(frozen=True)
-class RoundedKeys:
-    """Keys and values that were rounded to 8 bits and a scale for each token and head."""
-
-    d: int
-    d_v: int
-
-    by_heads, in_8_bits = False, True
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        return self.d, self.d_v
-
-    def check(self, q: Tensor, encoded: Pair) -> None:
-        _check_heads(q, encoded[0], self.d, f"the keys' head size {self.d}")
-
-    def decode(self, encoded: Pair, params: Tensors) -> Pair:
-        return encoded
-
-    def pull_back(self, encoded: Pair, params: Tensors, grads: Pair) -> tuple[Pair, Tensors]:
-        return grads, ()
-
-
-def _check_heads(q: Tensor, keys: Tensor, d: int, size: str) -> None:
-    """Raise ValueError unless q has head size d, called `size`, and a multiple of keys' heads."""
-    h, g = q.shape[2], keys.shape[2]
-    if q.shape[-1] != d or not g or h % g:
-        raise ValueError(
-            f"q must have {size} and a multiple of their {g} heads, got head size {q.shape[-1]} "
-            f"and {h} heads"
-        )

@@ -35,8 +35,8 @@ def explain_plan(plan: RingPlan, *, picture: str | PathLike[str] | None = None) 
             as predicted, and as measured if calls were inside `observe()`.
 
     Returns:
-        Some lines of text. Times are predicted by a model (docs/scaling.md): from the device's
-        constants, or from measured speeds if the plan was made with calibrate=True.
+        Some lines of text. Times are predicted by a model (docs/scaling.md) from the device's
+        constants.
 
     >>> import torch
     >>> q = torch.randn(1, 6, 2, 4)
@@ -84,10 +84,9 @@ def predicted(plan: RingPlan) -> Prediction:
         host = host_seconds(plan.schedule, plan.replay.tape, machine)
     if (swap := plan.ulysses) is not None:
         host += swap_launch_seconds(swap.by.replay.tape, has_graphs(swap), machine)
-    near = machine.every(degree).under_load()
     relays = plan.transport.fabric.ring.machines if is_relayed(plan) else ()
     return Prediction(
-        predict(plan.schedule, plan.place, shape, near, relays),
+        predict(plan.schedule, plan.place, shape, machine.every(degree), relays),
         swap_seconds(own, all_heads, degree, machine),
         host,
     )
@@ -103,10 +102,8 @@ def _of_host(plan: RingPlan, prediction: Prediction) -> list[str]:
 
 def _prediction(plan: RingPlan, prediction: Prediction) -> str:
     cost = prediction.cost
-    machine = plan.chosen.machine
-    where = "by speeds measured here" if machine.measured else f"on {machine.device}s"
     forward, backward = f"{1e3 * cost.forward:.3g} ms", f"{1e3 * cost.backward:.3g} ms"
-    line = f"predicted {where}: forward {forward}, backward {backward}"
+    line = f"predicted on {plan.chosen.machine.device}s: forward {forward}, backward {backward}"
     if prediction.swaps:
         line += f", heads swapped {1e3 * prediction.swaps:.3g} ms"
     if prediction.gpu:
@@ -159,7 +156,7 @@ def _of_codec(plan: RingPlan) -> list[str]:
     groups = groups_of_a_call(codec, plan.terms, heads, longest * token)
     size = heads // groups
     return [
-        f"keys travel as {codec}: {_bytes(shape.message_bytes)} a token instead of "
+        f"keys travel as {codec}: {_bytes(shape.token_bytes)} a token instead of "
         f"{_bytes(heads * token)}; a block is decoded here for {_plural(size, 'head')} at once, "
         f"at most {_bytes(size * longest * token)}"
     ]
@@ -208,7 +205,7 @@ def _of_ring(plan: RingPlan) -> list[str]:
         (distance,) = program.blocks[part.block].distances
         owner = (place - distance) % len(plan.blocks.keys)
         keys = program.segments(part, place)
-        weight = _bytes(count(keys) * plan.chosen.shape.message_bytes)
+        weight = _bytes(count(keys) * plan.chosen.shape.token_bytes)
         lines.append(
             f"hop {distance}: keys of place {owner}, {weight}, while the one before computes; "
             f"{_pairs(plan, keys)}"
@@ -229,7 +226,7 @@ def _of_gather(plan: RingPlan) -> list[str]:
             lines.append(f"group {number}: nothing")
             continue
         owners = sorted({chunk.owner for chunk in chunks})
-        weight = _bytes(tokens(chunks) * plan.chosen.shape.message_bytes)
+        weight = _bytes(tokens(chunks) * plan.chosen.shape.token_bytes)
         stages = ", forward in two stages" if len(block.stages) > 1 else ""
         lines.append(
             f"group {number}: {tokens(chunks)} keys of places {owners}, {weight}, while the last "

@@ -64,7 +64,6 @@ class PlanOptions(TypedDict, total=False):
     ulysses: int | None
     memory: int | None
     bucket_size: int
-    calibrate: bool
     check: CheckOption | None
 
 

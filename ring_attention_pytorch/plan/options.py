@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
-import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import check_least, checked
@@ -177,20 +176,6 @@ def _check_ulysses(o: Any, call: Call) -> None:
     check_ulysses(o.ulysses, call.ring_size, call.q.shape[2])
 
 
-def _check_calibrate(o: "Options", call: Call) -> None:
-    needs = "calibrate=True measures what decides a choice on several GPUs"
-    if not call.q.is_cuda or call.ring_size == 1:
-        ranks = "1 rank" if call.ring_size == 1 else f"{call.ring_size} ranks"
-        raise ValueError(f"{needs}, got {ranks} on {call.q.device.type}; leave it out")
-    if o.transport == "ring":
-        raise ValueError(f"{needs}, and transport='ring' leaves none; leave one of them out")
-    if torch.are_deterministic_algorithms_enabled():
-        raise ValueError(
-            f"{needs}, which may differ between runs, and torch.use_deterministic_algorithms is "
-            "on: sums would go in another order; leave it out"
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of one ring attention; `ring_attn` documents each."""
@@ -234,7 +219,6 @@ class Options:
     ulysses: Annotated[int | None, Row(_check_ulysses, itself)] = None
     memory: Annotated[int | None, Row(_check_transport, itself)] = None
     bucket_size: Annotated[int, Row(_check_bucket_size)] = 1024
-    calibrate: Annotated[bool, Row(_check_calibrate, itself, everywhere=True)] = False
     check: Annotated[str | None, Row(lambda o, call: check_notes(o.check), itself)] = None
 
     @classmethod

@@ -69,8 +69,7 @@ def shape_of(
         heads, grouped = heads // degree, len(key_heads(heads, grouped, degree)[0])
     wide = wire_dtype(q.dtype) != q.dtype
     d_v, encoded = (v.shape[3], 0) if codec is None else (codec.d_v, sum(codec.widths))
-    rounded = codec is not None and codec.in_8_bits
-    return KVShape(b, heads, grouped, d, d_v, q.dtype.itemsize, wide, encoded, rounded)
+    return KVShape(b, heads, grouped, d, d_v, q.dtype.itemsize, wide, encoded)
 
 
 def degrees(machines: Machines, heads: int) -> Iterator[int]:
@@ -105,7 +104,7 @@ def ways(
         if degree > 1:
             queries, keys = _landed(blocks.queries, degree), _landed(blocks.keys, degree)
             work = blocks._replace(queries=queries, keys=keys)
-        token_bytes = degree * (2 * shape.message_bytes + shape.grad_bytes)
+        token_bytes = degree * (2 * shape.token_bytes + shape.grad_bytes)
         swapped = _swapped(blocks, shape, degree)
         direct, relayed = across(work, among)
         hops = degree * crossing(ring(work), among, shape).total
@@ -169,7 +168,7 @@ def transport_over_machines(blocks: Workload, machines: Machines, shape: KVShape
     if not any(machines):
         return None
     tokens = min(across(blocks, machines))
-    gathered = tokens * (2 * shape.message_bytes + shape.grad_bytes)
+    gathered = tokens * (2 * shape.token_bytes + shape.grad_bytes)
     return "gather" if gathered < crossing(ring(blocks), machines, shape).total else None
 
 

@@ -39,14 +39,14 @@ def picture(plan: RingPlan) -> str:
     """Return the drawing of this rank's step, forward and backward."""
     _, forward, backward = plan.schedule
     place, shape = plan.place, plan.chosen.shape
-    near = plan.chosen.machine.every(plan.degree).under_load()
+    machine = plan.chosen.machine
+    near = machine.every(plan.degree)
     directions = {
         "forward": predicted(forward, place, shape, near, back=False),
         "backward": predicted(backward, place, shape, near, back=True),
     }
-    speeds = plan.chosen.machine
-    where = "speeds measured here" if speeds.measured else f"speeds of {speeds.device}s"
-    panels = [Panel(f"{plan.chosen.name}, predicted by {where}", directions)]
+    title = f"{plan.chosen.name}, predicted by speeds of {machine.device}s"
+    panels = [Panel(title, directions)]
     if plan.records:
         title = f"measured in the last observed call, on {plan.device.type}"
         records = sorted(plan.records.items(), reverse=True)  # forward first

@@ -14,7 +14,6 @@ from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.segments import Segments
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.kernels import SelectedKernel
-from ring_attention_pytorch.plan.calibrate import calibrated
 from ring_attention_pytorch.plan.checks import check_lengths, segments_of_two
 from ring_attention_pytorch.plan.masks import check_repeats, gather_positions
 from ring_attention_pytorch.plan.options import Options
@@ -127,7 +126,7 @@ class TransportChoice(NamedTuple):
     """The basis of a plan's choice of kernel and transport, and the alternative transport."""
 
     name: str
-    machine: Hardware  # with measured speeds, if these decided
+    machine: Hardware
     memory: int | None
     at_once: int  # owners whose keys a gather fetches together
     shape: KVShape
@@ -154,8 +153,6 @@ def settle_transport(
         memory = min(note["room"] for note in notes)
     at_once = owners_at_once(memory, blocks, shape)
     machine = _machine_of(mine.kernel, notes, q, ring.machines)
-    if options.calibrate:
-        machine = calibrated(machine, ring, degree, mine.kernel, shape, q)
     if name is None:
         name = transport_over_machines(blocks, ring.machines[::degree], shape)
     if name is None:
@@ -182,8 +179,6 @@ def settle_transport(
         kernel = light
     concurrent = overlapping.schedule.own_low_priority or is_small(blocks, shape, near)
     concurrent = concurrent and same_mask and mine.codec is None  # decoded keys are freed after it
-    if overlapping.fabric.name:  # in shared memory they stay as they are
-        shape = shape._replace(in_8_bits=False)
     other = None if one_stream is None else overlapping
     chosen = TransportChoice(name, machine, memory, at_once, shape, other, concurrent, by_kernel)
     return kernel, one_stream or overlapping, chosen

@@ -311,8 +311,7 @@ class RingPlan:
 
         Keys that no query may see are 0 in it, so that no kernel reads NaN there.
         """
-        rounded = self.codec is not None and self.codec.in_8_bits
-        keys = KVBlock(k, v, self.key_mask, self.blocks.keys[self.place], True, rounded)
+        keys = KVBlock(k, v, self.key_mask, self.blocks.keys[self.place], own=True)
         if self.key_mask is None and self.seen.reached is None:
             return keys
         return keys.without_unseen(self.seen.reached)

@@ -37,8 +37,7 @@ class Codec(Protocol):
 
     Codecs are compared and hashed by value, and ranks compare their texts. `widths` are the two w;
     `d_v` is the head size of decoded values. Parameters have heads first; if `by_heads`, heads can
-    be decoded apart, each from its own part of the parameters. `in_8_bits`: encoded keys have
-    values that 8 bits and a scale for each row hold, and messages send them so.
+    be decoded apart, each from its own part of the parameters.
     """
 
     @property
@@ -49,9 +48,6 @@ class Codec(Protocol):
 
     @property
     def by_heads(self) -> bool: ...
-
-    @property
-    def in_8_bits(self) -> bool: ...
 
     def check(self, q: Tensor, encoded: Pair) -> None:
         """Raise ValueError if the sizes of q or of encoded keys don't fit this codec."""

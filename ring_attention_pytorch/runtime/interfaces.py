@@ -43,17 +43,13 @@ FEATURES = frozenset(
 
 
 class KVBlock(NamedTuple):
-    """Keys and values in memory together, on which a kernel computes; `own`: this rank's keys.
-
-    `in_8_bits`: they are values that 8 bits hold, and messages send them so.
-    """
+    """Keys and values in memory together, on which a kernel computes; `own`: this rank's keys."""
 
     k: Tensor
     v: Tensor
     key_mask: Tensor | None  # bool [b, m], True = may be seen
     segments: Segments
     own: bool = False
-    in_8_bits: bool = False
 
     def without_unseen(self, reached: Tensor | None = None) -> "KVBlock":
         """Return the block with zeros in place of the keys and values that no query may see.

@@ -1,6 +1,6 @@
 """Observing calls: ranges for profilers, and times of the steps of a call.
 
-    with observe():              plan.run ── watched ──► function(a plan whose kernel is ranged)
+    with observe():              plan.run ── watched ──► function(plan)
         loss.backward()              │ Record, of this thread
     plan.statistics()            comm.scheduled_transport ── recorded(call) ──► waits, starts, parts
 
@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -127,6 +126,7 @@ class Record:
         self.shape: KVShape = plan.chosen.shape
         self.device: torch.device = plan.device
         self.place: int = plan.place
+        self.kernel: str = plan.kernel.name
         self.direction: str = direction
         whole = plan.ulysses is None
         self.ranks: Sequence[int] = range(plan.ring.size) if whole else plan.ulysses.ring.places
@@ -166,7 +166,8 @@ class Record:
 
     def begin(self, part: Part) -> None:
         """Begin a part: its kernel calls follow."""
-        name = f"ring attention, hop {part.block}: keys of {_ranks(self.owners(part.block))}"
+        keys = f"keys of {_ranks(self.owners(part.block))}"
+        name = f"ring attention, hop {part.block}: {keys}, kernel {self.kernel}"
         self._open.append(_Range(name, self.device))
         self._open[-1].__enter__()
         self._computing = self._mark()
@@ -233,30 +234,6 @@ def are_timed() -> bool:
     return _thread.record is not None
 
 
-class _WatchedPlan:
-    """A plan whose kernel has ranges."""
-
-    def __init__(self, plan: Any) -> None:
-        name, kernel = plan.kernel.name, plan.kernel
-        self._plan = plan
-        self.kernel = kernel._replace(
-            forward=_ranged(kernel.forward, f"ring attention, kernel {name}", plan.device),
-            backward=_ranged(kernel.backward, f"ring attention, kernel {name}", plan.device),
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._plan, name)
-
-
-def _ranged(function: Callable[..., Any], name: str, device: torch.device) -> Callable[..., Any]:
-    @wraps(function)
-    def call(*args: Any) -> Any:
-        with _Range(name, device):
-            return function(*args)
-
-    return call
-
-
 def watched(
     plan: Any, direction: str, function: Callable[..., Any], given: tuple[Tensor | None, ...]
 ) -> Any:
@@ -268,7 +245,7 @@ def watched(
         if plan.device.type == "cuda" and capturing(plan.device):
             return function(plan, *given)
         with Record(plan, direction) as record:
-            results = function(_WatchedPlan(plan), *given)
+            results = function(plan, *given)
     plan.records[direction] = record
     return results
 

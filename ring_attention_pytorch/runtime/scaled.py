@@ -17,7 +17,6 @@ _MOST = 63  # exponents of scales are within +-63: kernels add two of them
 # float32; 448, the largest number of float8, is 1.75 * 2 ** 8
 _SIGNLESS, _MANTISSA, _BITS, _BIAS = 0x7FFFFFFF, 0x7FFFFF, 23, 127
 _THREE_QUARTERS = 0x600000
-_HALF = 1.875 * 2**15  # the largest of float16 that has 3 bits after the first
 
 
 def stored(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -46,32 +45,6 @@ def restored(rows: Tensor, scales: Tensor) -> Tensor:
     if not scales.shape[-1]:
         return rows
     return rows.view(torch.float8_e4m3fn).to(torch.float32) * scales
-
-
-def rounded(t: Tensor) -> Tensor:
-    """Return rows `[..., d]` rounded to 8 bits and a scale, in their own dtype.
-
-    In float16 numbers above 61440 are rounded down, for 65536 would be infinite.
-
-    >>> rounded(torch.tensor([0.30, -1.75, 0.02]))
-    tensor([ 0.3125, -1.7500,  0.0195])
-    """
-    rows = restored(*stored(t, SCALED[0]))
-    return (rows.clamp(-_HALF, _HALF) if t.dtype == torch.float16 else rows).to(t.dtype)
-
-
-def exponents(scales: Tensor) -> Tensor:
-    """Return the exponents of scales, in a byte each: int8 of the same shape.
-
-    >>> exponents(torch.tensor([0.00390625, 1.0, 8.0])).tolist()
-    [-8, 0, 3]
-    """
-    return ((scales.view(torch.int32) >> _BITS) - _BIAS).to(torch.int8)
-
-
-def scales_of(powers: Tensor) -> Tensor:
-    """Return the float32 scales that have these exponents."""
-    return _power_of_two(powers.to(torch.int32))
 
 
 def as_integers(rows: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 They are constants, by the device's name, so that plans are the same in every run. Other devices
 are given relative to `H200`: H200 GPUs within one NVLink domain. The network is a 400 Gb/s link for
-each GPU, which was not measured. A plan can be asked to measure its own machine instead.
+each GPU, which was not measured.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,6 @@ from typing import NamedTuple
 # bytes and seconds of one NCCL send/recv hop between H200s, both ways at once
 _HOPS = ((0, 1.0e-4), (8 << 20, 1.71e-4), (32 << 20, 5.13e-4), (128 << 20, 9.68e-4),
          (512 << 20, 1.68e-3))  # fmt: skip
-# speed of a kernel under sustained load, as a share of that in a burst: four H100, 8k to 32k tokens
-# each, 0.92 to 0.95 with cuDNN, flash-attn 4 and Triton
-_LASTS = 0.94
-
 _OF_QUERIES = 0.4  # share of a backward call that makes dq: our Triton kernels, two H100
 
 
@@ -35,25 +31,12 @@ class Hardware(NamedTuple):
     domain: int = 8  # GPUs that reach one another by NVLink
     hops: tuple[tuple[int, float], ...] = _HOPS  # bytes and seconds between neighbours
     device: str = "H200"
-    measured: bool = False  # on this process group
     one_call: bool = False  # the kernel computes all tiles of a block in a single call
     keys_first: bool = False  # the kernel makes dk and dv first, and dq later
 
     def every(self, degree: int) -> "Hardware":
         """Return the machine for a ring of every `degree`-th rank: fewer of them in a domain."""
         return self._replace(domain=max(1, self.domain // degree))
-
-    def under_load(self) -> "Hardware":
-        """Return the machine under sustained load; its kernels are measured in short bursts.
-
-        >>> H200.under_load() == H200
-        True
-        >>> H200._replace(measured=True).under_load().forward / H200.forward
-        0.94
-        """
-        if not self.measured:
-            return self
-        return self._replace(forward=_LASTS * self.forward, backward=_LASTS * self.backward)
 
     @property
     def deferred_share(self) -> float:

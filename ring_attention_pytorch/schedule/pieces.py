@@ -67,7 +67,6 @@ class KVShape(NamedTuple):
     itemsize: int
     wide: bool = False  # parts of gradients travel in the accumulator's dtype
     encoded: int = 0  # numbers of one key head and its value, if a codec encodes them
-    in_8_bits: bool = False  # so messages have keys, and a byte for the scale of each row
 
     @property
     def token_bytes(self) -> int:
@@ -79,13 +78,6 @@ class KVShape(NamedTuple):
     def query_bytes(self) -> int:
         """Bytes of one query and its output, over all heads and samples."""
         return self.batch * self.heads * (self.d + self.d_v) * self.itemsize
-
-    @property
-    def message_bytes(self) -> int:
-        """Bytes of one key and its value in a message."""
-        if not self.in_8_bits:
-            return self.token_bytes
-        return self.batch * self.key_heads * (self.d + self.d_v + 2)
 
     @property
     def wide_bytes(self) -> int:

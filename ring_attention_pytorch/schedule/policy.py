@@ -26,7 +26,6 @@ _SMALL, _SMALL_UNDIVIDED = 334, 3340  # bounds of unmasked forward time, in unit
 # operations: on two H100 at 2k tokens the GPU computes 0.55 ms, a call takes 1.2, and Triton's of
 # one call each way 0.78; at 3k both take as long
 _CALLS = 120
-_SLOWEST = 2  # a launch counts as at most this many times that of an H200's host
 # keys that a query sees of its document, on average, where our Triton kernel is faster than
 # flash-attn 4 on H100s, with heads of 128: both are as fast at some 560 where eight query heads
 # read a key head, at some 900 where four do; with a key head for each it was slower on two GPUs
@@ -62,15 +61,14 @@ def is_few(workload: Workload, shape: KVShape, machine: Hardware) -> bool:
 def launches_decide(workload: Workload, shape: KVShape, machine: Hardware) -> bool:
     """True if launches take so long that a kernel with few calls beats one that computes faster.
 
-    All keys are gathered at once. On H100s the bound is 2048 queries per rank, with 32 heads of
-    size 128, over two ranks, causal; 3072 if the host is slow. False without a causal mask, where
+    All keys are gathered at once. With cuDNN on H100s the bound is 3370 queries per rank, with 32
+    heads of size 128, over two ranks, causal; 2390 over four. False without a causal mask, where
     every kernel needs one call, and with documents, for which no kernel needs many.
     """
     masks = workload.visible, *workload.apart
     if not workload.visible.causal or any(mask.documents is not None for mask in masks):
         return False
-    launch = min(machine.launch, _SLOWEST * H200.launch)  # the host may have been busy
-    return _seconds(workload, shape, machine) <= _CALLS * launch
+    return _seconds(workload, shape, machine) <= _CALLS * machine.launch
 
 
 def documents_are_short(workload: Workload, shape: KVShape) -> bool:

@@ -86,7 +86,7 @@ class Transfer(NamedTuple):
     def token_bytes(self, shape: KVShape) -> int:
         """Return the bytes of one key, or of its gradients: a hop has sums, in a wide dtype."""
         if self.kind == KEYS:
-            return shape.message_bytes
+            return shape.token_bytes
         return shape.wide_bytes if self.hop else shape.grad_bytes
 
 

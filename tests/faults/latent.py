@@ -13,11 +13,10 @@ def battery() -> Iterable[Callable[[], None]]:
     """Cases that fail where something is wrong."""
     import torch
 
-    from tests.latent import test_attention, test_decoding, test_rounded
+    from tests.latent import test_attention, test_decoding
 
     torch.set_num_threads(1)
     yield lambda: test_decoding.test_generation_equals_attention_to_expanded_keys(2, True)
-    yield lambda: test_rounded.test_all_ranks_attend_to_the_same_rounded_keys(torch.float64)
     yield lambda: test_attention.test_swapped_heads_and_shared_memory_and_groups_of_heads(
         tied=False, memory="copies"
     )

@@ -91,9 +91,8 @@ def battery() -> Iterator[Case]:
 
 def machines() -> None:
     """By which plans are chosen."""
-    from tests.plan import test_calibrate, test_proposal
+    from tests.plan import test_proposal
 
-    test_calibrate.test_measuring_that_can_t_be_or_decides_nothing_is_refused()
     with pytest.MonkeyPatch.context() as patch:
         test_proposal.plans_go_by_the_slowest_device_and_by_who_shares_a_host(patch)
 

@@ -1,4 +1,4 @@
-"""Attention to encoded keys on a CUDA device: latents, keys that are values, 8 bits; a cache.
+"""Attention to encoded keys on a CUDA device: latents, keys that are values; a cache.
 
 Rings are of threads that share the device. Head sizes are those of DeepSeek V3.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from ring_attention_pytorch import RingCache, mla_attn_with_cache
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.kernels import refusal
-from ring_attention_pytorch.latent import mla_ring_attn, rounded_ring_attn, tied_ring_attn
+from ring_attention_pytorch.latent import mla_ring_attn, tied_ring_attn
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime import codec
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
@@ -30,7 +30,6 @@ LATENTS = "q_nope", "q_rope", "latent", "k_rope", "w_up"
 KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "latents": (mla_ring_attn, LATENTS),
     "tied": (tied_ring_attn, ("q", "kv")),
-    "rounded": (rounded_ring_attn, ("q", "k", "v")),
 }
 CAUSAL: dict[str, Any] = dict(causal=True)
 
@@ -61,8 +60,6 @@ WAYS = [
     Way(dict(CAUSAL, ulysses=2), most=1),
     Way(dict(CAUSAL, transport="ring"), kind="tied"),
     Way(dict(CAUSAL, transport="gather"), kind="tied"),
-    Way(dict(CAUSAL, transport="ring"), kind="rounded"),
-    Way(dict(CAUSAL, transport="gather"), kind="rounded"),
 ]
 
 
@@ -72,8 +69,7 @@ def whole(kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
     shapes: dict[str, tuple[int, ...]] = dict(
         q_nope=(B, N, H, D_NOPE), q_rope=(B, N, H, D_ROPE), latent=(B, N, RANK),
         k_rope=(B, N, D_ROPE), w_up=(H, D_NOPE + D_V, RANK), sinks=(H,), q=(B, N, H, 128),
-        kv=(B, N, 2, 128), k=(B, N, 2, 128), v=(B, N, 2, 128), dout=(B, N, H, 128),
-        dlse=(B, H, N),
+        kv=(B, N, 2, 128), dout=(B, N, H, 128), dlse=(B, H, N),
     )  # fmt: skip
     found = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
     found["w_up"] *= RANK**-0.5

@@ -22,12 +22,6 @@ LATENT = [
         "_of_heads(room, slice(0, heads.stop - heads.start))",
     ),
     Mutant(
-        "a rank attends to its own keys as they are, and others to rounded ones",
-        "latent/rounded.py:_rounded",
-        "keys = _StraightThrough.apply(k), _StraightThrough.apply(v)",
-        "keys = k, v",
-    ),
-    Mutant(
         "groups of heads read the first one's delta",
         "runtime/interfaces.py:Residuals.heads",
         "self.delta[:, which]",

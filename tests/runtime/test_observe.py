@@ -79,9 +79,9 @@ def test_what_is_told_of_a_call_is_what_it_did(pools, transport):
         last = f"rank {before[0]}" if transport == "ring" else f"ranks {before[0]}, {before[1]}"
         home = "go on" if transport == "ring" else "go home"
         for name in (
-            "forward", "backward", "kernel sdpa", f"hop 0: keys of rank {rank}",
+            "forward", "backward", f"hop 0: keys of rank {rank}, kernel sdpa",
             f"hop 1: keys of {last} start", f"hop 1: keys of {last} are waited for",
-            f"hop 1: keys of {last}", f"hop 1: gradients of keys of {last} {home}",
+            f"hop 1: keys of {last}, kernel sdpa", f"hop 1: gradients of keys of {last} {home}",
             f"hop 0: gradients of keys of rank {rank} come home",
         ):  # fmt: skip
             assert f"ring attention, {name}" in observed

@@ -99,6 +99,7 @@ def test_the_choice_is_the_ring_on_a_cpu_and_gather_within_a_domain():
     found = blocks("zigzag", 4, 4 * 8192, Mask(causal=True))
     assert choose_transport(found, JOB, 3, None) == "ring"
     assert choose_transport(found, JOB, 3) == "gather"
+    assert choose_transport(found, JOB, 3, H200._replace(pull=1e9)) == "ring"
     alone = blocks("zigzag", 1, 8192, Mask(causal=True))
     assert choose_transport(alone, JOB, 1) == "ring"
 

@@ -45,15 +45,6 @@ def test_another_kernel_and_back_is_the_machine():
     assert again.backward == pytest.approx(machine.backward)
 
 
-def test_only_what_was_measured_in_bursts_is_slower_under_load():
-    measured = H200._replace(measured=True)
-    assert H200.under_load() == H200
-    assert measured.under_load().forward < measured.forward
-    assert measured.under_load()._replace(forward=1, backward=1) == measured._replace(
-        forward=1, backward=1
-    )
-
-
 def test_ranks_that_are_further_apart_share_a_smaller_domain():
     assert [H200.every(degree).domain for degree in (1, 2, 8, 16)] == [8, 4, 1, 1]
 

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.geometry.layouts import positions
-from ring_attention_pytorch.latent import (
-    mla_plan,
-    mla_ring_attn,
-    rounded_plan,
-    rounded_ring_attn,
-    tied_plan,
-    tied_ring_attn,
-)
+from ring_attention_pytorch.latent import mla_plan, mla_ring_attn, tied_plan, tied_ring_attn
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime import codec
 from tests.support import threads
@@ -61,7 +54,6 @@ class Case:
     length: int = 24
     layout: str = "zigzag"
     tied: bool = False
-    rounded: bool = False
     memory: str | None = None
     machines: tuple[int, ...] = ()
     most: int = codec.MOST_DECODED
@@ -89,19 +81,16 @@ class Case:
         layout = pick.choice(["contiguous", "striped", "zigzag"])
         most = pick.choice([codec.MOST_DECODED, 1, 3000])
         batch, tied = pick.choice([1, 2]), pick.random() < 0.3
-        rounded = not tied and pick.random() < 0.3
-        return cls(size, batch, length, layout, tied, rounded, memory, machines, most, options)
+        return cls(size, batch, length, layout, tied, memory, machines, most, options)
 
     @property
     def names(self) -> tuple[str, ...]:
         latents = ("q_nope", "q_rope", "latent", "k_rope", "w_up")
-        return ("q", "kv") if self.tied else ("q", "k", "v") if self.rounded else latents
+        return ("q", "kv") if self.tied else latents
 
     @property
     def calls(self) -> tuple[Any, Any]:
         """The attention, and what makes its plan."""
-        if self.rounded:
-            return rounded_ring_attn, rounded_plan
         return (tied_ring_attn, tied_plan) if self.tied else (mla_ring_attn, mla_plan)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -112,7 +101,7 @@ class Case:
             q_nope=(b, n, H, D_NOPE), q_rope=(b, n, H, D_ROPE), latent=(b, n, RANK),
             k_rope=(b, n, D_ROPE), w_up=(H, D_NOPE + D_V, RANK), sinks=(H,),
             q=(b, n, H, D), kv=(b, n, G, D), dout=(b, n, H, D if self.tied else D_V),
-            dlse=(b, H, n), k=(b, n, G, D), v=(b, n, G, D_V),
+            dlse=(b, H, n),
         )  # fmt: skip
         found = {
             name: torch.randn(shape, generator=draw, dtype=torch.float64)
@@ -192,22 +181,10 @@ def two_of_three(sample: Tensor, head: Tensor, row: Tensor, col: Tensor) -> Tens
     return (sample + head + row + 2 * col) % 3 > 0
 
 
-def to_8_bits(t: Tensor) -> Tensor:
-    """Rows rounded to three bits after the first, by the largest number of each; in float64."""
-    x = t.detach().float().double()
-    top = x.abs().amax(-1, keepdim=True)
-    scale = 2.0 ** torch.ceil(torch.log2(top / 448))
-    step = 2.0 ** (torch.floor(torch.log2((x / scale).abs())).clamp(min=-6) - 3)
-    return torch.round(x / scale / step) * step * scale  # half goes to even
-
-
 def expanded(given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of all heads, from what is given; differentiable."""
     if "kv" in given:
         return given["q"], given["kv"], given["kv"]
-    if "k" in given:
-        both = given["k"], given["v"]
-        return given["q"], *(t - t.detach() + to_8_bits(t).to(t.dtype) for t in both)
     both = torch.einsum("b m r, h d r -> b m h d", given["latent"], given["w_up"])
     rotated = given["k_rope"].unsqueeze(2).expand(-1, -1, both.shape[2], -1)
     d_nope = given["q_nope"].shape[-1]
