@@ -214,7 +214,7 @@ def attention(
     if needs_derivatives(given):
         out, lse = RingAttentionFunction.apply(plan, *given)
     else:
-        out, lse = plan.run("forward", forward, *given)
+        out, lse = plan.run("forward", forward, *given, back_of=None)
     if swap is None:
         return out, lse
     return swap.to_sequence(out, lse if return_lse else None)
@@ -225,7 +225,7 @@ class RingAttentionFunction(Function):
 
     @staticmethod
     def forward(plan: RingPlan, *given: *Inputs) -> Result:
-        return plan.run("forward", forward, *given)
+        return plan.run("forward", forward, *given, back_of=None)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Result) -> None:
@@ -239,32 +239,36 @@ class RingAttentionFunction(Function):
         ctx.block = None  # nothing in the block will be recomputed any more
         dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
         if is_first_order():
-            return None, *ctx.plan.run("backward", backward, *given, out, lse, dout, dlse)
-        return None, *RingGradients.apply(ctx.plan, *given, out.detach(), lse.detach(), dout, dlse)
+            saved = *given, out, lse, dout, dlse
+            return None, *ctx.plan.run("backward", backward, *saved, back_of=ctx.number)
+        saved = *given, out.detach(), lse.detach(), dout, dlse
+        return None, *RingGradients.apply(ctx.plan, ctx.number, *saved)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *along: Tensor | None) -> Result:
         *given, out, lse = ctx.saved_tensors
-        return tangents(ctx.plan, given, along, (out, lse))
+        return tangents(ctx.plan, ctx.number, given, along, (out, lse))
 
 
 class RingGradients(Function):
-    """(plan, q, k, v, sinks, ..., out, lse, dout, dlse) -> (dq, dk, dv, dsinks, ...)."""
+    """(plan, back_of, q, k, v, sinks, ..., out, lse, dout, dlse) -> (dq, dk, dv, dsinks, ...)."""
 
     @staticmethod
-    def forward(plan: RingPlan, *given: *Saved) -> Gradients:
-        return plan.run("backward", backward, *given)
+    def forward(plan: RingPlan, back_of: int, *given: *Saved) -> Gradients:
+        return plan.run("backward", backward, *given, back_of=back_of)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
-        keep(ctx, *inputs)
+        plan, _, *saved = inputs
+        keep(ctx, plan, *saved)
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> Gradients:
         saved = ctx.saved_tensors  # once: checkpointing unpacks them once only
-        grads, tout, tlse = gradient_tangents(ctx.plan, saved, along)
-        return None, *grads, None, None, tout, None if saved[7] is None else tlse
+        grads, tout, tlse = gradient_tangents(ctx.plan, ctx.number, saved, along)
+        return None, None, *grads, None, None, tout, None if saved[7] is None else tlse
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *along: Tensor | None) -> Gradients:
-        return gradient_tangents(ctx.plan, ctx.saved_tensors, along[:4], *along[6:8])[0]
+    def jvp(ctx: Any, _: None, __: None, *along: Tensor | None) -> Gradients:
+        number, saved = ctx.number, ctx.saved_tensors
+        return gradient_tangents(ctx.plan, number, saved, along[:4], *along[6:8])[0]

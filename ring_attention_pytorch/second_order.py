@@ -31,10 +31,10 @@ Found = tuple[Tensor | Any, ...]
 
 
 class RingTangents(Function):
-    """(plan, q, k, v, sinks, tq, tk, tv, tsinks, out, lse) -> (tout, tlse)."""
+    """(plan, back_of, q, k, v, sinks, tq, tk, tv, tsinks, out, lse) -> (tout, tlse)."""
 
     @staticmethod
-    def forward(plan: RingPlan, *given: Tensor | Any) -> tuple[Tensor, Tensor]:
+    def forward(plan: RingPlan, back_of: int, *given: Tensor | Any) -> tuple[Tensor, Tensor]:
         q, k, v, sinks, tq, tk, tv, tsinks, out, lse = given
         if {*plan.kernel.name.split("+")} != {"eager"}:
             raise NotImplementedError(
@@ -43,7 +43,7 @@ class RingTangents(Function):
             )
         tout = torch.zeros_like(out, dtype=accumulation_dtype(out.dtype))
         tlse = torch.zeros_like(lse)
-        with plan.call("tangents"), torch.autocast(q.device.type, enabled=False):
+        with plan.call("tangents", back_of), torch.autocast(q.device.type, enabled=False):
             pairs = plan.keys(*_with_tangents((k, v), (tk, tv)))
             for keys in plan.transport_of_pairs.stream(pairs):
                 for samples, tiles in plan.tiles(keys.segments):
@@ -57,7 +57,8 @@ class RingTangents(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        keep(ctx, *inputs, *output)
+        plan, _, *given = inputs
+        keep(ctx, plan, *given, *output)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Found:
@@ -65,7 +66,8 @@ class RingTangents(Function):
         dout = torch.zeros_like(out) if dout is None else dout
         at = *given[:4], dout, dlse, out, lse
         along = *given[4:], torch.zeros_like(out), None, tout.detach(), tlse.detach()
-        return None, *RingGradientTangents.apply(ctx.plan, *at, *along), None, None
+        moved = RingGradientTangents.apply(ctx.plan, ctx.number, *at, *along)
+        return None, None, *moved, None, None
 
     @staticmethod
     def jvp(ctx: Any, *along: Tensor | None) -> Found:
@@ -76,18 +78,19 @@ class RingTangents(Function):
 
 
 class RingGradientTangents(Function):
-    """(plan, q, k, v, sinks, dout, dlse, out, lse, and the tangents of these) -> the tangents of
-    (dq, dk, dv, dsinks), and these gradients themselves."""
+    """(plan, back_of, q, k, v, sinks, dout, dlse, out, lse, and the tangents of these) -> the
+    tangents of (dq, dk, dv, dsinks), and these gradients themselves."""
 
     @staticmethod
-    def forward(plan: RingPlan, *given: Tensor | Any) -> Found:
+    def forward(plan: RingPlan, back_of: int, *given: Tensor | Any) -> Found:
         q, k, v, sinks, dout, dlse, out, lse = given[:8]
         tq, tk, tv, tsinks, tdout, tdlse, tout, tlse = given[8:]
         saved = Residuals(q, out, lse, dout, dlse)
         along = Residuals(tq, tout, tlse, tdout, tdlse)
         both = _with_tangents((q, k, v), (tq, tk, tv))
         own = Grads(*map(GradAccumulator, both))
-        with plan.call("tangents of gradients"), torch.autocast(q.device.type, enabled=False):
+        call = plan.call("tangents of gradients", back_of)
+        with call, torch.autocast(q.device.type, enabled=False):
             stream = plan.transport_of_pairs.stream_back(plan.keys(*both[1:]), own[1:])
             for keys, of_keys in stream:
                 for samples, tiles in plan.tiles(keys.segments):
@@ -119,8 +122,12 @@ class RingGradientTangents(Function):
     jvp = backward
 
 
-def tangents(plan: RingPlan, given: Some, along: Some, results: Sequence[Tensor]) -> Any:
+def tangents(
+    plan: RingPlan, back_of: int, given: Some, along: Some, results: Sequence[Tensor]
+) -> Any:
     """Compute (tout, tlse), the tangents of `results` for tangents `along` of q, k, v, sinks.
+
+    `back_of` is as for `Ring.call`.
 
     Raises:
         NotImplementedError: keys are encoded, or the kernel has no tangents.
@@ -131,11 +138,12 @@ def tangents(plan: RingPlan, given: Some, along: Some, results: Sequence[Tensor]
             'them and call ring_attn with kernel="eager"'
         )
     out, lse = (t.detach() for t in results)
-    return RingTangents.apply(plan, *given, *_filled(along, given), out, lse)
+    return RingTangents.apply(plan, back_of, *given, *_filled(along, given), out, lse)
 
 
 def gradient_tangents(
     plan: RingPlan,
+    back_of: int,
     saved: Some,
     along: Some,
     tdout: Tensor | None = None,
@@ -147,10 +155,10 @@ def gradient_tangents(
     """
     *given, out, lse, dout, dlse = saved
     along = _filled(along, given)
-    tout, tlse = tangents(plan, given, along, (out, lse))
+    tout, tlse = tangents(plan, back_of, given, along, (out, lse))
     (tdout,) = _filled((tdout,), (dout,))
     moved = RingGradientTangents.apply(
-        plan, *given, dout, dlse, out, lse, *along, tdout, tdlse, tout, tlse
+        plan, back_of, *given, dout, dlse, out, lse, *along, tdout, tdlse, tout, tlse
     )
     return moved[:4], tout, tlse
 

@@ -13,12 +13,12 @@ ATTENTION = [
     ),
     Mutant(
         "gradients of shared keys are a rank's own", "shared_keys.py:_total",
-        "sum_over_ranks(torch.cat((dk.flatten(), dv.flatten())), ring, _CALL)",
+        "sum_over_ranks(torch.cat((dk.flatten(), dv.flatten())), caller)",
         "torch.cat((dk.flatten(), dv.flatten()))",
     ),
     Mutant(
         "gradients of shared keys are summed twice", "shared_keys.py:_Joint.backward",
-        "_total(plan.ring, dk, dv)", "_total(plan.ring, *_total(plan.ring, dk, dv))",
+        "_total(caller, dk, dv)", "_total(caller, *_total(caller, dk, dv))",
     ),
     Mutant(
         "shared keys are in two calls", "attention.py:_blocks",
