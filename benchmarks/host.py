@@ -68,7 +68,7 @@ def subjects(device: str, n: int, h: int, h_kv: int, d: int) -> dict[str, Subjec
     object.__setattr__(untaped, "recordings", None)
     whole = (attention.forward, *given, None)
     for _ in range(4):
-        plan.run("forward", *whole)
+        plan.run("forward", *whole, back_of=None)
     replay = next(tape.replay for tape in plan.recordings._recordings.values() if tape.replay)
 
     def new_plan() -> RingPlan:

@@ -139,7 +139,7 @@ def attention(
     if needs_derivatives(given):
         out, lse = RingAttentionFunction.apply(plan, *given)
     else:
-        out, lse = plan.run("forward", forward, *given)
+        out, lse = plan.run("forward", forward, *given, back_of=None)
     if swap is None:
         return out, lse
     return swap.to_sequence(out, lse if return_lse else None)
@@ -150,7 +150,7 @@ class RingAttentionFunction(Function):
 
     @staticmethod
     def forward(plan: RingPlan, *given: *Inputs) -> Result:
-        out, lse = plan.run("forward", forward, *given)
+        out, lse = plan.run("forward", forward, *given, back_of=None)
         if forward_mode():  # tangents must have the strides of results
             return out.contiguous(), lse.contiguous()
         return out, lse
@@ -167,37 +167,40 @@ class RingAttentionFunction(Function):
         ctx.block = None  # nothing in the block will be recomputed any more
         dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
         if is_first_order():
-            return None, *ctx.plan.run("backward", backward, *given, out, lse, dout, dlse)
-        return None, *RingGradients.apply(ctx.plan, *given, out.detach(), lse.detach(), dout, dlse)
+            saved = *given, out, lse, dout, dlse
+            return None, *ctx.plan.run("backward", backward, *saved, back_of=ctx.number)
+        saved = *given, out.detach(), lse.detach(), dout, dlse
+        return None, *RingGradients.apply(ctx.plan, ctx.number, *saved)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *along: Tensor | None) -> Result:
         *given, _, _ = ctx.saved_tensors
-        tangents = pushed_forward(partial(gathered_attention, ctx.plan), given, along)
+        tangents = pushed_forward(partial(gathered_attention, ctx.plan, ctx.number), given, along)
         return tuple(t.contiguous() for t in tangents)
 
 
 class RingGradients(Function):
-    """(plan, q, k, v, sinks, ..., out, lse, dout, dlse) -> (dq, dk, dv, dsinks, ...)."""
+    """(plan, back_of, q, k, v, sinks, ..., out, lse, dout, dlse) -> (dq, dk, dv, dsinks, ...)."""
 
     @staticmethod
-    def forward(plan: RingPlan, *saved: *Saved) -> Gradients:
-        return plan.run("backward", backward, *saved)
+    def forward(plan: RingPlan, back_of: int, *saved: *Saved) -> Gradients:
+        return plan.run("backward", backward, *saved, back_of=back_of)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
-        keep(ctx, *inputs)
+        plan, _, *saved = inputs
+        keep(ctx, plan, *saved)
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> Gradients:
         *given, _, _, dout, dlse = ctx.saved_tensors  # once: checkpointing unpacks them once only
-        gradients = partial(gathered_gradients, ctx.plan)
+        gradients = partial(gathered_gradients, ctx.plan, ctx.number)
         *grads, of_dout, of_dlse = pulled_back(gradients, (*given, dout, dlse), along)
-        return None, *grads, None, None, of_dout, of_dlse
+        return None, None, *grads, None, None, of_dout, of_dlse
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *along: Tensor | None) -> Gradients:
+    def jvp(ctx: Any, _: None, __: None, *along: Tensor | None) -> Gradients:
         *given, _, _, dout, dlse = ctx.saved_tensors
         *moves, _, _, of_dout, of_dlse = along
-        gradients = partial(gathered_gradients, ctx.plan)
+        gradients = partial(gathered_gradients, ctx.plan, ctx.number)
         return pushed_forward(gradients, (*given, dout, dlse), (*moves, of_dout, of_dlse))

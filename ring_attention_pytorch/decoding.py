@@ -121,7 +121,7 @@ def _by_message(ring: Ring, given: Given, d_v: int, whole: int) -> Tensor:
     if ring.size == 1:
         return out
     message = torch.cat((out, rearrange(lse, "b h t -> b t h 1")), dim=-1)
-    with ring.call("tree_attn_decode", plan=crc32(f"{d_v} of {whole}".encode())):
+    with ring.call("tree_attn_decode", crc32(f"{d_v} of {whole}".encode()), None):
         machines = merging_machines(ring.machines, message.nbytes)
         every = gather_to_merge(message, ring, machines, merged_messages)
     return merged(every[..., :-1], every[..., -1])[0]
@@ -168,7 +168,7 @@ def _width(
         for each in (found, None):  # a rank without keys uses the last
             known.keep((kind, each), found)
     elif wrong is not None:
-        with ring.call("tree_attn_decode"):
+        with ring.call("tree_attn_decode", 0, None):
             raise ValueError(f"tree_attn_decode: {wrong}")
     return found
 

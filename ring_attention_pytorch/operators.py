@@ -24,17 +24,17 @@ from ring_attention_pytorch.attention import Gradients, backward
 from ring_attention_pytorch.attention import attention as attend
 from ring_attention_pytorch.comm.ulysses import QKV_TO_HEADS, QKV_TO_SEQUENCE, Ulysses
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.ring import Caller, Ring
 from ring_attention_pytorch.runtime.handles import object_of
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.torch_func import refuse_export
 
-_FORWARD = "(Tensor q, Tensor k, Tensor v, Tensor? sinks, SymInt plan) -> (Tensor, Tensor)"
+_FORWARD = "(Tensor q, Tensor k, Tensor v, Tensor? sinks, SymInt plan) -> (Tensor, Tensor, Tensor)"
 _BACKWARD = (
     "(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor dout, Tensor? dlse, Tensor out, "
-    "Tensor lse, SymInt plan) -> (Tensor, Tensor, Tensor, Tensor)"
+    "Tensor lse, Tensor number, SymInt plan) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-_TOTAL = "(Tensor x, SymInt plan) -> Tensor"
+_TOTAL = "(Tensor x, bool back, SymInt plan) -> Tensor"
 _POSITIONS = "(Tensor x, bool in_documents, SymInt plan) -> Tensor"
 
 ops = torch.ops.ring_attention
@@ -49,7 +49,8 @@ def attention(
         NotImplementedError: the code is traced by torch.export.
     """
     refuse_export()
-    return _of(plan, ops.forward)(q, k, v, sinks, plan.handle)
+    out, lse, _ = _of(plan, ops.forward)(q, k, v, sinks, plan.handle)
+    return out, lse
 
 
 class TracedRing:
@@ -60,7 +61,7 @@ class TracedRing:
 
     def total(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' x, on every rank; backward sums the gradients."""
-        return _of(self.plan, ops.total)(x, self.plan.handle)
+        return _of(self.plan, ops.total)(x, False, self.plan.handle)
 
 
 def positions(plan: RingPlan, x: Tensor, in_documents: bool) -> Tensor:
@@ -89,50 +90,56 @@ def _plan(handle: int) -> RingPlan:
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int
-) -> tuple[Tensor, Tensor]:
-    out, lse = attend(_plan(handle), q, k, v, sinks, return_lse=True)
-    return out.contiguous(), lse.contiguous()
+) -> tuple[Tensor, Tensor, Tensor]:
+    plan = _plan(handle)
+    out, lse = attend(plan, q, k, v, sinks, return_lse=True)
+    return out.contiguous(), lse.contiguous(), torch.tensor(plan.ring.steps.number)
 
 
 def _backward(*given: Any) -> tuple[Tensor, ...]:
-    *tensors, handle = given
-    plan, like = _plan(handle), given[0]
+    *tensors, number, handle = given
+    plan, like, back_of = _plan(handle), given[0], int(number)
     swap = plan.ulysses
-    found = _run_backward(plan, tensors) if swap is None else _swapped(plan, swap, tensors)
+    if swap is None:
+        found = _run_backward(plan, tensors, back_of)
+    else:
+        found = _swapped(plan, swap, tensors, back_of)
     *grads, dsinks = found
     dsinks = like.new_empty(0) if dsinks is None else dsinks
     return *(grad.contiguous() for grad in grads), dsinks
 
 
-def _run_backward(plan: RingPlan, given: Sequence[Tensor | Any]) -> Gradients:
+def _run_backward(plan: RingPlan, given: Sequence[Tensor | Any], back_of: int) -> Gradients:
     *qkv, sinks, dout, dlse, out, lse = given
-    return plan.run("backward", backward, *qkv, sinks, out, lse, dout, dlse)
+    return plan.run("backward", backward, *qkv, sinks, out, lse, dout, dlse, back_of=back_of)
 
 
-def _swapped(plan: RingPlan, swap: Ulysses, given: Sequence[Tensor | Any]) -> Gradients:
+def _swapped(
+    plan: RingPlan, swap: Ulysses, given: Sequence[Tensor | Any], back_of: int
+) -> Gradients:
     """Compute gradients where ranks swap heads for sequence: forward's tensors are swapped again.
 
     A graph can save only tensors with the shapes of this rank's shards.
     """
     q, k, v, sinks, dout, dlse, out, lse = given
-    qkv = swap.exchange(QKV_TO_HEADS, q, k, v)
-    dout, dlse = swap.rows_to_heads(dout, dlse)
-    out, lse = swap.rows_to_heads(out, lse)
+    qkv = swap.exchange(QKV_TO_HEADS, q, k, v, back_of=back_of)
+    dout, dlse = swap.rows_to_heads(dout, dlse, back_of)
+    out, lse = swap.rows_to_heads(out, lse, back_of)
     of_heads = None if sinks is None else sinks[swap.heads]
-    *grads, dof_heads = _run_backward(plan, (*qkv, of_heads, dout, dlse, out, lse))
+    *grads, dof_heads = _run_backward(plan, (*qkv, of_heads, dout, dlse, out, lse), back_of)
     dsinks = None
     if sinks is not None:
         dsinks = torch.zeros_like(sinks)
         dsinks[swap.heads] = dof_heads
-    return *swap.exchange(QKV_TO_SEQUENCE, *grads), dsinks
+    return *swap.exchange(QKV_TO_SEQUENCE, *grads, back_of=back_of), dsinks
 
 
-def _total(x: Tensor, handle: int) -> Tensor:
-    found = x.clone(memory_format=torch.contiguous_format)
+def _total(x: Tensor, back: bool, handle: int) -> Tensor:
     ring = _plan(handle).ring
-    if ring.group is not None:
-        ring.total(found)
-    return found
+    if ring.group is None:
+        return x.clone(memory_format=torch.contiguous_format)
+    # a graph has no room for the number of forward's call
+    return Caller(ring, "mean over ranks", 0, 0 if back else None).total(x)[0]
 
 
 def _positions(x: Tensor, in_documents: bool, handle: int) -> Tensor:
@@ -147,10 +154,11 @@ def _positions(x: Tensor, in_documents: bool, handle: int) -> Tensor:
 
 def _fake_forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, handle: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     b, n, h, _ = q.shape
     lse = q.new_empty((b, h, n), dtype=accumulation_dtype(q.dtype))
-    return q.new_empty((b, n, h, v.shape[3])), lse
+    number = torch.empty((), dtype=torch.int64)
+    return q.new_empty((b, n, h, v.shape[3])), lse, number
 
 
 def _fake_backward(
@@ -160,7 +168,7 @@ def _fake_backward(
     return *(t.new_empty(t.shape) for t in (q, k, v)), dsinks
 
 
-def _fake_total(x: Tensor, handle: int) -> Tensor:
+def _fake_total(x: Tensor, back: bool, handle: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -171,31 +179,32 @@ def _fake_positions(x: Tensor, in_documents: bool, handle: int) -> Tensor:
 # derivatives: of first order only
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     *given, ctx.handle = inputs
+    ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(*given, *output)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(operator: Any, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
-    *given, out, lse = ctx.saved_tensors
+    *given, out, lse, number = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    *grads, dsinks = operator(*given, dout, dlse, out, lse, ctx.handle)
+    *grads, dsinks = operator(*given, dout, dlse, out, lse, number, ctx.handle)
     return *grads, None if given[3] is None else dsinks, None
 
 
 def _keep_handle(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.handle = inputs
+    *_, ctx.handle = inputs
 
 
 def _define(overload: str, *tags: torch.Tag) -> None:
     """Define one overload of each operator that communicates."""
 
-    def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
+    def differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> Gradients:
         return _differentiate(getattr(ops.backward, overload or "default"), ctx, dout, dlse)
 
-    def sum_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return getattr(ops.total, overload or "default")(grad, ctx.handle), None
+    def sum_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return getattr(ops.total, overload or "default")(grad, True, ctx.handle), None, None
 
     for name, schema, function, fake in (
         ("forward", _FORWARD, _forward, _fake_forward),

@@ -21,6 +21,7 @@ from ring_attention_pytorch.comm.exchange import all_gather_along, fill_in
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.kernels.eager import visible_parts
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
@@ -29,21 +30,28 @@ Results = tuple[Tensor | Any, ...]
 
 
 def gathered_attention(
-    plan: RingPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *params: Tensor
+    plan: RingPlan,
+    back_of: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *params: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute the plan's (out, lse) in plain PyTorch, from keys gathered of all ranks.
 
-    Shapes are those of `attention.forward`. All ranks of the plan call this together.
+    Shapes are those of `attention.forward`, and `back_of` is as for `Ring.call`. All ranks of the
+    plan call this together.
     """
-    ring, wide = plan.transport.fabric.ring, accumulation_dtype(q.dtype)
+    name, wide = f"ring attention{plan.agreed.of_layer}, gathered", accumulation_dtype(q.dtype)
+    caller = Caller(plan.transport.fabric.ring, name, plan.number, back_of)
     lengths = [count(segments) for segments in plan.blocks.keys]
-    name = f"ring attention{plan.agreed.of_layer}, gathered"
     with torch.autocast(q.device.type, enabled=False):
         own, params = plan.keys(k, v), tuple(t.to(wide) for t in params)
-        k, v = (all_gather_along(1, t.to(wide), lengths, ring, name) for t in own[:2])
+        k, v = (all_gather_along(1, t.to(wide), lengths, caller) for t in own[:2])
         if plan.codec is not None:
             k, v = plan.codec.decode((k, v), params)
-        hidden, bias, factor = _mask(plan, q.shape[2], k.shape[2], name)
+        hidden, bias, factor = _mask(plan, q.shape[2], k.shape[2], caller)
         terms, columns = plan.terms, k.shape[1]
         rows = rearrange(q.to(wide), "b i (g r) d -> b g r i d", g=k.shape[2])
         scores = einsum(rows, k, "b g r i d, b j g d -> b g r i j") * terms.scale
@@ -64,13 +72,13 @@ def gathered_attention(
         return out.to(q.dtype), rearrange(lse, "b g r i 1 -> b (g r) i")
 
 
-def gathered_gradients(plan: RingPlan, *given: Tensor | None) -> Results:
+def gathered_gradients(plan: RingPlan, back_of: int, *given: Tensor | None) -> Results:
     """Compute the gradients of (q, k, v, sinks, params) from these and (dout, dlse).
 
     They are as those of `attention.backward`, and can be differentiated any number of times.
     """
     *inputs, dout, dlse = given
-    return pulled_back(lambda *t: gathered_attention(plan, *t), inputs, (dout, dlse))
+    return pulled_back(lambda *t: gathered_attention(plan, back_of, *t), inputs, (dout, dlse))
 
 
 def pulled_back(function: Callable[..., Results], inputs: Some, cotangents: Some) -> Results:
@@ -123,14 +131,14 @@ def pushed_forward(function: Callable[..., Results], inputs: Some, tangents: Som
 
 
 def _mask(
-    plan: RingPlan, heads: int, key_heads: int, name: str
+    plan: RingPlan, heads: int, key_heads: int, caller: Caller
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return which scores are hidden, their bias, and dropout's factor of probabilities.
 
     Each is `[b, g, r, n, N]`, with g key heads of r query heads; None if there is none.
     """
     with torch._C._DisableFuncTorch():  # within a transform new tensors would be wrapped
-        ring, terms, device = plan.transport.fabric.ring, plan.terms, plan.device
+        terms, device = plan.terms, plan.device
         batch, lengths = plan.signature[0], [count(segments) for segments in plan.blocks.keys]
         rows = count(plan.blocks.queries[plan.place])
         shape = batch, key_heads, heads // key_heads, rows, sum(lengths)
@@ -142,7 +150,7 @@ def _mask(
         if plan.key_mask is not None:
             seen = torch.zeros(sum(lengths), batch, dtype=torch.uint8, device=device)
             seen.split(lengths)[plan.place].copy_(plan.key_mask.T)
-            fill_in(seen, lengths, ring, name)
+            fill_in(seen, lengths, caller)
         start = 0
         for owner, segments in enumerate(plan.blocks.keys):
             cols = slice(start, start + lengths[owner])

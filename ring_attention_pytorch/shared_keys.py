@@ -22,7 +22,7 @@ from ring_attention_pytorch.plan.checks import check_tensors
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.plan.shared import Shared
 from ring_attention_pytorch.ranks.agreement import agree, reporting
-from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.runtime.merging import merge_attention
 from ring_attention_pytorch.runtime.resolved import resolved
@@ -45,7 +45,8 @@ def attend_with_shared(
         _compare(plan, shared_k, shared_v)
     of_ring = attention(plan, *given, return_lse=True)
     if plan.ring.size > 1 and needs_derivatives((shared_k, shared_v)):
-        shared_k, shared_v = _Shared.apply(plan.ring, shared_k, shared_v)
+        caller = Caller(plan.ring, _CALL, plan.number)
+        shared_k, shared_v = _Shared.apply(caller, shared_k, shared_v)
     # no `attention`: a batch's block would check where the batch's tokens are, and these are none
     q = resolved(given[0])
     of_shared = RingAttentionFunction.apply(plan.shared, q, shared_k, shared_v, None)
@@ -72,20 +73,21 @@ def _compare(plan: RingPlan, k: Tensor, v: Tensor) -> None:
 
 
 class _Shared(Function):
-    """(ring, k, v) -> (k, v), whose gradients are summed over ranks."""
+    """(caller, k, v) -> (k, v), whose gradients are summed over ranks."""
 
     @staticmethod
-    def forward(ring: Ring, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return k.view_as(k), v.view_as(v)
+    def forward(caller: Caller, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        with caller.call():  # sends nothing, but has a number
+            return k.view_as(k), v.view_as(v)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.ring = inputs[0]
+        ctx.caller = inputs[0].back()
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[None, Tensor, Tensor]:
         summed = _total if is_first_order() else _Total.apply
-        of_k, of_v = summed(ctx.ring, dk, dv)
+        of_k, of_v = summed(ctx.caller, dk, dv)
         return None, of_k, of_v
 
     @staticmethod
@@ -94,25 +96,25 @@ class _Shared(Function):
 
 
 class _Total(Function):
-    """(ring, dk, dv) -> their sums over ranks; so are the gradients of these."""
+    """(caller, dk, dv) -> their sums over ranks; so are the gradients of these."""
 
     @staticmethod
-    def forward(ring: Ring, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        return _total(ring, dk, dv)
+    def forward(caller: Caller, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        return _total(caller, dk, dv)
 
     setup_context = _Shared.setup_context
 
     @staticmethod
     def backward(ctx: Any, a: Tensor, b: Tensor) -> tuple[None, Tensor, Tensor]:
-        return None, *_Total.apply(ctx.ring, a, b)
+        return None, *_Total.apply(ctx.caller, a, b)
 
     @staticmethod
     def jvp(ctx: Any, _: None, tdk: Tensor, tdv: Tensor) -> tuple[Tensor, Tensor]:
-        return _Total.apply(ctx.ring, tdk, tdv)
+        return _Total.apply(ctx.caller, tdk, tdv)
 
 
-def _total(ring: Ring, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+def _total(caller: Caller, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
     """Sum over ranks, in one message, so that all get the same bits."""
-    total = sum_over_ranks(torch.cat((dk.flatten(), dv.flatten())), ring, _CALL)
+    total = sum_over_ranks(torch.cat((dk.flatten(), dv.flatten())), caller)
     dk_sum, dv_sum = total.split((dk.numel(), dv.numel()))
     return dk_sum.view(dk.shape), dv_sum.view(dv.shape)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import all_gather_along
 from ring_attention_pytorch.ranks.agreement import agree, raise_together, report_to_group, typed
-from ring_attention_pytorch.ranks.ring import Group, as_ring
+from ring_attention_pytorch.ranks.ring import Caller, Group, as_ring
 
 _CALLER = "top_keys"
 _FEW = 32  # of so many, a pass for each takes less time than sorting
@@ -69,8 +69,9 @@ def top_keys(
     order = positions.argsort(stable=True)
     found, at = _best(scores[..., order], positions[order].expand(scores.shape), k)
     counts = [min(k, rank["m"]) for rank in ranks]
-    candidates = all_gather_along(-1, found, counts, ring, _CALLER)
-    places = all_gather_along(-1, at.contiguous(), counts, ring, _CALLER)
+    caller = Caller(ring, _CALLER, 0)
+    candidates = all_gather_along(-1, found, counts, caller)
+    places = all_gather_along(-1, at.contiguous(), counts, caller)
     if compares:
         raise_together(ring, _CALLER, partial(_check_places, candidates.detach(), places))
     order = places.argsort(dim=-1, stable=True)

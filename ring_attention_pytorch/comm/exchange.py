@@ -1,5 +1,7 @@
 """Pieces of tensors that all ranks exchange; their gradients take the way back.
 
+Each function takes the `Caller` whose call it makes, and a backward makes that caller's.
+
 Convention of gradients: backward differentiates the sum of every rank's result, where each rank's
 tensors are separate variables.
 """
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.ranks.ring import Exchange, Messages, Ring
+from ring_attention_pytorch.ranks.ring import Caller, Exchange, Messages, Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
 from ring_attention_pytorch.runtime.torch_func import Function
 from ring_attention_pytorch.schedule.passing import (
@@ -23,28 +25,29 @@ from ring_attention_pytorch.schedule.passing import (
 from ring_attention_pytorch.schedule.relays import Machines, members
 
 Shape = tuple[int, ...]
-_CALL = "sharding"  # the call's name in errors
 
 
-def all_to_all(pieces: list[Tensor], shapes: Sequence[Shape], ring: Ring) -> list[Tensor]:
+def all_to_all(pieces: list[Tensor], shapes: Sequence[Shape], caller: Caller) -> list[Tensor]:
     """Send piece i to rank i, and return the piece from each, of `shapes[i]`. Differentiable."""
-    return pieces if ring.size == 1 else list(_AllToAll.apply(ring, shapes, *pieces))
+    return pieces if caller.ring.size == 1 else list(_AllToAll.apply(caller, shapes, *pieces))
 
 
-def exchange_rows(pieces: list[Tensor], lands: Sequence[Tensor], ring: Ring) -> list[Tensor]:
+def exchange_rows(pieces: list[Tensor], lands: Sequence[Tensor], caller: Caller) -> list[Tensor]:
     """Send rows `pieces[i]` to rank i; return the rows from each, `len(lands[i])` of them."""
     width = pieces[0].shape[1:]
-    return all_to_all(pieces, [(len(land), *width) for land in lands], ring)
+    return all_to_all(pieces, [(len(land), *width) for land in lands], caller)
 
 
-def scatter_rows(pieces: list[Tensor], lands: Sequence[Tensor], onto: Tensor, ring: Ring) -> Tensor:
+def scatter_rows(
+    pieces: list[Tensor], lands: Sequence[Tensor], onto: Tensor, caller: Caller
+) -> Tensor:
     """Return `onto` `[rows, ...]` with the rows from rank i (`exchange_rows`) at `lands[i]`."""
-    received = torch.cat(exchange_rows(pieces, lands, ring))
+    received = torch.cat(exchange_rows(pieces, lands, caller))
     return onto.index_copy(0, torch.cat(tuple(lands)), received.to(onto.dtype))
 
 
 def fetch_rows(
-    x: Tensor, sends: Sequence[Tensor], lands: Sequence[Tensor], rows: int, ring: Ring
+    x: Tensor, sends: Sequence[Tensor], lands: Sequence[Tensor], rows: int, caller: Caller
 ) -> Tensor:
     """Return `[rows, ...]` of tokens that this rank needs, 0 where no rank has one.
 
@@ -52,56 +55,55 @@ def fetch_rows(
         x: `[b, n, ...]`, this rank's tokens.
         sends: for each rank, the tokens that it gets, in `[b * n]`.
         lands: for each rank, the rows where its tokens are stored.
+        rows: how many this rank needs.
+        caller: who fetches them.
     """
     room = x.new_zeros(rows, *x.shape[2:])
     x = x.flatten(0, 1)
-    return scatter_rows([x[sent] for sent in sends], lands, room, ring)
+    return scatter_rows([x[sent] for sent in sends], lands, room, caller)
 
 
-def all_gather(x: Tensor, shapes: Sequence[Shape], ring: Ring, call: str = _CALL) -> list[Tensor]:
+def all_gather(x: Tensor, shapes: Sequence[Shape], caller: Caller) -> list[Tensor]:
     """Return every rank's x, in the order of ranks, of `shapes[i]`. Differentiable.
 
-    Backward sums the ranks' gradients of a part on its owner. Errors name the `call`.
+    Backward sums the ranks' gradients of a part on its owner.
     """
-    return [x] if ring.size == 1 else list(_AllGather.apply(x, ring, shapes, call))
+    return [x] if caller.ring.size == 1 else list(_AllGather.apply(caller, shapes, x))
 
 
-def fill_in(rows: Tensor, counts: Sequence[int], ring: Ring, call: str) -> None:
+def fill_in(rows: Tensor, counts: Sequence[int], caller: Caller) -> None:
     """Receive the other ranks' rows beside this rank's own; no gradient.
 
     Args:
         rows: `[sum of counts, ...]`, of all ranks in order.
         counts: the rows of each rank.
-        ring: the ranks.
-        call: the call's name in errors.
+        caller: who makes the call.
     """
-    if ring.size > 1:
-        _gather(rows.split(list(counts)), ring, call)
+    if caller.ring.size > 1:
+        _gather(rows.split(list(counts)), caller)
 
 
-def summed_by_owners(rows: Tensor, counts: Sequence[int], ring: Ring, call: str) -> Tensor:
+def summed_by_owners(rows: Tensor, counts: Sequence[int], caller: Caller) -> Tensor:
     """Return this rank's rows, summed over all ranks; arguments are as for `fill_in`."""
-    return rows if ring.size == 1 else _sum_on_owners(rows.split(list(counts)), ring, call)
+    return rows if caller.ring.size == 1 else _sum_on_owners(rows.split(list(counts)), caller)
 
 
-def sum_over_ranks(x: Tensor, ring: Ring, call: str = _CALL) -> Tensor:
+def sum_over_ranks(x: Tensor, caller: Caller) -> Tensor:
     """Sum all ranks' x, of one shape, in one order, so that all get the same bits; no gradient."""
-    if ring.size == 1:
+    if (ring := caller.ring).size == 1:
         return x
     wide = x.to(wire_dtype(x.dtype))
     machines = merging_machines(ring.machines, wide.nbytes)
-    with ring.call(call):
+    with caller.call():
         parts = gather_to_merge(wide, ring, machines, lambda near: sum_parts(near.unbind()))
     return sum_parts(parts.unbind()).to(x.dtype)
 
 
-def all_gather_along(
-    dim: int, x: Tensor, lengths: Iterable[int], ring: Ring, call: str = _CALL
-) -> Tensor:
+def all_gather_along(dim: int, x: Tensor, lengths: Iterable[int], caller: Caller) -> Tensor:
     """Return every rank's x, of `lengths[i]` along dim, joined there; else as `all_gather`."""
     dim = dim % x.ndim
     shapes = [(*x.shape[:dim], length, *x.shape[dim + 1 :]) for length in lengths]
-    return torch.cat(all_gather(x, shapes, ring, call), dim)
+    return torch.cat(all_gather(x, shapes, caller), dim)
 
 
 def gather_to_merge(
@@ -133,68 +135,68 @@ def gather_to_merge(
 
 
 class _AllToAll(Function):
-    """(ring, shapes, pieces for every rank) -> pieces from every rank."""
+    """(caller, shapes, pieces for every rank) -> pieces from every rank."""
 
     @staticmethod
-    def forward(ring: Ring, shapes: list[Shape], *pieces: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_swap(ring, shapes, pieces, _CALL))
+    def forward(caller: Caller, shapes: list[Shape], *pieces: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_swap(shapes, pieces, caller))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.ring, ctx.there, *pieces = inputs
-        ctx.shapes = [tuple(piece.shape) for piece in pieces]
+        caller, ctx.there, *pieces = inputs
+        ctx.caller, ctx.shapes = caller.back(), [tuple(piece.shape) for piece in pieces]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_AllToAll.apply(ctx.ring, ctx.shapes, *grads)
+        return None, None, *_AllToAll.apply(ctx.caller, ctx.shapes, *grads)
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *along: Tensor) -> tuple[Tensor, ...]:
-        return _AllToAll.apply(ctx.ring, ctx.there, *along)
+        return _AllToAll.apply(ctx.caller, ctx.there, *along)
 
 
 class _AllGather(Function):
-    """(x, ring, shapes, call) -> every rank's x, in the order of ranks."""
+    """(caller, shapes, x) -> every rank's x, in the order of ranks."""
 
     @staticmethod
-    def forward(x: Tensor, ring: Ring, shapes: list[Shape], call: str) -> tuple[Tensor, ...]:
-        parts = _rooms(x.contiguous(), ring, shapes)
-        _gather(parts, ring, call)
+    def forward(caller: Caller, shapes: list[Shape], x: Tensor) -> tuple[Tensor, ...]:
+        parts = _rooms(x.contiguous(), caller.ring, shapes)
+        _gather(parts, caller)
         return tuple(parts)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _, *ctx.how = inputs
+        caller, ctx.shapes, _ = inputs
+        ctx.caller = caller.back()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ring, _, call = ctx.how
-        return _SumOnOwners.apply(ring, call, *grads), None, None, None
+        return None, None, _SumOnOwners.apply(ctx.caller, *grads)
 
     @staticmethod
-    def jvp(ctx: Any, along: Tensor, *_: None) -> tuple[Tensor, ...]:
-        return _AllGather.apply(along, *ctx.how)
+    def jvp(ctx: Any, _: None, __: None, along: Tensor) -> tuple[Tensor, ...]:
+        return _AllGather.apply(ctx.caller, ctx.shapes, along)
 
 
 class _SumOnOwners(Function):
-    """(ring, call, pieces for every rank) -> the sum of all ranks' pieces for this one."""
+    """(caller, pieces for every rank) -> the sum of all ranks' pieces for this one."""
 
     @staticmethod
-    def forward(ring: Ring, call: str, *pieces: Tensor) -> Tensor:
-        return _sum_on_owners(pieces, ring, call)
+    def forward(caller: Caller, *pieces: Tensor) -> Tensor:
+        return _sum_on_owners(pieces, caller)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.ring, ctx.call, *pieces = inputs
-        ctx.shapes = [tuple(piece.shape) for piece in pieces]
+        caller, *pieces = inputs
+        ctx.caller, ctx.shapes = caller.back(), [tuple(piece.shape) for piece in pieces]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_AllGather.apply(grad, ctx.ring, ctx.shapes, ctx.call)
+        return None, *_AllGather.apply(ctx.caller, ctx.shapes, grad)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *along: Tensor) -> Tensor:
-        return _SumOnOwners.apply(ctx.ring, ctx.call, *along)
+    def jvp(ctx: Any, _: None, *along: Tensor) -> Tensor:
+        return _SumOnOwners.apply(ctx.caller, *along)
 
 
 def sum_parts(parts: Sequence[Tensor]) -> Tensor:
@@ -206,14 +208,13 @@ def sum_parts(parts: Sequence[Tensor]) -> Tensor:
     return total.to(dtype)
 
 
-def _swap(
-    ring: Ring, shapes: Sequence[Shape], tensors: Sequence[Tensor], call: str
-) -> list[Tensor]:
+def _swap(shapes: Sequence[Shape], tensors: Sequence[Tensor], caller: Caller) -> list[Tensor]:
     """Send tensor i to rank i; return the received tensors, and a view of the own one."""
+    ring = caller.ring
     received = _rooms(tensors[ring.rank], ring, shapes)
     sends, receives = [*enumerate(tensors)], [*enumerate(received)]
     del sends[ring.rank], receives[ring.rank]
-    with ring.call(call):
+    with caller.call():
         start_messages(ring, sends, receives).wait()
     return received
 
@@ -226,10 +227,11 @@ def _rooms(own: Tensor, ring: Ring, shapes: Sequence[Shape]) -> list[Tensor]:
     ]
 
 
-def _gather(parts: Sequence[Tensor], ring: Ring, call: str) -> None:
+def _gather(parts: Sequence[Tensor], caller: Caller) -> None:
     """Receive the other ranks' parts beside this rank's own."""
+    ring = caller.ring
     machines = passing_machines(ring.machines, [part.nbytes for part in parts])
-    with ring.call(call):
+    with caller.call():
         start_gather(parts, ring, machines)()
 
 
@@ -256,14 +258,15 @@ def start_gather(parts: Sequence[Tensor], ring: Ring, machines: Machines) -> Cal
     return wait
 
 
-def _sum_on_owners(pieces: Sequence[Tensor], ring: Ring, call: str) -> Tensor:
+def _sum_on_owners(pieces: Sequence[Tensor], caller: Caller) -> Tensor:
     """Return the sum of all ranks' pieces for this one: the way of `start_gather` back.
 
     A relay adds those of its machine, in the order of ranks, and one sum crosses.
     """
+    ring = caller.ring
     machines = passing_machines(ring.machines, [piece.nbytes for piece in pieces])
     way, sums = passes(machines, ring.rank), list(pieces)
-    with ring.call(call):
+    with caller.call():
         if passes_spare(machines):
             sums = [piece.to(wire_dtype(piece.dtype)) for piece in pieces]
             _add_received(sums, ring, way.relayed, way.passed)

@@ -222,23 +222,25 @@ class Ulysses:
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange own tokens for all these neighbours' tokens of some heads. Differentiable."""
-        return _Differentiable.apply(self, QKV_TO_HEADS, q, k, v)
+        return _Differentiable.apply(self, QKV_TO_HEADS, None, q, k, v)
 
     def to_sequence(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Send results back to the owners of their tokens, for all heads. Differentiable."""
         if lse is None:
-            return *_Differentiable.apply(self, ROWS_TO_SEQUENCE, out), None
+            return *_Differentiable.apply(self, ROWS_TO_SEQUENCE, None, out), None
         by_token = rearrange(lse, "b h n -> b n h")
-        out, by_token = _Differentiable.apply(self, ROWS_TO_SEQUENCE, out, by_token)
+        out, by_token = _Differentiable.apply(self, ROWS_TO_SEQUENCE, None, out, by_token)
         return out, rearrange(by_token, "b n h -> b h n")
 
-    def rows_to_heads(self, of_out: Tensor, of_lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def rows_to_heads(
+        self, of_out: Tensor, of_lse: Tensor | None, back_of: int
+    ) -> tuple[Tensor, Tensor | None]:
         """Send tensors like out and lse to the owners of their heads. Not differentiable."""
         if of_lse is None:
-            (of_out,) = self.exchange(ROWS_TO_HEADS, of_out)
+            (of_out,) = self.exchange(ROWS_TO_HEADS, of_out, back_of=back_of)
             return of_out, None
         by_token = rearrange(of_lse, "b h n -> b n h")
-        of_out, by_token = self.exchange(ROWS_TO_HEADS, of_out, by_token)
+        of_out, by_token = self.exchange(ROWS_TO_HEADS, of_out, by_token, back_of=back_of)
         return of_out, rearrange(by_token, "b n h -> b h n")
 
     @property
@@ -261,15 +263,21 @@ class Ulysses:
         """Gather the key mask `[b, m]` of all these neighbours."""
         same = replace(self.keys, heads=((0,),) * self.together.size)
         by_head = rearrange(mask, "b m -> b m 1")
-        (whole,) = replace(self, queries=same).exchange(ROWS_TO_HEADS, by_head)
+        (whole,) = replace(self, queries=same).exchange(ROWS_TO_HEADS, by_head, back_of=None)
         return whole[..., 0]
 
-    def exchange(self, way: "AllToAll", *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Exchange tensors `[b, n, h, ...]` with the neighbours, by a recording if there is one."""
+    def exchange(
+        self, way: "AllToAll", *tensors: Tensor, back_of: int | None
+    ) -> tuple[Tensor, ...]:
+        """Exchange tensors `[b, n, h, ...]` with the neighbours, by a recording if there is one.
+
+        `back_of` is as for `Ring.call`.
+        """
         tensors = tuple([resolved(t) for t in tensors])
         name = f"all-to-all{self.of_layer} of {len(tensors)} to {way.to}"
         device = tensors[0].device
-        with self.together.call(name, self.number), spanned(f"ring attention, {name}", device):
+        call = self.together.call(name, self.number, back_of)
+        with call, spanned(f"ring attention, {name}", device):
             if self.recordings is None:
                 return way(self, *tensors)
             return self.recordings.run(way, self, *tensors)
@@ -323,20 +331,24 @@ class _Differentiable(Function):
     """
 
     @staticmethod
-    def forward(ranks: Ulysses, way: AllToAll, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return ranks.exchange(way, *tensors)
+    def forward(
+        ranks: Ulysses, way: AllToAll, back_of: int | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        return ranks.exchange(way, *tensors, back_of=back_of)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.ranks, ctx.way, *_ = inputs
+        ctx.number = ctx.ranks.together.steps.number
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_Differentiable.apply(ctx.ranks, ctx.way.back, *grads)
+        way = ctx.way.back
+        return None, None, None, *_Differentiable.apply(ctx.ranks, way, ctx.number, *grads)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *along: Tensor) -> tuple[Tensor, ...]:
-        return _Differentiable.apply(ctx.ranks, ctx.way, *along)
+    def jvp(ctx: Any, _: None, __: None, ___: None, *along: Tensor) -> tuple[Tensor, ...]:
+        return _Differentiable.apply(ctx.ranks, ctx.way, ctx.number, *along)
 
 
 def _neighbours(heads: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:

@@ -29,7 +29,7 @@ from ring_attention_pytorch.ranks.agreement import (
     report_to_group,
     typed,
 )
-from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.ring import Caller, Ring
 
 __all__ = [
     "RingInfo",
@@ -106,7 +106,7 @@ def send_and_receive_(
         by_rank = [tuple(note.values()) for note in notes]
         error = ValueError(f"who is sent to must receive; (to, from) of ranks are {by_rank}")
         raise_together(ring, caller, check=error)
-    _exchange(ring, caller, x.detach(), receive_buffer, send_to_rank, receive_from_rank)
+    _exchange(Caller(ring, caller, 0), x.detach(), receive_buffer, send_to_rank, receive_from_rank)
 
 
 @typed(report_to_group("ring_pass"))
@@ -138,7 +138,8 @@ def ring_pass(
     ring, x = Ring(None, ring_size), x.contiguous()
     same = {"shape": list(x.shape), "num_ring_passes": num_ring_passes, **same_of(x)}
     agree(ring, "ring_pass", same, check=partial(_check_buffer, x, receive_buffer))
-    return _Pass.apply(x, receive_buffer, ring, num_ring_passes), x
+    caller = Caller(ring, "ring_pass", 0)
+    return _Pass.apply(x, receive_buffer, caller, num_ring_passes), x
 
 
 one_ring_pass = partial(ring_pass, 1)
@@ -205,30 +206,31 @@ def _passes(
 
 
 class _Pass(Function):
-    """(x, buffer, ring, by) -> x of the rank `by` to the left."""
+    """(x, buffer, caller, by) -> x of the rank `by` to the left."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, buffer: Tensor | None, ring: Ring, by: int) -> Tensor:
-        ctx.ring, ctx.by = ring, by
+    def forward(ctx: Any, x: Tensor, buffer: Tensor | None, caller: Caller, by: int) -> Tensor:
+        ring = caller.ring
         if buffer is None:
             buffer = torch.empty_like(x)
         else:
             ctx.mark_dirty(buffer)
         to, source = (ring.rank + by) % ring.size, (ring.rank - by) % ring.size
-        _exchange(ring, "ring_pass", x, buffer, to, source)
+        _exchange(caller, x, buffer, to, source)
+        ctx.caller, ctx.by = caller.back(), by
         return buffer
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Pass.apply(grad.contiguous(), None, ctx.ring, -ctx.by), None, None, None
+        return _Pass.apply(grad.contiguous(), None, ctx.caller, -ctx.by), None, None, None
 
 
-def _exchange(ring: Ring, call: str, x: Tensor, buffer: Tensor, to: int, source: int) -> None:
-    if to == ring.rank:
+def _exchange(caller: Caller, x: Tensor, buffer: Tensor, to: int, source: int) -> None:
+    if to == caller.ring.rank:
         buffer.copy_(x)
         return
-    with ring.call(call):
-        ring.exchange([(to, x.contiguous())], [(source, buffer)]).wait()
+    with caller.call():
+        caller.ring.exchange([(to, x.contiguous())], [(source, buffer)]).wait()
 
 
 def _check_buffer(x: Tensor, buffer: Tensor | None) -> None:

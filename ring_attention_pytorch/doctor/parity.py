@@ -22,7 +22,7 @@ from ring_attention_pytorch.doctor.shards import whole_tokens
 from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.alone import one_process
 from ring_attention_pytorch.ranks.failures import ranks_of
-from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
+from ring_attention_pytorch.ranks.ring import Caller, Group, Ring, as_ring
 from ring_attention_pytorch.runtime.digests import digest
 
 _CALLER = "check_parity"
@@ -286,11 +286,9 @@ def _gradients(
     norm = float(sum(g.double().square().sum() for g in alone.values())) ** 0.5
     errors, along, across = [], 0.0, 0.0
     for name, want in alone.items():
-        mean = here[name].to(torch.promote_types(want.dtype, torch.float32), copy=True)
+        got, want = here[name].double(), want.double()
         if ring.size > 1:
-            ring.total(mean)
-            mean /= ring.size
-        got, want = mean.double(), want.double()
+            got = Caller(ring, "comparing gradients", 0).total(got)[0] / ring.size
         least = max(float(want.norm()), _OF_ALL * norm, 1e-30)
         errors.append(GradientError(name, float((got - want).norm()) / least))
         along += float((got * want).sum())

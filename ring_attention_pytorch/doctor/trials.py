@@ -152,7 +152,7 @@ def _bandwidth(ring: Ring, device: str) -> float | None:
     for _ in range(_ROUNDS + 1):  # the first one opens connections
         ring.gather_bytes(b"", 1)
         start = time.perf_counter()
-        with ring.call("measuring the links"):
+        with ring.call("measuring the links", 0, None):
             ring.exchange([(right, there)], [(left, here)]).wait()
             if device == "cuda":
                 torch.cuda.synchronize()

@@ -308,7 +308,7 @@ def _by_decoding_kernel(
     (q, k, v, sinks, slopes), layer = given, options.layer
     assert k is not None
     assert v is not None
-    with cache.ring.call("gathering a chunk"):
+    with cache.ring.call("gathering a chunk", 0, None):
         every = chunk.gather(q, k, *([] if cache.tied else [v]))()
         q, k, *values = (chunk.in_order([*t]) for t in zip(*every))
     v = values[0] if values else k[..., : cache.value_dim]

@@ -93,7 +93,7 @@ class DecodePlan:
         the same on all ranks: ranks that pass different numbers are out of step.
         """
         purpose = (self.purpose + number) % _PURPOSES
-        with self.ring.call("attention to a cache", purpose):
+        with self.ring.call("attention to a cache", purpose, None):
             if self.asked.kernel == "triton":
                 out, lse = self._by_triton(q, k, v, layer, terms, key_mask, purpose, return_lse)
             else:
@@ -119,7 +119,7 @@ class DecodePlan:
             return out[:, mine], all_lse[..., mine]
         own = self._own_by_triton if self.asked.kernel == "triton" else self._own_by_pytorch
         purpose = (self.purpose + number) % _PURPOSES
-        with self.ring.call("attention to a cache", purpose):
+        with self.ring.call("attention to a cache", purpose, None):
             out, lse = own(*qkv, layer, slopes)
 
             def found(of_rank: Tensor) -> tuple[Tensor, Tensor]:

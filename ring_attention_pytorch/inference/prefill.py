@@ -229,7 +229,7 @@ def prefill(
     q, k, v = qkv
     k, v = cache.rounded(k), cache.rounded(v)
     result, all_rows = OutputAccumulator(q, v.shape[-1]), slice(0, q.shape[1])
-    with cache.ring.call("attention of a chunk to a cache", plan.number):
+    with cache.ring.call("attention of a chunk to a cache", plan.number, None):
         sent = _sent(q, cache, layer, chunk)
         gathered = chunk.gather(
             k, *([] if cache.tied else [v]), *([q] if sent == "queries" else [])

@@ -47,7 +47,7 @@ from ring_attention_pytorch.plan.options import DEFAULTS
 from ring_attention_pytorch.plan.plan_cache import PlanCache
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, typed
-from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
+from ring_attention_pytorch.ranks.ring import Caller, Group, Ring, as_ring
 from ring_attention_pytorch.runtime.dropout import check_seed
 from ring_attention_pytorch.training.batches import ShardedBatch, report_to_ring_of_batch
 from ring_attention_pytorch.training.comparison import leave_to_block
@@ -219,8 +219,8 @@ class RingForward:
         if (ranks := tuple(ring.ranks)) == tuple(self.ring.ranks):
             return items.double() / ring.size
         if ranks not in known:
-            total = items.double()
-            ring.total(total)  # counts a ring's batch once on each of its ranks
+            # counts a ring's batch once on each of its ranks
+            total, _ = Caller(ring, "real tokens", 0).total(items.double())
             known[ranks] = total / self.batch.ring_size / ring.size
         return known[ranks]
 

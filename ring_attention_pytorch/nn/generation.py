@@ -332,7 +332,7 @@ def report_to_ring_of_first(ring: Ring, ids: Tensor) -> None:
     """Overwrite ids with the ids of the ring's first rank, in place."""
     if ring.size == 1:
         return
-    with ring.call("sampled tokens"):
+    with ring.call("sampled tokens", 0, None):
         others = [(rank, ids) for rank in range(1, ring.size)]
         sends, receives = (others, []) if ring.rank == 0 else ([], [(0, ids)])
         ring.exchange(sends, receives).wait()

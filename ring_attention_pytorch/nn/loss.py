@@ -11,7 +11,7 @@ from ring_attention_pytorch.comm.exchange import all_to_all
 from ring_attention_pytorch.geometry.documents import BatchDocuments, last_of_document
 from ring_attention_pytorch.geometry.layouts import Segments, segment_positions
 from ring_attention_pytorch.operators import Ranks, TracedRing
-from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.ring import Caller, Ring
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 
 
@@ -33,8 +33,8 @@ def next_tokens(
         columns = is_next_there.nonzero().flatten()
         places.append(columns)
         shapes.append((ids.shape[0], len(columns)))
-    labels = torch.full_like(ids, nothing)
-    for columns, part in zip(places, all_to_all(pieces, shapes, ring)):
+    labels, caller = torch.full_like(ids, nothing), Caller(ring, "next tokens", 0)
+    for columns, part in zip(places, all_to_all(pieces, shapes, caller)):
         labels[:, columns] = part
     return labels
 
@@ -84,22 +84,20 @@ def mean_over_ranks(total: Tensor, held: Tensor, ring: Ranks) -> Tensor:
         if isinstance(ring, TracedRing):
             summed = ring.total(both)
         else:
-            summed = _SumOverRanks.apply(both, ring)
+            summed = _SumOverRanks.apply(both, Caller(ring, "mean over ranks", 0))
         sums, counts = summed.split((total.numel(), held.numel()))
         total, held = sums.view_as(total).to(total.dtype), counts.view_as(held)
     return total / torch.where(held == 0, torch.ones_like(held), held).to(total.dtype)
 
 
 class _SumOverRanks(Function):
-    """(x, ring) -> the sum of all ranks' x, on every rank; backward sums all ranks' gradients."""
+    """(x, caller) -> the sum of all ranks' x, on every rank; backward sums all ranks' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ring: Ranks) -> Tensor:
-        ctx.ring = ring
-        total = x.clone()
-        ring.total(total)
+    def forward(ctx: Any, x: Tensor, caller: Caller) -> Tensor:
+        total, ctx.caller = caller.total(x)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _SumOverRanks.apply(grad, ctx.ring), None
+        return _SumOverRanks.apply(grad, ctx.caller), None

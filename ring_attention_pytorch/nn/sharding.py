@@ -33,7 +33,7 @@ from ring_attention_pytorch.ranks.agreement import (
     report_to_group,
     typed,
 )
-from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
+from ring_attention_pytorch.ranks.ring import Caller, Group, Ring, as_ring
 from ring_attention_pytorch.tensor_kinds import check_plain, has_values
 
 
@@ -93,7 +93,8 @@ def unshard_sequence(
     agree(ring, "unshard_sequence", same, check=error)
     segments = all_segments(layout, ring.size, length)
     note_whole("unshard_sequence")
-    return _in_order(all_gather_along(dim, x, map(count, segments), ring), segments, dim)
+    caller = Caller(ring, "unshard_sequence", 0)
+    return _in_order(all_gather_along(dim, x, map(count, segments), caller), segments, dim)
 
 
 def _check_part(x: Tensor, length: int, dim: int, layout: Layout, ring: Ring) -> None:
@@ -198,7 +199,7 @@ class AutoShard:
         pieces = [x[:, segment_positions(s, x.device)] for s in self.segments]
         part = pieces[self.ring.rank].shape[1:]
         shapes = [(b, *part) for b in self.batch_sizes]
-        received = all_to_all(pieces, shapes, self.ring)
+        received = all_to_all(pieces, shapes, Caller(self.ring, "automatic sharding", 0))
         return torch.cat(received)
 
     def unshard(self, x: Tensor) -> Tensor:
@@ -207,7 +208,7 @@ class AutoShard:
         width = x.shape[2:]
         shapes = [(b, count(s), *width) for s in self.segments]
         pieces = list(x.split(self.batch_sizes))
-        parts = all_to_all(pieces, shapes, self.ring)
+        parts = all_to_all(pieces, shapes, Caller(self.ring, "undoing automatic sharding", 0))
         return _in_order(torch.cat(parts, dim=1), self.segments, dim=1)
 
 

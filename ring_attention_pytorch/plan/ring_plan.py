@@ -149,7 +149,7 @@ class RingPlan:
             if cached is None or any(note["plan"] != own["plan"] for note in notes):
                 if cached is not None:  # another rank has not found it
                     mine = mine._replace(shaped=tuple(map(like_autocast, qkv)))
-                with ring.call("making a plan"):
+                with ring.call("making a plan", ring.steps.notes, None):
                     plan = cls._agreed(ring, mine, notes)
                 if key is not None:
                     keep(key, mine, plan)
@@ -279,10 +279,17 @@ class RingPlan:
         return replaced(self, transport=transport, _shared=Worked())
 
     def run(
-        self, direction: str, function: Callable[..., _Results], *given: Tensor | None
+        self,
+        direction: str,
+        function: Callable[..., _Results],
+        *given: Tensor | None,
+        back_of: int | None,
     ) -> _Results:
-        """Run a function of the plan and of tensors, by a recording if there is one."""
-        with self.call(direction):
+        """Run a function of the plan and of tensors, by a recording if there is one.
+
+        `back_of` is as for `Ring.call`.
+        """
+        with self.call(direction, back_of):
             if switch.on:
                 return watched(self, direction, function, given)
             if self.recordings is None:
@@ -300,10 +307,13 @@ class RingPlan:
         """
         return statistics_of(self.records)
 
-    def call(self, direction: str) -> AbstractContextManager[object]:
-        """Return the block of a call; if `always`, all ranks raise if their calls differ."""
+    def call(self, direction: str, back_of: int | None) -> AbstractContextManager[object]:
+        """Return the block of a call; if `always`, all ranks raise if their calls differ.
+
+        `back_of` is as for `Ring.call`.
+        """
         number, of_layer, always = self.agreed
-        block = self.ring.call(f"ring attention{of_layer}, {direction}", number)
+        block = self.ring.call(f"ring attention{of_layer}, {direction}", number, back_of)
         return in_the_same_call(self.ring, block) if always else block
 
     def keys(self, k: Tensor, v: Tensor) -> KVBlock:

@@ -89,16 +89,27 @@ class Step(NamedTuple):
 
     >>> print(Step("ring attention, backward", plan=2, call=7, hop=1))
     ring attention, backward: call 7 by plan 2, hop 1
+    >>> print(Step("ring attention, backward", 2, 7, 1, back_of=Step.number(since=5, call=3)))
+    ring attention, backward of call 3 since agreement 5: call 7 by plan 2, hop 1
     """
 
     operation: str  # and its direction
     plan: int  # its number; 0 without one
     call: int  # number in the ring, since the last agreement
     hop: int  # exchanges of this call so far
+    back_of: int | None = None  # the `number` of the call that this one differentiates
+
+    @staticmethod
+    def number(since: int, call: int) -> int:
+        """Return the number of a call since that agreement: no other call of the ring has it."""
+        return since << 32 | call
 
     def __str__(self) -> str:
-        plan = f" by plan {self.plan}" if self.plan else ""
-        return f"{self.operation}: call {self.call}{plan}, hop {self.hop}"
+        plan, of = f" by plan {self.plan}" if self.plan else "", ""
+        if self.back_of is not None:
+            since, call = divmod(self.back_of, 1 << 32)
+            of = f" of call {call} since agreement {since}"
+        return f"{self.operation}{of}: call {self.call}{plan}, hop {self.hop}"
 
 
 class Waiting(NamedTuple):

@@ -5,9 +5,10 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, ref
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -46,6 +47,8 @@ from ring_attention_pytorch.runtime.rowwise import has_triton
 
 Messages = Sequence[tuple[int, Tensor]]  # rank of a ring, and its tensor to send or receive into
 _NO_CONTEXT = nullcontext()
+_TAGS = (1 << 31) - 1  # bits of a tag
+_SUMMED = 1 << 19  # squares of so many numbers are summed exactly over 2 ** 15 ranks
 
 # the number of a group's agreements, and the steps of each of its rings
 _steps: WeakKeyDictionary[ProcessGroup, tuple[list[int], dict[tuple[int, int], Steps]]] = (
@@ -210,9 +213,9 @@ class Ring:
     def exchange(self, sends: Messages, receives: Messages) -> Exchange:
         """Send each tensor to its rank, and receive from each rank into its buffer.
 
-        Between two ranks messages match in the order given. Tensors must be contiguous. If the
-        backend could match messages of different calls, each gets a stamp, which the device
-        compares.
+        Between two ranks messages match in the order given. Tensors must be contiguous. Messages
+        of another call, or of another size, never match where the backend compares tags. If it
+        does not, each gets a stamp, which the device compares.
 
         Raises:
             RingError: the group can't be used any more, or an earlier call has failed.
@@ -225,8 +228,9 @@ class Ring:
             ways.append((dist.isend, [(rank, stamps.of(tag)) for rank, _ in sends]))
             ways.append((dist.irecv, [(rank, t) for (rank, _), t in zip(receives, here)]))
             check = partial(stamps.compare, here, tag)
+        group, first = self.group, self.first
         ops = [
-            dist.P2POp(way, t, None, self.group, tag, group_peer=self.first + rank)
+            dist.P2POp(way, t, None, group, tag ^ t.nbytes & _TAGS, group_peer=first + rank)
             for way, messages in ways
             for rank, t in messages
         ]
@@ -255,11 +259,8 @@ class Ring:
         return "cuda:nccl" in str(dist.get_backend_config(self.group)) and has_triton()
 
     def total(self, t: Tensor) -> None:
-        """Sum a tensor over the whole group, in place."""
-        with (
-            self.call("reducing"),
-            Awaiting(lambda: (self.steps.now, self.peers, self._agreement_count)),
-        ):
+        """Sum a tensor over the whole group, in place; `Caller.total` compares the calls, too."""
+        with Awaiting(lambda: (self.steps.now, self.peers, self._agreement_count)):
             dist.all_reduce(t, group=self.group)
 
     def report_failure(self, error: ValueError) -> None:
@@ -275,8 +276,18 @@ class Ring:
         """All other ranks of the group."""
         return [rank for rank in range(self._total) if rank != self.first + self.rank]
 
-    def call(self, operation: str, plan: int = 0) -> AbstractContextManager[object]:
+    def call(
+        self, operation: str, plan: int, back_of: int | None
+    ) -> AbstractContextManager[object]:
         """Return a block for this operation of all ranks of the ring; a ring of one does nothing.
+
+        Its messages match only those of the same operation, plan and call.
+
+        Args:
+            operation: its name in errors, with its direction and layer.
+            plan: the number that all ranks have for its plan; 0 without one.
+            back_of: for a derivative, the number (`Steps.number`) of the call that it is of, so
+                that two backwards of equal calls differ; None for a forward.
 
         Raises:
             RingError: an earlier call has failed on this rank.
@@ -285,7 +296,7 @@ class Ring:
             return _NO_CONTEXT
         if inherited and self.group is not None:
             known(self.group)
-        return self.steps.begin(operation, plan)
+        return self.steps.begin(operation, plan, back_of)
 
     def gather_notes(self, subject: str, note: bytes, why: str | None = None) -> list[bytes]:
         """Return the note of every rank of the group, exchanged over the host: no GPU waits.
@@ -367,6 +378,56 @@ class SubRing(Ring):
 
     def gather_bytes(self, message: bytes, size: int) -> list[bytes]:
         raise NotImplementedError("the whole ring agrees, not a part of it")
+
+
+class Caller(NamedTuple):
+    """The function that makes calls on a ring; their messages say which.
+
+    Attributes:
+        ring: the ranks.
+        name: the function's, in errors.
+        plan: the number that all ranks have for its plan; 0 without one.
+        back_of: as for `Ring.call`.
+    """
+
+    ring: Ring
+    name: str
+    plan: int
+    back_of: int | None = None
+
+    def call(self) -> AbstractContextManager[object]:
+        """Return the block of a call, as `Ring.call`."""
+        name = self.name if self.back_of is None else f"{self.name}, backward"
+        return self.ring.call(name, self.plan, self.back_of)
+
+    def back(self) -> "Caller":
+        """Return the caller of the backward of the last call."""
+        return self._replace(back_of=self.ring.steps.number)
+
+    def total(self, x: Tensor) -> tuple[Tensor, "Caller"]:
+        """Return the sum of x, float64, over the whole group, and the caller of its backward.
+
+        All-reduces match by their order alone. So the number of the call is summed, too, and its
+        square: unless all are equal these are no multiples of this rank's. Then a CPU raises, and
+        on GPUs the sums are NaN.
+
+        Raises:
+            RingError: a rank is in another call.
+        """
+        if self.ring.several:  # other rings count other calls
+            return self._replace(ring=Ring(self.ring.group)).total(x)
+        ring, steps = self.ring, self.ring.steps
+        with self.call():
+            number = steps.tag() % _SUMMED
+            mine = x.new_full((2,), number)
+            mine[1] *= number
+            total = torch.cat((x.flatten(), mine))
+            ring.total(total)
+            alike = (total[-2:] == mine * ring.size).all()
+            if x.device.type == "cpu" and not alike:
+                raise RingError(f"{steps.now}: a rank is in another call", steps.now)
+            total = total[:-2].view_as(x).masked_fill(~alike, torch.nan)
+        return total, self.back()
 
 
 Group = ProcessGroup | DeviceMesh | Ring | None

@@ -44,7 +44,8 @@ class Steps:
         self.calls: int = 0
         self.hops: int = 0  # exchanges of this call so far
         self._base: int | None = 0  # seed of the tags of this call
-        self.about: tuple[int, str] = (0, "no call")  # number of the plan, and the operation
+        # number of the plan, the operation, and the number of the call that it differentiates
+        self.about: tuple[int, str, int | None] = (0, "no call", None)
         self.broken: str | None = None  # why it is broken, until the next agreement
         self.under_way: list[object] = []  # transfers not yet waited for
         self._left: list[object] = []  # transfers of a call that failed
@@ -65,20 +66,26 @@ class Steps:
     @property
     def now(self) -> Step:
         """The exchange and call that this rank is in."""
-        plan, operation = self.about
-        return Step(operation, plan, self.calls, self.hops)
+        plan, operation, back_of = self.about
+        return Step(operation, plan, self.calls, self.hops, back_of)
 
-    def begin(self, operation: str, plan: int = 0) -> Self:
+    @property
+    def number(self) -> int:
+        """The number of the last call: what a call that differentiates it is `back_of`."""
+        return Step.number(self._since, self.calls)
+
+    def begin(self, operation: str, plan: int, back_of: int | None) -> Self:
         """Begin another call; the call is the block of the returned object.
 
-        If it fails, this ring is broken on this rank. A `Disagreement` does not break it: all ranks
-        raise one together, and their numbers still match.
+        Arguments are as for `Ring.call`. If it fails, this ring is broken on this rank. A
+        `Disagreement` does not break it: all ranks raise one together, and their numbers still
+        match.
 
         Raises:
             RingError: an earlier call has failed, so incoming messages are not for this one.
         """
         self._check()
-        self.calls, self.hops, self.about = self.calls + 1, 0, (plan, operation)
+        self.calls, self.hops, self.about = self.calls + 1, 0, (plan, operation, back_of)
         self._base = None  # few calls send messages
         return self
 
@@ -102,7 +109,7 @@ class Steps:
         """Begin an agreement on `subject`; return this rank's failure, "" if there is none."""
         self.notes += 1
         self._since, self.calls, self.hops, self._base = self._met[0], 0, 0, None
-        self.about = (0, f"comparing notes on {subject}")
+        self.about = (0, f"comparing notes on {subject}", None)
         if self.broken is not None:
             return BROKEN
         return self.trouble() or "" if self.guards else ""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import fetch_rows
+from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.recurrent.levels import (
     first_states,
     last_states,
@@ -69,16 +70,16 @@ def pairs_of(runs: Runs, distance: int) -> list[tuple[HeldRun, HeldRun]]:
 
 
 def doubled(
-    m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool
+    m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool, caller: Caller
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `ring_scan` by doubling, of maps in one dtype."""
     route = plan.once(("doubling", final), lambda: _route(plan, final))
     for step in route.steps:
-        earlier_m, earlier_u = _fetched(m, u, step, plan)
+        earlier_m, earlier_u = _fetched(m, u, step, caller)
         own_m, own_u = m[step.at], u[step.at]
         u = u.index_copy(0, step.at, mapped(own_m, own_u, earlier_u))
         m = m.index_copy(0, step.at, composed(own_m, earlier_m))
-    of_m, of_u = _fetched(m, u, route.results, plan)
+    of_m, of_u = _fetched(m, u, route.results, caller)
     if initial is not None:
         whether, samples = route.follow
         of_u = mapped(of_m, of_u, _where(whether, initial[samples]))
@@ -103,10 +104,10 @@ def _where(whether: Tensor, states: Tensor) -> Tensor:
     return torch.where(whether.view(-1, *(1,) * (states.ndim - 1)), states, 0.0)
 
 
-def _fetched(m: Tensor, u: Tensor, fetch: Fetch, plan: RunPlan) -> tuple[Tensor, Tensor]:
+def _fetched(m: Tensor, u: Tensor, fetch: Fetch, caller: Caller) -> tuple[Tensor, Tensor]:
     """Return the maps that this rank needs."""
     rows = packed(m, u)[None]
-    fetched = fetch_rows(rows, fetch.sends, fetch.lands, len(fetch.at), plan.ring)
+    fetched = fetch_rows(rows, fetch.sends, fetch.lands, len(fetch.at), caller)
     return unpacked(fetched, m, u)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.comm.exchange import fill_in, summed_by_owners
+from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.recurrent.chunks import Chunks, How, Inputs, Returned
 from ring_attention_pytorch.recurrent.cuts import Cuts
 from ring_attention_pytorch.recurrent.fla_rules import Rule, part, rule_of
@@ -27,8 +28,6 @@ from ring_attention_pytorch.recurrent.state_maps import gradients_of, store_maps
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.torch_func import refuse_second_order
 
-_CALLER = "ring_scan"
-
 
 class Call(NamedTuple):
     """Settings of the passes, which are no tensors."""
@@ -38,6 +37,7 @@ class Call(NamedTuple):
     normalize: bool
     final: bool
     back: bool  # whether a backward may follow
+    caller: Caller
 
 
 class Scan(NamedTuple):
@@ -48,6 +48,7 @@ class Scan(NamedTuple):
         u: of the maps of runs that are here: of all ranks, or beyond 16 of this one alone.
         pieces: the maps of pieces.
         initial: the states before samples.
+        caller: who sums the gradients of maps.
     """
 
     before: Tensor
@@ -55,6 +56,7 @@ class Scan(NamedTuple):
     u: Tensor
     pieces: Pieces
     initial: Tensor | None
+    caller: Caller
 
     def back(self, own: Tensor, dlast: Tensor | None, call: Call) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the states after pieces, and of initial states.
@@ -72,7 +74,7 @@ class Scan(NamedTuple):
         )
         if len(du) and gathers(call.plan.ring.size):
             counts = call.plan.route(call.final).counts
-            du = summed_by_owners(du, counts, call.plan.ring, _CALLER)
+            du = summed_by_owners(du, counts, self.caller)
         du = self.pieces.back(self.before, own, du)
         after = _of_all(du, self.pieces.cuts.pieces, len(self.before))
         return after, dinitial[0] if dinitial else None
@@ -200,7 +202,8 @@ def _scanned(work: Chunks, call: Call, initial: Tensor | None) -> Scan:
     store_maps(work, cuts.spans, pieces.maps)
     pieces.compose(own)
     if gathered and len(maps):
-        fill_in(maps, route.counts, plan.ring, _CALLER)
+        fill_in(maps, route.counts, call.caller)
+    caller = call.caller.back()
     u, m = maps.split((d_v, d_k), -1)
     for offsets in (u, pieces.u):
         offsets.requires_grad_(call.back)
@@ -210,9 +213,9 @@ def _scanned(work: Chunks, call: Call, initial: Tensor | None) -> Scan:
             before, last = scanned_as_gathered(m, u, plan, first, call.final)
         else:
             all_m, all_u = (_of_all(t, route.sent, len(plan.mine)) for t in (m, u))
-            before, last = scanned(all_m, all_u, plan, first, call.final)
+            before, last = scanned(all_m, all_u, plan, first, call.final, call.caller)
         before = pieces.states(before)
-    return Scan(before, last, u, pieces, first)
+    return Scan(before, last, u, pieces, first, caller)
 
 
 def _of_all(x: Tensor, held: Tensor, rows: int) -> Tensor:

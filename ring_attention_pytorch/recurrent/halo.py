@@ -7,6 +7,7 @@ from torch import Tensor
 from ring_attention_pytorch.arguments import check_least, checks_of
 from ring_attention_pytorch.comm.exchange import fetch_rows
 from ring_attention_pytorch.ranks.agreement import report_to_ring_of, reporting, typed
+from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.recurrent.plan import RunPlan, needs_gradients
 from ring_attention_pytorch.recurrent.runs import before_samples, last_of_samples
 
@@ -46,13 +47,13 @@ def ring_halo(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None = 
 def _halo(name: str, x: Tensor, width: int, plan: RunPlan, initial: Tensor | None) -> Tensor:
     """Compute `ring_halo` of tokens that fit, for the caller that errors name."""
     _check_initial(name, x, width, plan, initial)
-    _agree(name, x, width, plan, initial)
+    caller = _agree(name, x, width, plan, initial)
     runs = len(plan.mine)
     if not plan.runs.continues or width == 0:
         halos = x.new_zeros(runs * width, *x.shape[2:])
     else:
         route = plan.halo_route(width)
-        halos = fetch_rows(x, route.sends, route.lands, runs * width, plan.ring)
+        halos = fetch_rows(x, route.sends, route.lands, runs * width, caller)
     if initial is not None and width:
         rows, places = plan.once(("before samples", width), lambda: _first_rows(plan, width))
         halos = halos.index_copy(0, rows, initial.flatten(0, 1)[places].to(halos.dtype))
@@ -78,15 +79,15 @@ def last_tokens(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None 
     plan.check_tokens("last_tokens", x=x)
     _check_initial("last_tokens", x, width, plan, initial)
     sends, lands, rows, places = plan.once(("last", width), lambda: _last_route(plan, width))
-    _agree("last_tokens", x, width, plan, initial)
-    tokens = fetch_rows(x, sends, lands, plan.runs.batch * width, plan.ring)
+    caller = _agree("last_tokens", x, width, plan, initial)
+    tokens = fetch_rows(x, sends, lands, plan.runs.batch * width, caller)
     if initial is not None:
         tokens = tokens.index_copy(0, rows, initial.flatten(0, 1)[places].to(tokens.dtype))
     return tokens.unflatten(0, (plan.runs.batch, width))
 
 
-def _agree(name: str, x: Tensor, width: int, plan: RunPlan, initial: Tensor | None) -> None:
-    plan.agree_once(
+def _agree(name: str, x: Tensor, width: int, plan: RunPlan, initial: Tensor | None) -> Caller:
+    return plan.agree_once(
         name, width=width, shape=tuple(x.shape[2:]), dtype=x.dtype, initial=initial is not None,
         requires_grad=needs_gradients(x),
     )  # fmt: skip

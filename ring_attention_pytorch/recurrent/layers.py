@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.ranks.agreement import report_to_ring_of, typed
+from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.recurrent.eager import Grid, recurrence
 from ring_attention_pytorch.recurrent.fla import (
     backward_refused,
@@ -255,12 +256,12 @@ def computed(name: str, call: Call) -> tuple[Tensor, Tensor | None]:
     has_states = call.final or call.initial is not None
     apart = not call.plan.runs.continues and (call.plan.ring.size == 1 or not has_states)
     passes = call.kernel == "fla" and _by_passes(call, apart)
-    _agree(name, call, passes)
+    caller = _agree(name, call, passes)
     with in_full_precision(call.v.device):
-        return _computed(call, apart, passes)
+        return _computed(call, apart, passes, caller)
 
 
-def _agree(name: str, call: Call, passes: bool) -> None:
+def _agree(name: str, call: Call, passes: bool) -> Caller:
     """Agree with the other ranks on all that decides results and exchanges."""
     tensors = call.q, call.k, call.v, call.g, call.beta, call.initial
     same = {
@@ -273,13 +274,15 @@ def _agree(name: str, call: Call, passes: bool) -> None:
         "initial": call.initial is not None,
         "requires_grad of q, k, v, g, beta, initial": needs_gradients(*tensors),
     }
-    call.plan.agree_once(name, **same)
+    return call.plan.agree_once(name, **same)
 
 
-def _computed(call: Call, apart: bool, passes: bool) -> tuple[Tensor, Tensor | None]:
+def _computed(
+    call: Call, apart: bool, passes: bool, caller: Caller
+) -> tuple[Tensor, Tensor | None]:
     plan, v = call.plan, call.v
     if passes:
-        return _two_passes(call)
+        return _two_passes(call, caller)
     flat = call._replace(
         q=call.q.flatten(0, 1), k=call.k.flatten(0, 1), v=v.flatten(0, 1), g=call.g.flatten(0, 1),
         beta=None if call.beta is None else call.beta.flatten(0, 1),
@@ -290,9 +293,9 @@ def _computed(call: Call, apart: bool, passes: bool) -> tuple[Tensor, Tensor | N
     if apart:
         out, last = _from_states(flat, state)
     elif call.beta is None:
-        out, last = _diagonal(flat, state)
+        out, last = _diagonal(flat, state, caller)
     else:
-        out, last = _widened(flat, state)
+        out, last = _widened(flat, state, caller)
     return out.unflatten(0, v.shape[:2]), last
 
 
@@ -311,7 +314,7 @@ def _from_states(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
     return out, last_states(call.plan.runs.batch, samples, ended, initial)
 
 
-def _widened(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
+def _widened(call: Call, state: Tensor, caller: Caller) -> tuple[Tensor, Tensor | None]:
     """Compute a call with the delta rule: values beside zeros, state 0 beside I."""
     k, v = call.k, call.v
     d_k, d_v = k.shape[-1], v.shape[-1]
@@ -320,7 +323,7 @@ def _widened(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
     out, maps = _kernel(wide, torch.cat((state, identity), -1))
     out, reads = out.split((d_v, d_k), -1)
     u, m = maps.split((d_v, d_k), -1)
-    before, last = _scanned(call, m, u)
+    before, last = _scanned(call, m, u, caller)
     return _with_states(call, out, before, lambda span: reads[span]), last
 
 
@@ -335,22 +338,22 @@ def _by_passes(call: Call, apart: bool) -> bool:
     return not apart or (call.g.ndim == 3 and backward_refused(*leading))
 
 
-def _two_passes(call: Call) -> tuple[Tensor, Tensor | None]:
+def _two_passes(call: Call, caller: Caller) -> tuple[Tensor, Tensor | None]:
     """Compute a call with the delta rule by fla's kernels, the maps of runs first."""
     assert call.beta is not None
     initial = None if call.initial is None else call.initial.to(call.g.dtype)
     given = call.q, call.k, call.v, finite(call.g), call.beta, initial
     back = any(needs_gradients(*given))
-    passes = Passes(call.plan, call.scale, call.normalize, call.final, back)
+    passes = Passes(call.plan, call.scale, call.normalize, call.final, back, caller)
     return two_passes(*given, passes)
 
 
-def _diagonal(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
+def _diagonal(call: Call, state: Tensor, caller: Caller) -> tuple[Tensor, Tensor | None]:
     """Compute a call without the delta rule: a run multiplies its state by all of its gates."""
     plan, g = call.plan, call.g
     out, u = _kernel(call, state)
     totals = g.new_zeros(len(plan.mine), *g.shape[1:]).index_add(0, plan.run_of_token, g)
-    before, last = _scanned(call, totals.exp(), u)
+    before, last = _scanned(call, totals.exp(), u, caller)
     share = call.v.shape[1] // call.q.shape[1]
 
     def reads(span: slice) -> Tensor:
@@ -361,10 +364,10 @@ def _diagonal(call: Call, state: Tensor) -> tuple[Tensor, Tensor | None]:
     return _with_states(call, out, before, reads), last
 
 
-def _scanned(call: Call, m: Tensor, u: Tensor) -> tuple[Tensor, Tensor | None]:
+def _scanned(call: Call, m: Tensor, u: Tensor, caller: Caller) -> tuple[Tensor, Tensor | None]:
     """Return the states before runs, and those after samples or None."""
     initial = None if call.initial is None else call.initial.to(u.dtype)
-    return scanned(m, u, call.plan, initial, call.final)
+    return scanned(m, u, call.plan, initial, call.final, caller)
 
 
 def _with_states(

@@ -32,7 +32,7 @@ from ring_attention_pytorch.ranks.agreement import (
     report_to_group,
     typed,
 )
-from ring_attention_pytorch.ranks.ring import Group, Ring
+from ring_attention_pytorch.ranks.ring import Caller, Group, Ring
 from ring_attention_pytorch.recurrent.levels import Levels
 from ring_attention_pytorch.recurrent.runs import (
     HeldRun,
@@ -100,7 +100,7 @@ class RunPlan:
     ring: Ring
     runs: Runs
     device: torch.device
-    _agreed: set[tuple[Any, ...]] = field(default_factory=set, init=False, repr=False)
+    _agreed: dict[tuple[Any, ...], Caller] = field(default_factory=dict, init=False, repr=False)
     _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
     # batches with these runs, in whose blocks this was used
     _placements: WeakSet[Placement] = field(default_factory=WeakSet, init=False, repr=False)
@@ -213,8 +213,11 @@ class RunPlan:
             f"{sum(counts)} are sent from here, {each:.3g} MB each; {then}"
         )
 
-    def agree_once(self, caller: str, **same: Hashable) -> None:
+    def agree_once(self, caller: str, **same: Hashable) -> Caller:
         """Agree with the other ranks on values, in the first call with them.
+
+        The number of that agreement is in the messages of all calls with them, so that they match
+        no messages of another plan, or of calls with other values.
 
         Raises:
             ValueError: they differ, or this call is captured in a CUDA graph; the same text on all
@@ -224,7 +227,8 @@ class RunPlan:
         if key not in self._agreed:
             self._check_capture()
             agree(self.ring, caller, same)
-            self._agreed.add(key)
+            self._agreed[key] = Caller(self.ring, caller, self.ring.steps.notes)
+        return self._agreed[key]
 
     def _check_capture(self) -> None:
         """Raise ValueError if a CUDA graph is being captured: tables can't be made then."""

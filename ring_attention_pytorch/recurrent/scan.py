@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import all_gather_along
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
+from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.recurrent.doubling import doubled
 from ring_attention_pytorch.recurrent.levels import (
     first_states,
@@ -67,25 +68,25 @@ def ring_scan(
     _check(m, u, plan, initial)
     plan.check_numbers(_CALLER, u, u=u, m=m, initial=initial)
     wide = accumulation_dtype(u.dtype)
-    plan.agree_once(
+    caller = plan.agree_once(
         _CALLER, shapes=(m.shape[1:], u.shape[1:]), dtype=wide, final=final,
         initial=initial is not None, requires_grad=needs_gradients(m, u),
     )  # fmt: skip
     first = None if initial is None else initial.to(wide)
-    return scanned(m.to(wide), u.to(wide), plan, first, final)
+    return scanned(m.to(wide), u.to(wide), plan, first, final, caller)
 
 
 def scanned(
-    m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool
+    m: Tensor, u: Tensor, plan: RunPlan, initial: Tensor | None, final: bool, caller: Caller
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `ring_scan` of maps that fit, in one dtype, on which ranks have agreed."""
     with in_full_precision(u.device):
         if not gathers(plan.ring.size):
-            return doubled(m, u, plan, initial, final)
+            return doubled(m, u, plan, initial, final, caller)
         route, travelling = plan.route(final), None
         if sum(route.counts):
             m, u = (t.index_select(0, route.sent) for t in (m, u))
-            every = all_gather_along(0, packed(m, u), route.counts, plan.ring, _CALLER)
+            every = all_gather_along(0, packed(m, u), route.counts, caller)
             travelling = unpacked(every, m, u)
         return _followed(travelling, u, plan, initial, route)
 

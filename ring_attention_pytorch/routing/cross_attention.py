@@ -211,7 +211,7 @@ def mean_token(x: Tensor, plan: RoutingPlan) -> Tensor:
         mine = mine.masked_fill(~plan.mask.unsqueeze(-1), 0.0)
     mine = mine.sum(1)
     ranks, shape = plan.ring.size, tuple(mine.shape)
-    parts = all_to_all([mine] * ranks, [shape] * ranks, plan.ring)
+    parts = all_to_all([mine] * ranks, [shape] * ranks, plan.caller("mean token"))
     total = torch.stack(parts).sum(0)
     real = plan.real.sum(-1, keepdim=True)
     return (total / real.clamp(min=1)).to(x.dtype)

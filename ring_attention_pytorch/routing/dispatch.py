@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import scatter_rows
 from ring_attention_pytorch.geometry.layouts import all_segments, count, segment_positions
-from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.routing.plan import RoutingPlan
 
 
@@ -33,7 +32,7 @@ class Dispatch:
         lands: for each rank s, this rank's slots, of `[b * r * K]`, where its tokens arrive.
     """
 
-    ring: Ring
+    plan: RoutingPlan
     counts: tuple[int, ...]
     positions: Tensor
     sends: list[Tensor]
@@ -54,7 +53,7 @@ class Dispatch:
         my_slots = slots[ring.rank]
         my_owners = owners[..., my_slots].flatten()
         counts = tuple(map(len, slots))
-        way = cls(ring, counts, positions[..., my_slots], [], [], [])
+        way = cls(plan, counts, positions[..., my_slots], [], [], [])
         for rank, its_slots in enumerate(slots):
             held = owners[..., its_slots] == ring.rank
             way.sends.append(tokens[..., its_slots][held])
@@ -79,7 +78,7 @@ class Dispatch:
         flat = x.flatten(0, 1 + by_route)
         pieces = [flat.index_select(0, index) for index in indices]
         empty = x.new_ones((self.positions.numel(), *width))
-        filled = scatter_rows(pieces, self.lands, empty, self.ring)
+        filled = scatter_rows(pieces, self.lands, empty, self.plan.caller("tokens to their slots"))
         return filled.view(*self.positions.shape, *width)
 
     def home(self, y: Tensor, base: Tensor) -> Tensor:
@@ -89,5 +88,6 @@ class Dispatch:
         """
         flat = y.flatten(0, 2)
         pieces = [flat.index_select(0, land) for land in self.lands]
-        filled = scatter_rows(pieces, self.sends, base.flatten(0, 1), self.ring)
+        caller = self.plan.caller("results to their tokens")
+        filled = scatter_rows(pieces, self.sends, base.flatten(0, 1), caller)
         return filled.view(base.shape)

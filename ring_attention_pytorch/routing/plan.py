@@ -29,7 +29,7 @@ from ring_attention_pytorch.ranks.agreement import (
     report_to_group,
     typed,
 )
-from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
+from ring_attention_pytorch.ranks.ring import Caller, Group, Ring, as_ring
 from ring_attention_pytorch.runtime.uncopied import uncopied
 
 
@@ -51,6 +51,7 @@ class RoutingPlan:
     mask: Tensor | None  # bool [b, n], of this rank's tokens
     real: Tensor  # bool [b, N], of all tokens by position
     order: Tensor  # int64 [N]: for each position, the token's place in the order of ranks
+    number: int  # that all ranks have for it
     attention: PlanCache[RingPlan] = field(default_factory=PlanCache)
 
     @classmethod
@@ -99,7 +100,7 @@ class RoutingPlan:
         positions = torch.cat([segment_positions(s, x.device) for s in segments])
         real = torch.ones(len(x), len(positions), dtype=torch.bool, device=x.device)
         own_mask = None if mask is None else mask.clone()
-        plan = cls(ring, layout, segments, own_mask, real, positions.argsort())
+        plan = cls(ring, layout, segments, own_mask, real, positions.argsort(), ring.steps.notes)
         if mask is not None:
             real.copy_(plan.whole(mask))
         return plan
@@ -138,6 +139,10 @@ class RoutingPlan:
                 f"the plan was made for tokens {want}, got {list(x.shape)}; make one for these"
             )
 
+    def caller(self, name: str) -> Caller:
+        """Return a caller by this plan."""
+        return Caller(self.ring, name, self.number)
+
     @property
     def length(self) -> int:
         """Number of tokens of the whole sequence."""
@@ -151,7 +156,7 @@ class RoutingPlan:
     def whole(self, x: Tensor) -> Tensor:
         """Gather all ranks' x `[b, ..., n]` as `[b, ..., N]`, in position order; no gradient."""
         lengths = map(count, self.segments)
-        by_rank = all_gather_along(-1, x.detach(), lengths, self.ring, "routing")
+        by_rank = all_gather_along(-1, x.detach(), lengths, self.caller("routing"))
         return by_rank.index_select(-1, self.order)
 
     def homes(self, positions: Tensor) -> tuple[Tensor, Tensor]:

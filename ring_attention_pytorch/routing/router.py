@@ -363,7 +363,7 @@ class CoordinateDescentRouter(nn.Module):
         wide = hidden = scores.double()
         if padding is not None:
             hidden = wide.masked_fill(padding, -torch.inf)
-        a = threshold(hidden, solution, window, plan.ring, self.passes.slope)
+        a = threshold(hidden, solution, window, plan.caller("routing"), self.passes.slope)
         if a.shape[-1] > 1:  # with one a for all, index_select would add gradients one by one
             decisive = (window - int(causal)).clamp(min=0)
             a = a.index_select(-1, decisive)

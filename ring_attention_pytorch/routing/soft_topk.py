@@ -24,7 +24,7 @@ from torch.autograd import Function
 from ring_attention_pytorch.arguments import check_least, checked, checks_of
 from ring_attention_pytorch.comm.exchange import all_gather_along, sum_over_ranks
 from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
-from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
+from ring_attention_pytorch.ranks.ring import Caller, Group, Ring, as_ring
 from ring_attention_pytorch.routing.descent_triton import TRITON
 from ring_attention_pytorch.routing.passes import PLAIN, Partition, Slope, slope
 from ring_attention_pytorch.runtime.torch_func import refuse_second_order
@@ -128,33 +128,34 @@ def _steps(terms: list[Tensor], like: Tensor) -> Tensor:
 
 
 class _Threshold(Function):
-    """(this rank's scores `[..., n]`, solution, window, ring, by) -> a `[..., W]` of all scores.
+    """(this rank's scores `[..., n]`, solution, window, caller, by) -> a `[..., W]` of all scores.
 
     `window` `[n]` is the index of each score's window, of W. Gradients go to this rank's scores.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, scores: Tensor, solution: Solution, window: Tensor, ring: Ring, by: Slope
+        ctx: Any, scores: Tensor, solution: Solution, window: Tensor, caller: Caller, by: Slope
     ) -> Tensor:
         ctx.save_for_backward(scores, window, *solution[2:])
-        ctx.ring, ctx.by = ring, by
+        with caller.call():  # sends nothing, but has a number
+            ctx.caller, ctx.by = caller.back(), by
         return solution.a.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order("soft_topk")
         scores, window, *terms = ctx.saved_tensors
-        grad = sum_over_ranks(grad, ctx.ring, "routing").index_select(-1, window)
+        grad = sum_over_ranks(grad, ctx.caller).index_select(-1, window)
         slopes = ctx.by(scores, terms, window)
         return -grad * slopes, None, None, None, None
 
 
 def threshold(
-    scores: Tensor, solution: Solution, window: Tensor, ring: Ring, by: Slope = slope
+    scores: Tensor, solution: Solution, window: Tensor, caller: Caller, by: Slope = slope
 ) -> Tensor:
     """Return a `[..., W]`, differentiable in this rank's scores `[..., n]` (float64)."""
-    return _Threshold.apply(scores, solution, window, ring, by)
+    return _Threshold.apply(scores, solution, window, caller, by)
 
 
 def gates(scores: Tensor, a: Tensor, eps: float) -> Tensor:
@@ -212,18 +213,19 @@ def soft_topk(
             device=scores.device.type, requires_grad=requires_grad,
         )  # fmt: skip
     notes = agree(ring, "soft_topk", same, own, check=error)
+    caller = Caller(ring, "soft_topk", 0)
     with torch.no_grad():
         hidden = scores.double()
         if mask is not None:
             hidden = hidden.masked_fill(~mask, -torch.inf)
-        whole = all_gather_along(-1, hidden, [note["n"] for note in notes], ring, "routing")
+        whole = all_gather_along(-1, hidden, [note["n"] for note in notes], caller)
         real = (whole > -torch.inf).sum(-1)
         solution = fixed_point(whole, counts(k, real), float(eps))
-    return _apply(scores, mask, solution, ring)
+    return _apply(scores, mask, solution, caller)
 
 
 def _apply(
-    scores: Tensor, mask: Tensor | None, solution: Solution, ring: Ring, by: Slope = slope
+    scores: Tensor, mask: Tensor | None, solution: Solution, caller: Caller, by: Slope = slope
 ) -> Tensor:
     """Compute the gates of this rank's scores from the solution for all ranks' scores."""
     one_window = solution._replace(
@@ -235,7 +237,7 @@ def _apply(
         real = real & mask
     hidden, shown = (scores.double().masked_fill(~real, x) for x in (-torch.inf, 0.0))
     window = torch.zeros(scores.shape[-1], dtype=torch.long, device=scores.device)
-    a = threshold(hidden, one_window, window, ring, by)
+    a = threshold(hidden, one_window, window, caller, by)
     p = gates(shown, a, solution.eps).masked_fill(~real, 0.0)
     return p.to(scores.dtype)
 
@@ -285,7 +287,7 @@ def coordinate_descent(
         solution = descent(
             hidden, count, n_iters, float(eps), eps_init, float(eps_decay), by=passes.partition
         )
-    return _apply(scores, mask, solution, Ring.alone(), passes.slope)
+    return _apply(scores, mask, solution, Caller(Ring.alone(), "soft_topk", 0), passes.slope)
 
 
 def counts(k: Count, real: Tensor) -> Tensor:

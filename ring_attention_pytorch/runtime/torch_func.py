@@ -61,8 +61,11 @@ class Function(torch.autograd.Function):
 
 
 def keep(ctx: Any, plan: Any, *tensors: Tensor | None) -> None:
-    """Save a Function's plan and the tensors that derivatives need, in reverse and forward mode."""
-    ctx.plan = plan
+    """Save a Function's plan and the tensors that derivatives need, in reverse and forward mode.
+
+    Also the number of the call that has just been made, which derivatives are `back_of`.
+    """
+    ctx.plan, ctx.number = plan, plan.ring.steps.number
     ctx.save_for_backward(*tensors)
     if forward_mode():
         ctx.save_for_forward(*tensors)

@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.plan.checks import autocast_dtype
 from ring_attention_pytorch.ranks.agreement import report_to_ring_of, typed
+from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.runtime.rowwise import merge
 from ring_attention_pytorch.runtime.torch_func import run_apart
 from ring_attention_pytorch.summaries.plan import SummaryPlan
@@ -88,12 +89,12 @@ def _sum_of_parts(
     """Attend to near keys and to summaries, and merge the results."""
     (q, k, v), (summary_k, summary_v), (b, n) = qkv, summaries, qkv[0].shape[:2]
     k, v = plan.keys(k, v)[:2]  # zeros hidden keys: they may be NaN
-    near = [_window(q, k, v, plan)]
+    near, caller = [_window(q, k, v, plan)], Caller(plan.ring, "summary attention", plan.number)
     if plan.edge is not None:
-        found = plan.edge.attend(q, k, v, plan.terms, plan.ring)
+        found = plan.edge.attend(q, k, v, plan.terms, caller)
         near.append(_placed(*found, plan.edge.queries, b, n))
     if plan.selection is not None:
-        found = plan.selection.attend(q, k, v, summary_k, plan.terms)
+        found = plan.selection.attend(q, k, v, summary_k, plan.terms, caller)
         near.append(_placed(*found, plan.selection.queries, b, n))
     far = None if plan.far is None else _far(q, summary_k, summary_v, plan)
     dtype = near[0][0].dtype

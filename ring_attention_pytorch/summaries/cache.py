@@ -15,7 +15,7 @@ from torch import Tensor
 from ring_attention_pytorch.comm.exchange import all_gather_along
 from ring_attention_pytorch.decoding import tree_attn_decode
 from ring_attention_pytorch.geometry.layouts import count, segment_positions
-from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.ring import Caller, Ring
 from ring_attention_pytorch.summaries.cells import Cells
 from ring_attention_pytorch.summaries.plan import SummaryPlan
 
@@ -147,7 +147,8 @@ class SummaryCache:
         positions = [segment_positions(s, x.device) for s in plan.query_segments]
         late = [at >= self.start for at in positions]
         mine = x[:, late[self.ring.rank]]
-        by_rank = all_gather_along(1, mine, [int(each.sum()) for each in late], self.ring)
+        caller = Caller(self.ring, "cache of summaries", plan.number)
+        by_rank = all_gather_along(1, mine, [int(each.sum()) for each in late], caller)
         order = torch.cat([at[each] for at, each in zip(positions, late)]).argsort()
         return by_rank[:, order]
 

@@ -18,7 +18,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import fetch_rows
-from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.ring import Caller, Ring
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.summaries.cells import Cells, Grouped, edge_keys, edge_queries
@@ -76,23 +76,24 @@ class Edge:
         )
         if key_mask is None:
             return edge
-        return replace(edge, real=edge.fetch(ring, key_mask.to(torch.uint8)).bool())
+        caller = Caller(ring, "masks of keys at the ends of windows", 0)
+        return replace(edge, real=edge.fetch(caller, key_mask.to(torch.uint8)).bool())
 
-    def fetch(self, ring: Ring, x: Tensor) -> Tensor:
+    def fetch(self, caller: Caller, x: Tensor) -> Tensor:
         """Fetch x `[b, n, ...]` of the keys needed here, as `[rows, stride - 1, ...]`."""
         shape = len(self.limits), self.width
-        found = fetch_rows(x, self.sends, self.lands, shape[0] * shape[1], ring)
+        found = fetch_rows(x, self.sends, self.lands, shape[0] * shape[1], caller)
         return found.unflatten(0, shape)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, terms: ScoreMods, ring: Ring
+        self, q: Tensor, k: Tensor, v: Tensor, terms: ScoreMods, caller: Caller
     ) -> tuple[Tensor, Tensor]:
         """Return out `[x, h, d_v]` and lse `[x, h]` of `queries`, in the accumulation dtype.
 
         q, k and v are this rank's, `[b, n, h, d]`.
         """
         wide = accumulation_dtype(q.dtype)
-        kv = self.fetch(ring, torch.cat((k, v), -1)).to(wide)
+        kv = self.fetch(caller, torch.cat((k, v), -1)).to(wide)
         k, v = kv.split((k.shape[-1], v.shape[-1]), -1)
         rows, width = self.limits.shape
         room = q.new_zeros(rows * width, *q.shape[2:])

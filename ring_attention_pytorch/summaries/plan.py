@@ -14,7 +14,7 @@ from ring_attention_pytorch.geometry.layouts import count, segment_positions
 from ring_attention_pytorch.plan.placement import attention_ring, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import agree, report_to_group, typed
-from ring_attention_pytorch.ranks.ring import Group, Ring
+from ring_attention_pytorch.ranks.ring import Caller, Group, Ring
 from ring_attention_pytorch.runtime.uncopied import arguments_of, of_uncopied, uncopied
 from ring_attention_pytorch.summaries.cells import (
     Cells,
@@ -88,8 +88,8 @@ class Deal:
 
     def visible(self, ring: Ring) -> Tensor:
         """Return a mask of the cells of `mine` that have a visible token: bool `[cells]`."""
-        found = self.real.any(dim=1).to(torch.uint8)
-        arrived = exchange_rows([found[sent] for sent in self.sends], self.lands, ring)
+        found, caller = self.real.any(dim=1).to(torch.uint8), Caller(ring, "visible cells", 0)
+        arrived = exchange_rows([found[sent] for sent in self.sends], self.lands, caller)
         seen = torch.zeros(self.mine.stop - self.mine.start, dtype=torch.bool, device=found.device)
         for part, land in zip(arrived, self.lands):
             seen[land] |= part.bool()

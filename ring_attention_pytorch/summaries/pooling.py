@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import exchange_rows
 from ring_attention_pytorch.ranks.agreement import error_of, report_to_ring_of, typed
+from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, softmax_weights
 from ring_attention_pytorch.summaries.plan import Deal, SummaryPlan
 
@@ -120,8 +121,9 @@ def _merged(parts: list[Tensor], plan: SummaryPlan) -> list[Tensor]:
     """Send parts of cells to the ranks that summarise them; return this rank's merged summaries."""
     deal = plan.deal
     keys, key_lse, values, value_lse = parts
+    caller = Caller(plan.ring, "summarize", plan.number)
     packed = torch.cat((keys, key_lse[..., None], values, value_lse[..., None]), -1)
-    arrived = exchange_rows([packed[sent] for sent in deal.sends], deal.lands, plan.ring)
+    arrived = exchange_rows([packed[sent] for sent in deal.sends], deal.lands, caller)
     widths = keys.shape[-1], 1, values.shape[-1], 1
     cells = deal.mine.stop - deal.mine.start
     nothing = packed.new_zeros(cells, *packed.shape[1:]).split(widths, -1)

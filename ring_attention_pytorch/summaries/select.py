@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ring_attention_pytorch.comm.exchange import all_gather, all_gather_along, scatter_rows
-from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.ring import Caller, Ring
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.summaries.cells import Cells, first_cells, rows_of
@@ -66,28 +66,34 @@ class Selection:
         return cls(rule, cells, ring, tokens, reach.to(device), reach, tuple(places), None, None)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, summary_k: Tensor, terms: ScoreMods
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        summary_k: Tensor,
+        terms: ScoreMods,
+        caller: Caller,
     ) -> tuple[Tensor, Tensor]:
         """Return out `[x, h, d_v]` and lse `[x, h]` of `queries`, in the accumulation dtype."""
         wide = accumulation_dtype(q.dtype)
         q = rearrange(q.flatten(0, 1)[self.queries].to(wide), "x (g h) d -> x g h d", g=k.shape[2])
         with torch.no_grad():
-            chosen = self._chosen(q, self._everyones(summary_k[0]).to(wide), terms)
-        kv, real, number = self._fetched(torch.cat((k, v), -1).flatten(0, 1), chosen)
+            chosen = self._chosen(q, self._everyones(summary_k[0], caller).to(wide), terms, caller)
+        kv, real, number = self._fetched(torch.cat((k, v), -1).flatten(0, 1), chosen, caller)
         out, lse = _OfChosen.apply(q, kv, real, number[chosen], terms)
         return out.flatten(1, 2), lse.flatten(1, 2)
 
-    def _everyones(self, mine: Tensor) -> Tensor:
+    def _everyones(self, mine: Tensor, caller: Caller) -> Tensor:
         """Gather a tensor of summaries from all ranks, `[cells, ...]`; no gradient."""
         bounds = first_cells(self.cells, self.ring.size)
         cells = [b - a for a, b in pairwise(bounds)]
-        return all_gather_along(0, mine.detach(), cells, self.ring)
+        return all_gather_along(0, mine.detach(), cells, caller)
 
-    def _chosen(self, q: Tensor, keys: Tensor, terms: ScoreMods) -> Tensor:
+    def _chosen(self, q: Tensor, keys: Tensor, terms: ScoreMods, caller: Caller) -> Tensor:
         """Return the cells that each query group chooses, `[x, g, select]`; `self.cells`: none."""
         visible = torch.ones(self.cells, dtype=torch.bool, device=q.device)
         if self.summaries is not None:
-            visible = self._everyones(self.summaries[0].to(torch.uint8)).bool()
+            visible = self._everyones(self.summaries[0].to(torch.uint8), caller).bool()
         every = torch.arange(self.cells, device=q.device)
         number = len(q), q.shape[1], min(self.rule.select, self.cells)
         found = torch.full(number, self.cells, device=q.device)
@@ -105,7 +111,7 @@ class Selection:
             )
         return found
 
-    def _fetched(self, kv: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _fetched(self, kv: Tensor, chosen: Tensor, caller: Caller) -> tuple[Tensor, Tensor, Tensor]:
         """Fetch the cells that this rank's queries have chosen.
 
         Returns their keys and values `[c + 1, g, stride, d + d_v]`, the mask of visible keys
@@ -115,7 +121,7 @@ class Selection:
         needed = torch.zeros(self.cells + 1, dtype=torch.uint8, device=kv.device)
         needed[chosen.flatten()] = 1
         needed[-1] = 0
-        needs = all_gather(needed, [tuple(needed.shape)] * self.ring.size, self.ring)
+        needs = all_gather(needed, [tuple(needed.shape)] * self.ring.size, caller)
         number = needed.long().cumsum(0) - 1
         count = int(number[-1]) + 1
         number[-1] = count
@@ -127,7 +133,7 @@ class Selection:
 
         def moved(x: Tensor) -> Tensor:
             room = x.new_zeros((count + 1) * stride, *x.shape[1:])
-            rows = scatter_rows([x[sent] for sent in sends], lands, room, self.ring)
+            rows = scatter_rows([x[sent] for sent in sends], lands, room, caller)
             return rows.unflatten(0, (count + 1, stride))
 
         real = torch.ones(len(kv), dtype=torch.uint8, device=kv.device)

@@ -90,7 +90,7 @@ COMPILED = [
     ),
     Mutant(
         "the cotangent of lse stays where it is", "operators.py:_swapped",
-        "swap.rows_to_heads(dout, dlse)", "swap.rows_to_heads(dout, None)",
+        "swap.rows_to_heads(dout, dlse, back_of)", "swap.rows_to_heads(dout, None, back_of)",
     ),
     Mutant(
         "sinks of others' heads have a gradient", "operators.py:_swapped",
@@ -98,8 +98,8 @@ COMPILED = [
     ),
     Mutant(
         "gradients come home to other tokens", "operators.py:_swapped",
-        "swap.exchange(QKV_TO_SEQUENCE, *grads)",
-        "[t.flip(1) for t in swap.exchange(QKV_TO_SEQUENCE, *grads)]",
+        "swap.exchange(QKV_TO_SEQUENCE, *grads, back_of=back_of)",
+        "[t.flip(1) for t in swap.exchange(QKV_TO_SEQUENCE, *grads, back_of=back_of)]",
     ),
     Mutant(
         "positions alike have no samples", "operators.py:_positions",

@@ -21,7 +21,7 @@ from ring_attention_pytorch.comm.exchange import (
     summed_by_owners,
 )
 from ring_attention_pytorch.ranks.failures import Step
-from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.ring import Caller, Ring
 from ring_attention_pytorch.schedule import relays
 from ring_attention_pytorch.schedule.passing import merging_machines, passes_spare
 from ring_attention_pytorch.schedule.relays import members, relay
@@ -29,6 +29,10 @@ from tests.support import threads
 from tests.support.over_machines import far, placed
 
 WIDTH = 2
+
+
+def called(ring: Ring) -> Caller:
+    return Caller(ring, "a test", 7)
 
 
 def drawn(seed: int, *shape: int) -> Tensor:
@@ -68,7 +72,7 @@ def test_pieces_go_to_their_ranks_and_gradients_home(size):
     def rank_main(ring: Ring) -> list[Tensor]:
         mine = given(size)[ring.rank]
         shapes = [(rows(r, ring.rank), WIDTH) for r in range(size)]
-        received = all_to_all(list(mine), shapes, ring)
+        received = all_to_all(list(mine), shapes, called(ring))
         return [*received, *with_gradients(loss_of(received, ring.rank, size), *mine)]
 
     pieces = given(size)
@@ -85,8 +89,8 @@ def test_pieces_go_to_their_ranks_and_gradients_home(size):
 def test_what_is_gathered_has_the_gradients_of_all_ranks(size):
     def rank_main(ring: Ring) -> list[Tensor]:
         x = drawn(ring.rank, ring.rank + 1, WIDTH).requires_grad_()
-        parts = all_gather(x.t(), [(WIDTH, r + 1) for r in range(size)], ring)
-        whole = all_gather_along(-1, x.t(), range(1, size + 1), ring)
+        parts = all_gather(x.t(), [(WIDTH, r + 1) for r in range(size)], called(ring))
+        whole = all_gather_along(-1, x.t(), range(1, size + 1), called(ring))
         torch.testing.assert_close(whole, torch.cat(parts, 1), rtol=0, atol=0)
         loss = (ring.rank + 1) * (whole**3).sum()
         return [*parts, *with_gradients(loss, x)]
@@ -109,16 +113,18 @@ def test_parts_are_joined_along_any_dimension(dim):
         shape[dim] = lengths[rank]
         return drawn(rank, *shape)
 
-    found, _ = threads.run(3, lambda ring: all_gather_along(dim, part(ring.rank), lengths, ring))
+    found, _ = threads.run(
+        3, lambda ring: all_gather_along(dim, part(ring.rank), lengths, called(ring))
+    )
     for each in found:
         assert torch.equal(each, torch.cat([part(rank) for rank in range(3)], dim))
 
 
 WAYS = {
-    "all_to_all": lambda x, ring: all_to_all([x] * ring.size, [x.shape] * ring.size, ring)[0],
-    "all_gather": lambda x, ring: all_gather(x, [x.shape] * ring.size, ring, "a test")[0],
-    "summed_by_owners": lambda x, ring: summed_by_owners(x, [1] * ring.size, ring, "a test"),
-    "sum_over_ranks": lambda x, ring: sum_over_ranks(x, ring, "a test"),
+    "all_to_all": lambda x, by: all_to_all([x] * by.ring.size, [x.shape] * by.ring.size, by)[0],
+    "all_gather": lambda x, by: all_gather(x, [x.shape] * by.ring.size, by)[0],
+    "summed_by_owners": lambda x, by: summed_by_owners(x, [1] * by.ring.size, by),
+    "sum_over_ranks": sum_over_ranks,
 }
 
 
@@ -127,17 +133,33 @@ def test_messages_are_one_exchange_of_a_call_which_errors_name(way):
     """The tensor is not contiguous, and messages must be."""
 
     def rank_main(ring: Ring) -> Step:
-        WAYS[way](drawn(ring.rank, 2, 3).t(), ring)
+        WAYS[way](drawn(ring.rank, 2, 3).t(), Caller(ring, "a test", 7))
         return ring.steps.now
 
-    call = "sharding" if way == "all_to_all" else "a test"
-    assert threads.run(3, rank_main)[0] == [Step(call, plan=0, call=1, hop=1)] * 3
+    assert threads.run(3, rank_main)[0] == [Step("a test", plan=7, call=1, hop=1)] * 3
+
+
+@pytest.mark.parametrize("way", ["all_to_all", "all_gather"])
+def test_a_backward_s_call_says_of_which_forward_it_is_and_so_does_the_backward_of_it(way):
+    def rank_main(ring: Ring) -> list[Step]:
+        x = drawn(ring.rank, 2, 3).requires_grad_()
+        found, steps = [WAYS[way](x, Caller(ring, "a test", 7)) for _ in range(2)], []
+        (grad,) = torch.autograd.grad(found[0].square().sum(), x, create_graph=True)
+        steps.append(ring.steps.now)
+        torch.autograd.grad(grad.square().sum(), x)
+        return [*steps, ring.steps.now]
+
+    of = [Step.number(0, call) for call in (1, 3, 1)]
+    backward = [Step("a test, backward", 7, 2 + i, 1, of[i - 1]) for i in (1, 2)]
+    found = threads.run(3, rank_main)[0]
+    assert [each[0] for each in found] == backward[:1] * 3
+    assert {each[1].back_of for each in found} <= {*of}  # of the first call, or of its backward
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_alone_gets_its_own_tensor(way):
     x = drawn(0, 1, WIDTH)
-    assert WAYS[way](x, Ring.alone()) is x
+    assert WAYS[way](x, called(Ring.alone())) is x
 
 
 @pytest.mark.parametrize("counts", [(3,), (2, 0, 1)])
@@ -149,8 +171,8 @@ def test_rows_of_all_ranks_and_their_sums_on_owners(counts):
         own = slice(first, first + counts[ring.rank])
         found = torch.full_like(every, torch.nan)
         found[own] = every[own]
-        fill_in(found, counts, ring, "a test")
-        summed = summed_by_owners((ring.rank + 1) * every, counts, ring, "a test")
+        fill_in(found, counts, called(ring))
+        summed = summed_by_owners((ring.rank + 1) * every, counts, called(ring))
         assert torch.equal(summed, sum(rank + 1 for rank in range(ring.size)) * every[own])
         return found, summed
 
@@ -163,7 +185,7 @@ def test_rows_land_where_they_are_told_and_others_stay():
         pieces = [torch.full((1, WIDTH), 10.0 * ring.rank + to) for to in range(3)]
         lands = [torch.tensor([(r + ring.rank) % 4]) for r in range(3)]
         onto = torch.full((4, WIDTH), -1.0, dtype=torch.float64)
-        return scatter_rows(pieces, lands, onto, ring), onto
+        return scatter_rows(pieces, lands, onto, called(ring)), onto
 
     for rank, (found, onto) in enumerate(threads.run(3, rank_main)[0]):
         want = [[10.0 * ((at - rank) % 4) + rank] * WIDTH for at in range(4)]
@@ -177,7 +199,7 @@ def test_sums_and_parts_are_the_same_on_all_ranks(size):
     def rank_main(ring: Ring) -> tuple[Tensor, Tensor]:
         x = drawn(ring.rank, 5).float()
         parts = gather_to_merge(x, ring, None, lambda parts: parts)
-        return sum_over_ranks(x, ring), parts
+        return sum_over_ranks(x, called(ring)), parts
 
     xs = torch.stack([drawn(r, 5).float() for r in range(size)])
     in_order = xs[0]
@@ -235,7 +257,7 @@ def test_parts_cross_to_a_machine_once_and_so_do_derivatives(drawn_of):
 
     def rank_main(ring: Ring) -> tuple[list[Tensor], list[int]]:
         x, crossed = drawn(ring.rank, counts[ring.rank], WIDTH).requires_grad_(), [far(ring)]
-        parts = all_gather(x, [(n, WIDTH) for n in counts], ring)
+        parts = all_gather(x, [(n, WIDTH) for n in counts], called(ring))
         crossed.append(far(ring))
         (first,) = torch.autograd.grad(loss(parts, ring.rank), x, create_graph=True)
         crossed.append(far(ring))
@@ -264,8 +286,8 @@ def test_rows_of_all_machines_and_their_sums_in_one_order(drawn_of, dtype):
         whole = torch.full((total, WIDTH), torch.nan, dtype=dtype)
         own = slice(first := sum(counts[: ring.rank]), first + counts[ring.rank])
         whole[own] = every[0][own]
-        fill_in(whole, counts, ring, "a test")
-        return whole, summed_by_owners(every[ring.rank], counts, ring, "a test"), far(ring)
+        fill_in(whole, counts, called(ring))
+        return whole, summed_by_owners(every[ring.rank], counts, called(ring)), far(ring)
 
     with mock.patch.object(relays, "_EXCHANGE", 0):
         found, _ = threads.run(size, rank_main, machines)
@@ -285,7 +307,7 @@ def test_rows_of_all_machines_and_their_sums_in_one_order(drawn_of, dtype):
 def test_small_parts_are_sent_directly(exchange, monkeypatch):
     machines, x = (0, 0, 1, 1, 1), drawn(0, 4)
     monkeypatch.setattr(relays, "_EXCHANGE", exchange)
-    _, hub = threads.run(5, lambda ring: sum_over_ranks(x, ring), machines)
+    _, hub = threads.run(5, lambda ring: sum_over_ranks(x, called(ring)), machines)
     assert passes_spare(machines)
     assert hub.exchanges == [1 if exchange else 3] * 5
 
@@ -296,8 +318,8 @@ def test_a_machine_s_sum_in_16_bits_may_be_larger_than_the_whole(monkeypatch):
 
     def rank_main(ring: Ring) -> list[float]:
         rows = torch.full((3, 1), 4e4 if ring.rank < 2 else -4e4, dtype=torch.float16)
-        summed = summed_by_owners(rows, (1, 1, 1), ring, "a test")
-        total = sum_over_ranks(rows, ring)
+        summed = summed_by_owners(rows, (1, 1, 1), called(ring))
+        total = sum_over_ranks(rows, called(ring))
         assert total.dtype == summed.dtype == rows.dtype
         return [summed.item(), *total.flatten().tolist()]
 

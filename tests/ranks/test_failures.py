@@ -46,9 +46,9 @@ def test_after_a_wait_in_vain_nothing_is_agreed_over_that_group_and_others_hear_
 def test_a_ring_that_no_plan_mends_does_not_say_so():
     for error, mends in ((MemoryError("none left"), True), (in_vain(), False)):
         steps = Steps()
-        with pytest.raises(type(error)), steps.begin("forward"):
+        with pytest.raises(type(error)), steps.begin("forward", 0, None):
             raise error
-        with pytest.raises(RingError) as told, steps.begin("forward"):
+        with pytest.raises(RingError) as told, steps.begin("forward", 0, None):
             pass
         assert ("once all ranks make a plan" in str(told.value)) == mends
         assert (failures.NEW_GROUP in str(told.value)) != mends
@@ -90,7 +90,7 @@ def test_what_is_under_way_when_a_call_fails_lives_on():
     lives = ref(message)
     steps.under_way.append(message)
     del message
-    with pytest.raises(MemoryError), steps.begin("forward"):
+    with pytest.raises(MemoryError), steps.begin("forward", 0, None):
         raise MemoryError
     gc.collect()
     assert lives() is not None
@@ -99,10 +99,10 @@ def test_what_is_under_way_when_a_call_fails_lives_on():
 
 def test_peers_are_told_of_what_fails_in_a_call_and_of_nothing_else():
     with mock.patch("ring_attention_pytorch.ranks.steps.notify_peers") as tell:
-        with pytest.raises(Disagreement), Steps().begin("forward"):
+        with pytest.raises(Disagreement), Steps().begin("forward", 0, None):
             raise Disagreement
         assert tell.call_count == 0
-        with pytest.raises(MemoryError), Steps().begin("forward"):
+        with pytest.raises(MemoryError), Steps().begin("forward", 0, None):
             raise MemoryError
         assert tell.call_count == 1
 

@@ -321,7 +321,7 @@ def test_the_next_call_says_what_a_device_found():
     steps = Steps()
     steps.watch(Found("rank 1 did not come"))
     for _ in range(2):
-        with pytest.raises(RingError, match="rank 1 did not come"), steps.begin("forward"):
+        with pytest.raises(RingError, match="rank 1 did not come"), steps.begin("forward", 0, None):
             pass
     with pytest.raises(RingError, match="rank 1 did not come"):
         steps.tag()
@@ -332,7 +332,7 @@ def test_a_plan_says_on_all_ranks_what_one_device_found_and_mends_the_ring():
         with pytest.raises(RingError, match="rank 2: rank 0 did not come; the ring is whole again"):
             ring.gather_notes("a plan", b"first")
         assert ring.gather_notes("a plan", b"a\0b") == [b"a\0b"] * RANKS
-        with ring.call("forward"):
+        with ring.call("forward", 0, None):
             pass
 
     assert of_ring({2: "rank 0 did not come"}, run) == [(None, ["wait", "reset"], None)] * RANKS
@@ -343,10 +343,10 @@ def test_what_a_call_has_said_a_plan_does_not_say_again():
 
     def run(ring: threads.ThreadRing) -> None:
         if ring.rank == 0:
-            with pytest.raises(MemoryError), ring.call("forward"):
+            with pytest.raises(MemoryError), ring.call("forward", 0, None):
                 raise MemoryError
         if ring.rank == 2:
-            with pytest.raises(RingError), ring.call("forward"):
+            with pytest.raises(RingError), ring.call("forward", 0, None):
                 pass
         assert ring.gather_notes("a plan", b"note") == [b"note"] * RANKS
 
@@ -361,7 +361,11 @@ def test_devices_tell_of_a_failure_in_a_call_and_elsewhere_in_fail_together():
     with pytest.raises(ZeroDivisionError), fail_together():
         raise ZeroDivisionError
     assert guard.done == ["fail"]
-    with pytest.raises(MemoryError), steps.begin("forward"), steps.begin("a part of it"):
+    with (
+        pytest.raises(MemoryError),
+        steps.begin("forward", 0, None),
+        steps.begin("a part of it", 0, None),
+    ):
         raise MemoryError
     assert guard.done == ["fail", "fail"]
 
@@ -370,6 +374,6 @@ def test_a_device_that_fails_hides_no_error():
     steps, guard = Steps(), Found(None)
     guard.fail = mock.Mock(side_effect=RuntimeError)
     steps.watch(guard)
-    with pytest.raises(MemoryError), fail_together(), steps.begin("forward"):
+    with pytest.raises(MemoryError), fail_together(), steps.begin("forward", 0, None):
         raise MemoryError
     assert guard.fail.called

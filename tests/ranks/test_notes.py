@@ -289,7 +289,7 @@ def test_the_error_names_who_is_missing_and_nobody_else():
 def test_a_failure_closes_links_in_fail_together_only():
     links = ring_of_links()
     with mock.patch.object(failures, "links", links[:1]):
-        with pytest.raises(ArithmeticError), Steps().begin("forward"):
+        with pytest.raises(ArithmeticError), Steps().begin("forward", 0, None):
             raise ArithmeticError
         assert len(links[0]._links) == SIZE - 1
         with pytest.raises(ArithmeticError), fail_together():

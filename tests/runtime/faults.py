@@ -13,12 +13,12 @@ ATTENTION = [
     ),
     Mutant(
         "gradients of shared keys are a rank's own", "shared_keys.py:_total",
-        "sum_over_ranks(torch.cat((dk.flatten(), dv.flatten())), ring, _CALL)",
+        "sum_over_ranks(torch.cat((dk.flatten(), dv.flatten())), caller)",
         "torch.cat((dk.flatten(), dv.flatten()))",
     ),
     Mutant(
         "gradients of shared keys are summed twice", "shared_keys.py:_Shared.backward",
-        "summed(ctx.ring, dk, dv)", "summed(ctx.ring, *summed(ctx.ring, dk, dv))",
+        "summed(ctx.caller, dk, dv)", "summed(ctx.caller, *summed(ctx.caller, dk, dv))",
     ),
     Mutant(
         "shared tokens' gradients count on each rank", "nn/shared_tokens.py:shared_options",

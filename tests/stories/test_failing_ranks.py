@@ -224,7 +224,7 @@ def words_after_mending(seconds: float) -> list[str]:
         mine = shards(ring, 1)
         plan = RingPlan.make(*mine, group=ring)
         if ring.rank == 1:
-            with pytest.raises(MemoryError), ring.call("a call"):
+            with pytest.raises(MemoryError), ring.call("a call", 0, None):
                 raise MemoryError("none left")
         if mended:
             plan = RingPlan.make(*mine, group=ring)
