@@ -47,7 +47,6 @@ from ring_attention_pytorch.runtime.torch_func import (
     forward_mode,
     is_first_order,
     keep,
-    needs_derivatives,
 )
 from ring_attention_pytorch.second_order import (
     gathered_attention,
@@ -94,7 +93,7 @@ def backward(plan: RingPlan, *saved: *Saved, into: Gradients | None = None) -> G
     after sinks, and so do their gradients, which are of this rank's queries alone.
     """
     q, k, v, sinks, *params, out, lse, dout, dlse = saved
-    dq, dk, dv, dsinks = into or (None,) * 4
+    dq, dk, dv, dsinks = into or (None, None, None, None)
     reset_side_streams(q.device)
     kernel, calls, deferred = plan.kernel.begin(params), plan.calls(back=True), Deferred()
     kv_calls = calls if plan.alone else None
@@ -130,13 +129,15 @@ def attention(
     """
     q, k, v, sinks, *params = given
     swap = plan.ulysses
-    plan.check(q, k, v, sinks, codec)
+    plain = plan.check(q, k, v, sinks, codec) and not params
     if swap is not None:
         q, k, v = swap.to_heads(q, k, v)
         sinks = None if sinks is None else sinks[swap.heads]
         params = [p[swap.heads] for p in params]
-    given = resolved(q), resolved(k), resolved(v), resolved(sinks), *map(resolved, params)
-    if needs_derivatives(given):
+    given = q, k, v, sinks, *params
+    if not plain:
+        given = resolved(q), resolved(k), resolved(v), resolved(sinks), *map(resolved, params)
+    if torch.is_grad_enabled() or forward_mode():
         out, lse = RingAttentionFunction.apply(plan, *given)
     else:
         out, lse = plan.run("forward", forward, *given, back_of=None)
@@ -175,8 +176,9 @@ class RingAttentionFunction(Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *along: Tensor | None) -> Result:
         *given, _, _ = ctx.saved_tensors
-        tangents = pushed_forward(partial(gathered_attention, ctx.plan, ctx.number), given, along)
-        return tuple(t.contiguous() for t in tangents)
+        attend = partial(gathered_attention, ctx.plan, ctx.number)
+        tout, tlse = pushed_forward(attend, given, along)
+        return tout.contiguous(), tlse.contiguous()
 
 
 class RingGradients(Function):
@@ -203,4 +205,5 @@ class RingGradients(Function):
         *given, _, _, dout, dlse = ctx.saved_tensors
         *moves, _, _, of_dout, of_dlse = along
         gradients = partial(gathered_gradients, ctx.plan, ctx.number)
-        return pushed_forward(gradients, (*given, dout, dlse), (*moves, of_dout, of_dlse))
+        inputs, along = (*given, dout, dlse), (*moves, of_dout, of_dlse)
+        return pushed_forward(gradients, inputs, along)

@@ -96,11 +96,11 @@ def pulled_back(function: Callable[..., Results], inputs: Some, cotangents: Some
         there[:] = [t is not None for t in results]
         return tuple(t for t in results if t is not None)
 
-    results, pull = torch.func.vjp(of_tensors, *(t for t in inputs if t is not None))
+    vjp: Any = torch.func.vjp  # typed as if it always returned `aux`
+    results, pull = vjp(of_tensors, *(t for t in inputs if t is not None))
     along = [t for t, is_there in zip(cotangents, there) if is_there]
-    grads = iter(
-        pull(tuple(torch.zeros_like(r) if t is None else t for r, t in zip(results, along)))
-    )
+    along = [torch.zeros_like(r) if t is None else t for r, t in zip(results, along)]
+    grads = iter(pull(tuple(along)))
     return tuple(None if t is None else next(grads) for t in inputs)
 
 
@@ -162,7 +162,7 @@ def _mask(
                 for at, where, *given in parts:
                     where = slice(start + where.start, start + where.stop)
                     for total, part in zip((hidden, bias, factor), given):
-                        if total is not None:
+                        if total is not None and part is not None:
                             total[samples, :, :, at, where] = part
             start = cols.stop
         return hidden, bias, factor

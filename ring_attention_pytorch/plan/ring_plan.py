@@ -428,8 +428,13 @@ class RingPlan:
         v: Tensor,
         sinks: Tensor | None = None,
         codec: Codec | None = None,
-    ) -> None:
-        """Raise ValueError if the plan was made for other tensors than these."""
+    ) -> bool:
+        """Raise ValueError if the plan was made for other tensors than these.
+
+        Returns:
+            True if these are plain tensors, whose memory holds their values; others must be
+            `resolved` first.
+        """
         block, passed = block_of(q), self._shared.passed
         if block is not None and block in self._shared.placements:
             block = None
@@ -439,8 +444,10 @@ class RingPlan:
             None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.layout),
             codec,
         )  # fmt: skip
+        plain = type(q) is type(k) is type(v) is Tensor and sinks is None
+        plain = plain and not (q.is_neg() or k.is_neg() or v.is_neg())
         if block is None and key in passed:
-            return
+            return plain
         try:
             if block is not None:
                 block.check_plan(self)
@@ -452,6 +459,7 @@ class RingPlan:
         if block is not None:
             self._shared.placements.add(block)
         passed.add(key)
+        return plain
 
 
 class _TracedLayer(RingPlan):

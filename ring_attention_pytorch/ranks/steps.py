@@ -84,7 +84,8 @@ class Steps:
         Raises:
             RingError: an earlier call has failed, so incoming messages are not for this one.
         """
-        self._check()
+        if self.guards or self.broken is not None or self._since != self._met[0]:
+            self._check()
         self.calls, self.hops, self.about = self.calls + 1, 0, (plan, operation, back_of)
         self._base = None  # few calls send messages
         return self
