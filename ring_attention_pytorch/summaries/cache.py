@@ -58,7 +58,7 @@ class SummaryCache:
         """
         if self.length:
             raise ValueError("a cache of summaries reads one prompt, before any other token")
-        self.length = sum(map(count, plan.query_segments))
+        self.length = sum(map(count, plan.near.query_segments))
         self.cells = self.rule.count(self.length)
         self.start = self._oldest()
         self.recent = self._gathered(plan, torch.cat((raw, k, v), -1))
@@ -144,7 +144,7 @@ class SummaryCache:
 
     def _gathered(self, plan: SummaryPlan, x: Tensor) -> Tensor:
         """Return all ranks' tokens from `start` on, in the order of positions."""
-        positions = [segment_positions(s, x.device) for s in plan.query_segments]
+        positions = [segment_positions(s, x.device) for s in plan.near.query_segments]
         late = [at >= self.start for at in positions]
         mine = x[:, late[self.ring.rank]]
         by_rank = all_gather_along(1, mine, [int(each.sum()) for each in late], self.ring)

@@ -67,7 +67,7 @@ def summarize(
     deal = plan.deal
     if deal is None:
         return k.new_empty(1, 0, *k.shape[2:]), v.new_empty(1, 0, *v.shape[2:])
-    k, v = plan.keys(k, v)[:2]  # zeros hidden keys: weight 0 times NaN would be NaN
+    k, v = plan.near.keys(k, v)[:2]  # zeros hidden keys: weight 0 times NaN would be NaN
     parts: list[Tensor] = []
     with torch.autocast(k.device.type, enabled=False):
         for x, by_place, query in zip((k, v), weights, queries):
@@ -85,7 +85,7 @@ def _check(
     queries: tuple[Tensor | None, Tensor | None],
 ) -> None:
     """Raise ValueError if a shape doesn't fit the plan."""
-    b, _, n, _, heads, d, d_v, *_ = plan.signature
+    b, _, n, _, heads, d, d_v, *_ = plan.near.signature
     by_place = heads, plan.rule.block
     wanted = (
         ("k", k, (b, n, heads, d)),
