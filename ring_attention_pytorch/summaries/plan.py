@@ -1,4 +1,4 @@
-"""What attention with summaries shares: `RingPlan`s of near and far, and the pooling of cells."""
+"""The plans of attention with summaries: two `RingPlan`s, near and far; the pooling of cells."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -111,7 +111,7 @@ def _padded(pooled: Grouped, token: Tensor, place: Tensor) -> tuple[Tensor, Tens
 
 
 class SummaryPlan:
-    """The plans of near and of far attention, `near` and `far`, and what is between them.
+    """The `RingPlan`s of near and of far attention, the edge between them, and the chosen cells.
 
     Make it once per batch with `SummaryPlan.make` and pass it to every layer.
     """
