@@ -93,7 +93,7 @@ def backward(plan: RingPlan, *saved: *Saved, into: Gradients | None = None) -> G
     after sinks, and so do their gradients, which are of this rank's queries alone.
     """
     q, k, v, sinks, *params, out, lse, dout, dlse = saved
-    dq, dk, dv, dsinks = into or (None, None, None, None)
+    dq, dk, dv, dsinks = (None,) * 4 if into is None else into
     reset_side_streams(q.device)
     kernel, calls, deferred = plan.kernel.begin(params), plan.calls(back=True), Deferred()
     kv_calls = calls if plan.alone else None
@@ -203,7 +203,5 @@ class RingGradients(Function):
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *along: Tensor | None) -> Gradients:
         *given, _, _, dout, dlse = ctx.saved_tensors
-        *moves, _, _, of_dout, of_dlse = along
         gradients = partial(gathered_gradients, ctx.plan, ctx.number)
-        inputs, along = (*given, dout, dlse), (*moves, of_dout, of_dlse)
-        return pushed_forward(gradients, inputs, along)
+        return pushed_forward(gradients, (*given, dout, dlse), (*along[:-4], *along[-2:]))

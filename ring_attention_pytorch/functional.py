@@ -213,7 +213,7 @@ def ring_attn(
         ValueError: shapes, dtypes or options are invalid or differ between ranks, shards do not fit
             the layout, or the kernel does not support the call. The same on every rank, and before
             any tensor is sent.
-        NotImplementedError: second derivatives or forward mode with another kernel than "eager".
+        NotImplementedError: forward mode over forward mode.
 
     Source: Liu et al. 2023, https://arxiv.org/abs/2310.01889
 

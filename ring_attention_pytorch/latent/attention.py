@@ -79,7 +79,7 @@ def mla_ring_attn(
 
     Raises:
         ValueError: as `ring_attn`; on all ranks, before any tensor is sent.
-        NotImplementedError: second derivatives or forward mode.
+        NotImplementedError: forward mode over forward mode.
 
     Source: DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434, section 2.1
 
@@ -156,7 +156,7 @@ def tied_ring_attn(
 
     Raises:
         ValueError: as `ring_attn`; on all ranks, before any tensor is sent.
-        NotImplementedError: second derivatives or forward mode.
+        NotImplementedError: forward mode over forward mode.
 
     >>> q, kv = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 1, 8)
     >>> tied_ring_attn(q, kv, causal=True).shape

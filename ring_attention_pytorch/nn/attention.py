@@ -19,6 +19,7 @@ from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.nn.averaging import watch_averaging
 from ring_attention_pytorch.nn.checks import (
+    LayerPlan,
     PlanOfLayer,
     SummaryOptions,
     check_call,
@@ -28,6 +29,7 @@ from ring_attention_pytorch.nn.checks import (
     check_shape,
     check_summaries,
     check_unused,
+    near_plan,
 )
 from ring_attention_pytorch.nn.projections import HeadProjections
 from ring_attention_pytorch.nn.reference import default_attention
@@ -190,7 +192,7 @@ class RingAttention(HeadProjections):
         *,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
-        plan: RingPlan | None = None,
+        plan: LayerPlan | None = None,
         documents: Tensor | None = None,
         cu_seqlens: Borders | None = None,
         shared_tokens: Tensor | None = None,
@@ -296,13 +298,14 @@ class RingAttention(HeadProjections):
         )  # fmt: skip
         return shards.unshard(out)
 
-    def _check_plan(self, plan: RingPlan, decided: Mapping[str, Any]) -> None:
+    def _check_plan(self, plan: LayerPlan, decided: Mapping[str, Any]) -> None:
         if self.spread.auto or self.force_regular_attn:
             raise ValueError("a plan is for tokens sharded by hand, and for the ring's kernels")
         if given := [name for name, value in decided.items() if value is not None]:
             raise ValueError(f"the plan already decides that; got {', '.join(given)} beside it")
         rule = None if self.summaries is None else self.summaries.rule
-        if (plan_rule := getattr(plan, "rule", None)) != rule:
+        plan_rule = None if isinstance(plan, RingPlan) else plan.rule
+        if plan_rule != rule:
             raise ValueError(
                 f"the plan is for summaries by {plan_rule}, the module's are by {rule}"
             )
@@ -311,7 +314,7 @@ class RingAttention(HeadProjections):
             Mask(self.causal, window), self.softclamp, self.rate, self.training, self.kernel,
             self.spread.layout_here, self.spread.ring_attn, self.over_ring,
         )  # fmt: skip
-        check_plan(plan, wanted)
+        check_plan(near_plan(plan), wanted)
 
     @typed(report_to_group_of_module("ring attention"), apart=True)
     def plan(
@@ -325,7 +328,7 @@ class RingAttention(HeadProjections):
         layout: Layout | None = None,
         shared_tokens: Tensor | None = None,
         shared_mask: Tensor | None = None,
-    ) -> RingPlan:
+    ) -> RingPlan | Any:
         """Make the plan for tokens that are sharded already, to pass to all layers like this one.
 
         Args:
@@ -358,7 +361,7 @@ class RingAttention(HeadProjections):
             given |= dict(shared_keys=shared_tokens.shape[1], shared_key_mask=shared_mask)
         return self.plan_over(ring, x, mask, layout=layout or self.spread.layout, **given)
 
-    def plan_over(self, ring: Ring, x: Tensor, mask: Tensor | None, **options: Any) -> RingPlan:
+    def plan_over(self, ring: Ring, x: Tensor, mask: Tensor | None, **options: Any) -> Any:
         """Make a plan as `plan` does, over a given ring; `options` go to `RingPlan.make`."""
         grad = x.requires_grad or any(p.requires_grad for p in self.parameters())
         like = torch.empty((), dtype=x.dtype, device=x.device, requires_grad=grad)
@@ -374,10 +377,10 @@ class RingAttention(HeadProjections):
 
     def _plan(
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, ring: Ring, **options: Any
-    ) -> RingPlan:
+    ) -> Any:
         usual: dict[str, Any] = dict(layout=self.spread.layout, cross=False)
         make: Any = RingPlan.make if self.summaries is None else self.summaries.plan
-        plan: RingPlan = make(
+        plan = make(
             q, k, v, causal=self.causal, window=self.window, key_mask=seen,
             softclamp=self.softclamp, group=ring, kernel=self.kernel, dropout=self.rate,
             bucket_size=self.bucket_size, **self.over_ring, **(usual | options),
@@ -404,7 +407,7 @@ class RingAttention(HeadProjections):
         angles: Tensor | None,
         ring: Ring,
         *,
-        plan: RingPlan | None = None,
+        plan: LayerPlan | None = None,
         shared: tuple[Tensor | None, Tensor | None] = (None, None),
         **options: Any,
     ) -> Tensor:
@@ -425,7 +428,7 @@ class RingAttention(HeadProjections):
         if self.rotary_embed is not None:
             positions: int | Tensor = x.shape[1]
             if plan is not None:
-                positions = operators.positions(plan, x, self.rotary_restart)
+                positions = operators.positions(near_plan(plan), x, self.rotary_restart)
             angles = self.rotary_embed(positions)
         if self.summaries is not None:
             out = self.summaries(x, [q, k, v], angles, plan)
@@ -433,7 +436,9 @@ class RingAttention(HeadProjections):
         if angles is not None:
             q, k = apply_rotary_pos_emb(angles, q), apply_rotary_pos_emb(angles, k)
         if plan is not None:
-            out = ring_attn(q, k, v, plan=plan, shared_keys=key_options.get("shared_keys"))
+            out = ring_attn(
+                q, k, v, plan=near_plan(plan), shared_keys=key_options.get("shared_keys")
+            )
         else:
             options = dict(causal=self.causal, window=self.window)
             if self.softclamp is not None:

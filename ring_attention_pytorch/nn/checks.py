@@ -16,6 +16,7 @@ from ring_attention_pytorch.nn.rotary import THETA
 from ring_attention_pytorch.nn.sharding import check_mask
 from ring_attention_pytorch.plan.checks import DTYPES, autocast_dtype, check_same_way
 from ring_attention_pytorch.plan.ring_plan import RingPlan
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.tensor_kinds import check_plain, has_values
 
 
@@ -79,6 +80,28 @@ class SummaryOptions(Protocol):
     """Options for attention to summaries of far tokens; `layer` makes that part of a layer."""
 
     def layer(self, dim: int, dim_head: int, heads: int, key_heads: int) -> Any: ...
+
+
+@runtime_checkable
+class PlanWithSummaries(Protocol):
+    """The plan of a layer with summaries: `near` is that of attention to tokens themselves."""
+
+    @property
+    def near(self) -> RingPlan: ...
+
+    @property
+    def rule(self) -> Any: ...
+
+    @property
+    def ring(self) -> Ring: ...
+
+
+LayerPlan = RingPlan | PlanWithSummaries
+
+
+def near_plan(plan: LayerPlan) -> RingPlan:
+    """Return a layer's plan of attention to tokens themselves."""
+    return plan if isinstance(plan, RingPlan) else plan.near
 
 
 def check_summaries(
@@ -257,7 +280,7 @@ def _outside(values: Tensor, classes: int) -> str | None:
     return f"{int(values.min())} to {int(values.max())}"
 
 
-def check_plans(plans: Sequence[RingPlan], blocks: int, decided: Sequence[Any]) -> None:
+def check_plans(plans: Sequence[LayerPlan], blocks: int, decided: Sequence[Any]) -> None:
     """Raise ValueError if plans don't fit the model, or contradict other arguments."""
     if len(plans) != blocks or blocks == 0:
         raise ValueError(f"plans must be one for each of {blocks} blocks, got {len(plans)}")

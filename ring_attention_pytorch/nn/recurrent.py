@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from ring_attention_pytorch.arguments import check_least, checked, checks_of
 from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.geometry.segments import Segment
-from ring_attention_pytorch.nn.checks import dtype_refusal
+from ring_attention_pytorch.nn.checks import LayerPlan, dtype_refusal, near_plan
 from ring_attention_pytorch.nn.feedforward import feed_forward
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.plan.ring_plan import RingPlan
@@ -270,8 +270,8 @@ def recurrent_block(
 
 
 def plans_by_layer(
-    plans: Mapping[Any, RingPlan], pattern: str, layers: Iterable[Any]
-) -> tuple[RingPlan, ...]:
+    plans: Mapping[Any, LayerPlan], pattern: str, layers: Iterable[Any]
+) -> tuple[LayerPlan, ...]:
     """List the plan of each block, from plans by window and dropout of attention.
 
     Recurrent layers take the first one: its tokens are the same.
@@ -279,14 +279,15 @@ def plans_by_layer(
     by_layer = []
     for number, (kind, (attn, _)) in enumerate(zip(pattern, layers)):
         if kind == "a":
-            by_layer.append(plans[attn.window, attn.rate].for_layer(number))
+            plan = plans[attn.window, attn.rate]
+            by_layer.append(plan.for_layer(number) if isinstance(plan, RingPlan) else plan)
         else:
             by_layer.append(next(iter(plans.values())))
     return tuple(by_layer)
 
 
 def run_recurrent(
-    layer: nn.Module, x: Tensor, mask: Tensor | None, plans: Sequence[RingPlan]
+    layer: nn.Module, x: Tensor, mask: Tensor | None, plans: Sequence[LayerPlan]
 ) -> Tensor:
     """Run a recurrent layer on the tokens of attention's plan; without one, on whole sequences."""
     if is_compiling():
@@ -294,7 +295,8 @@ def run_recurrent(
     if not plans:
         runs = Runs.of(((Segment(0, 1, x.shape[1]),),), None, len(x))
         return layer(x, mask, plan=RunPlan(Ring.alone(), runs, x.device))
-    return layer(x, plans[0].own_mask.values, plan=RunPlan.of(plans[0]))
+    plan = near_plan(plans[0])
+    return layer(x, plan.own_mask.values, plan=RunPlan.of(plan))
 
 
 def check_pattern(

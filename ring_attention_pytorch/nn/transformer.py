@@ -27,7 +27,14 @@ from ring_attention_pytorch.geometry.layouts import (
 )
 from ring_attention_pytorch.nn import recurrent
 from ring_attention_pytorch.nn.attention import RingAttention
-from ring_attention_pytorch.nn.checks import SummaryOptions, check_ids, check_plans, check_sizes
+from ring_attention_pytorch.nn.checks import (
+    LayerPlan,
+    SummaryOptions,
+    check_ids,
+    check_plans,
+    check_sizes,
+    near_plan,
+)
 from ring_attention_pytorch.nn.feedforward import feed_forward
 from ring_attention_pytorch.nn.generation import Generation
 from ring_attention_pytorch.nn.loss import mean_cross_entropy, next_tokens, shifted
@@ -184,7 +191,7 @@ class RingTransformer(Generation, nn.Module):
         *,
         documents: Tensor | None = None,
         cu_seqlens: Borders | None = None,
-        plans: Sequence[RingPlan] | None = None,
+        plans: Sequence[LayerPlan] | None = None,
     ) -> Tensor:
         """Compute the logits, or the loss.
 
@@ -221,29 +228,29 @@ class RingTransformer(Generation, nn.Module):
                 check_plans(plans, len(self.layers), [*decided, *packed.values()])
                 check_ids(x, None, labels, classes, self.ignore_index)
             logits = self._logits(self.token_emb(x), None, plans)
-            return self._loss_or(logits, labels, TracedRing(plans[0]))
+            return self._loss_or(logits, labels, TracedRing(near_plan(plans[0])))
         off = force_ring_reduce_off or self.force_regular_attn
         given = x, mask, labels, return_loss, off, ring_size, packed
         prepare = self._prepared
         batch, tokens, plans = run_apart(prepare, *given) if is_compiling() else prepare(*given)
         logits = self._logits(tokens, batch.mask, plans)
-        everyone = TracedRing(plans[0]) if plans and is_compiling() else batch.everyone
+        everyone = TracedRing(near_plan(plans[0])) if plans and is_compiling() else batch.everyone
         result = self._loss_or(logits, batch.labels, everyone)
         if batch.labels is not None or batch.shards is None:
             return result
         return batch.shards.unshard(result)
 
-    def _prepared(self, *given: Any) -> tuple[_Batch, Tensor, tuple[RingPlan, ...]]:
+    def _prepared(self, *given: Any) -> tuple[_Batch, Tensor, tuple[RingPlan | Any, ...]]:
         """Prepare a batch, embed its tokens, and make the plans for it."""
         batch = self._prepare(*given)
         tokens = self.token_emb(batch.ids)
         return batch, tokens, self._plans(tokens, batch)
 
-    def _logits(self, tokens: Tensor, mask: Tensor | None, plans: Sequence[RingPlan]) -> Tensor:
+    def _logits(self, tokens: Tensor, mask: Tensor | None, plans: Sequence[LayerPlan]) -> Tensor:
         """Compute the logits of this rank's tokens; without plans, by regular attention."""
         positions: int | Tensor = tokens.shape[1]
         if plans:
-            positions = operators.positions(plans[0], tokens, self.rotary_restart)
+            positions = operators.positions(near_plan(plans[0]), tokens, self.rotary_restart)
         angles = Angles(self.rotary_emb(positions))
         for number, (attn, ff) in enumerate(self.layers):
             if self.pattern[number] != "a":
@@ -270,7 +277,7 @@ class RingTransformer(Generation, nn.Module):
         documents: Tensor | None = None,
         cu_seqlens: Borders | None = None,
         dtype: torch.dtype | None = None,
-    ) -> tuple[RingPlan, ...]:
+    ) -> tuple[RingPlan | Any, ...]:
         """Make the plans of all blocks for ids that are sharded already, to pass to `forward`.
 
         Use it with `torch.compile`, which can't trace the ranks' agreement, and for batches that
@@ -409,7 +416,7 @@ class RingTransformer(Generation, nn.Module):
         positions = segment_positions(segments[ring.rank], x.device)
         return labels.masked_fill(last_of_document(packing, positions), self.ignore_index)
 
-    def _plans(self, tokens: Tensor, batch: _Batch) -> tuple[RingPlan, ...]:
+    def _plans(self, tokens: Tensor, batch: _Batch) -> tuple[RingPlan | Any, ...]:
         """List the plans of all blocks, made once for each (window, dropout) that occurs."""
         if self.force_regular_attn:
             return ()

@@ -220,8 +220,7 @@ class Ring:
         Raises:
             RingError: the group can't be used any more, or an earlier call has failed.
         """
-        tag = self.steps.tag()
-        stamps = self._stamps(sends, receives) if self._matches_by_order else None
+        tag, stamps = self.steps.tag(), self._stamps(sends, receives)
         ways = [(dist.isend, sends), (dist.irecv, receives)]
         check = None
         if stamps is not None:
@@ -243,9 +242,9 @@ class Ring:
         return Exchange(self, sends, receives, works, check)
 
     def _stamps(self, sends: Messages, receives: Messages) -> Stamps | None:
-        """Return the guard that stamps these messages; None if none is on a GPU."""
+        """Return the guard that stamps these messages; None if the backend compares tags."""
         device = next((t.device for _, t in (*sends, *receives)), None)
-        if device is None or device.type != "cuda":
+        if device is None or device.type != "cuda" or not self._matches_by_order:
             return None
         for guard in self.steps.guards:
             if isinstance(guard, Stamps) and guard.device == device:

@@ -25,22 +25,9 @@ def uncopied(cls: type[_Plan]) -> type[_Plan]:
     (False, Point(x=2))
     """
     _hidden[cls] = {name: vars(cls)[name] for name in _NAMES}
-    for kind in _decorated(cls):
-        for name in _NAMES:
-            delattr(kind, name)
+    for name in _NAMES:
+        delattr(cls, name)
     return cls
-
-
-def of_uncopied(cls: type[_Plan]) -> type[_Plan]:
-    """Decorate a subclass of such a class, before `dataclass`, which needs the bases' fields."""
-    for kind in _decorated(cls):
-        for name, value in _hidden[kind].items():
-            setattr(kind, name, value)
-    return cls
-
-
-def _decorated(cls: type) -> list[type]:
-    return [kind for kind in cls.__mro__ if kind in _hidden]
 
 
 def arguments_of(plan: Any) -> dict[str, Any]:

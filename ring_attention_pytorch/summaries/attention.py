@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.plan.checks import autocast_dtype
+from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import report_to_ring_of, typed
 from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.runtime.rowwise import merge
@@ -88,13 +89,14 @@ def _sum_of_parts(
 ) -> Tensor:
     """Attend to near keys and to summaries, and merge the results."""
     (q, k, v), (summary_k, summary_v), (b, n) = qkv, summaries, qkv[0].shape[:2]
-    k, v = plan.keys(k, v)[:2]  # zeros hidden keys: they may be NaN
-    near, caller = [_window(q, k, v, plan)], Caller(plan.ring, "summary attention", plan.number)
+    k, v = plan.near.keys(k, v)[:2]  # zeros hidden keys: they may be NaN
+    near, terms = [_attended(q, k, v, plan.near)], plan.near.terms
+    caller = Caller(plan.ring, "summary attention", plan.near.number)
     if plan.edge is not None:
-        found = plan.edge.attend(q, k, v, plan.terms, caller)
+        found = plan.edge.attend(q, k, v, terms, caller)
         near.append(_placed(*found, plan.edge.queries, b, n))
     if plan.selection is not None:
-        found = plan.selection.attend(q, k, v, summary_k, plan.terms, caller)
+        found = plan.selection.attend(q, k, v, summary_k, terms, caller)
         near.append(_placed(*found, plan.selection.queries, b, n))
     far = None if plan.far is None else _far(q, summary_k, summary_v, plan)
     dtype = near[0][0].dtype
@@ -106,7 +108,7 @@ def _sum_of_parts(
     return merge(near)[0].to(dtype)
 
 
-def _window(q: Tensor, k: Tensor, v: Tensor, plan: SummaryPlan) -> Part:
+def _attended(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> Part:
     out, lse = ring_attn(q, k, v, plan=plan, return_lse=True)
     return out, rearrange(lse, "b h n -> b n h")
 

@@ -58,7 +58,7 @@ class SummaryCache:
         """
         if self.length:
             raise ValueError("a cache of summaries reads one prompt, before any other token")
-        self.length = sum(map(count, plan.query_segments))
+        self.length = sum(map(count, plan.near.query_segments))
         self.cells = self.rule.count(self.length)
         self.start = self._oldest()
         self.recent = self._gathered(plan, torch.cat((raw, k, v), -1))
@@ -144,10 +144,10 @@ class SummaryCache:
 
     def _gathered(self, plan: SummaryPlan, x: Tensor) -> Tensor:
         """Return all ranks' tokens from `start` on, in the order of positions."""
-        positions = [segment_positions(s, x.device) for s in plan.query_segments]
+        positions = [segment_positions(s, x.device) for s in plan.near.query_segments]
         late = [at >= self.start for at in positions]
         mine = x[:, late[self.ring.rank]]
-        caller = Caller(self.ring, "cache of summaries", plan.number)
+        caller = Caller(self.ring, "cache of summaries", plan.near.number)
         by_rank = all_gather_along(1, mine, [int(each.sum()) for each in late], caller)
         order = torch.cat([at[each] for at, each in zip(positions, late)]).argsort()
         return by_rank[:, order]

@@ -69,9 +69,10 @@ class SummaryAttention(RingAttention):
         """
         if self.softclamp is not None or self.spread.auto or self.summaries.rule.select:
             raise ValueError("prefill needs a layer without softclamp, auto_shard_seq and select")
-        plan, qkv = self.plan(x), list(self.project(x, None))
+        plan: Any = self.plan(x)
+        qkv = list(self.project(x, None))
         cache = SummaryCache(self.summaries.rule, plan.ring, qkv[1][:, :0])
-        angles = self._angles(plan.positions(x.device))
+        angles = self._angles(plan.near.positions(x.device))
         out = self.summaries.prefill(x, qkv, angles, plan, cache)
         return self.to_out(out.flatten(2)), cache
 

@@ -1,7 +1,7 @@
-"""The plan of attention with summaries: two `RingPlan`s, near and far, and the pooling of cells."""
+"""The plans of attention with summaries: two `RingPlan`s, near and far; the pooling of cells."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,6 @@ from ring_attention_pytorch.plan.placement import attention_ring, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import agree, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Caller, Group, Ring
-from ring_attention_pytorch.runtime.uncopied import arguments_of, of_uncopied, uncopied
 from ring_attention_pytorch.summaries.cells import (
     Cells,
     Grouped,
@@ -111,24 +110,31 @@ def _padded(pooled: Grouped, token: Tensor, place: Tensor) -> tuple[Tensor, Tens
     return tokens, places, real
 
 
-@uncopied
-@dataclass(frozen=True, eq=False)
-@of_uncopied
-class SummaryPlan(RingPlan):
-    """The plan of near attention, which also contains the plan of the far part.
+class SummaryPlan:
+    """The `RingPlan`s of near and of far attention, the edge between them, and the chosen cells.
 
     Make it once per batch with `SummaryPlan.make` and pass it to every layer.
     """
 
-    rule: Cells = field(default_factory=lambda: Cells(0, 1, 1))
-    edge: Edge | None = None  # None if all windows end with a cell
-    deal: Deal | Any = None  # None if no query on any rank sees a summary
-    far: RingPlan | None = None
-    selection: Selection | None = None  # None if nothing is selected
+    def __init__(
+        self,
+        near: RingPlan,
+        rule: Cells,
+        edge: Edge | None,
+        deal: Deal | Any = None,
+        far: RingPlan | None = None,
+        selection: Selection | None = None,
+    ) -> None:
+        self.near: RingPlan = near
+        self.rule: Cells = rule
+        self.edge: Edge | None = edge  # None if all windows end with a cell
+        self.deal: Deal | Any = deal  # None, and so is `far`, if no query sees a summary
+        self.far: RingPlan | None = far
+        self.selection: Selection | None = selection  # None if nothing is selected
 
     @classmethod
     @typed(report_to_group("summary attention", ring_of=attention_ring), apart=True)
-    def make(  # type: ignore[override]
+    def make(
         cls,
         q: Tensor,
         k: Tensor,
@@ -176,20 +182,25 @@ class SummaryPlan(RingPlan):
         near = RingPlan.make(
             q, k, v, causal=True, window=window, group=ring, ulysses=1, **options
         )  # fmt: skip
-        mine = arguments_of(near)
         total = sum(map(count, near.query_segments))
         places = Places.of(rule, near.packing, q.shape[0], total)
         held = [places.held(segment_positions(s)) for s in near.query_segments]
         key_mask = options.get("key_mask")
-        mine |= dict(rule=rule, edge=Edge.make(rule, held, ring, key_mask, q.device))
+        edge = Edge.make(rule, held, ring, key_mask, q.device)
         if places.borders[-1] == 0 and not ring.several:  # other rings may have summaries
-            return cls(**mine)
+            return cls(near, rule, edge)
         deal = Deal.make(rule, places, held, ring, key_mask, q.device)
         far = _far_plan(near, rule, deal, places.borders, (q, k, v), options)
+        selection = None
         if rule.select:
             selection = Selection.make(rule, places.borders[-1], held, ring, q.device)
-            mine["selection"] = replace(selection, key_mask=near.key_mask, summaries=far.key_mask)
-        return cls(**mine, deal=deal, far=far)
+            selection = replace(selection, key_mask=near.key_mask, summaries=far.key_mask)
+        return cls(near, rule, edge, deal, far, selection)
+
+    @property
+    def ring(self) -> Ring:
+        """The ring of all these plans."""
+        return self.near.ring
 
     @checked
     def summary_positions(self, *, in_documents: bool = False) -> Tensor:
@@ -198,7 +209,7 @@ class SummaryPlan(RingPlan):
         It is the position of the cell's last token, in the sequence or in its document.
         """
         if self.deal is None:
-            return torch.empty(0, dtype=torch.long, device=self.device)
+            return torch.empty(0, dtype=torch.long, device=self.near.device)
         return self.deal.ends[in_documents]
 
 

@@ -68,7 +68,7 @@ def summarize(
     deal = plan.deal
     if deal is None:
         return k.new_empty(1, 0, *k.shape[2:]), v.new_empty(1, 0, *v.shape[2:])
-    k, v = plan.keys(k, v)[:2]  # zeros hidden keys: weight 0 times NaN would be NaN
+    k, v = plan.near.keys(k, v)[:2]  # zeros hidden keys: weight 0 times NaN would be NaN
     parts: list[Tensor] = []
     with torch.autocast(k.device.type, enabled=False):
         for x, by_place, query in zip((k, v), weights, queries):
@@ -86,7 +86,7 @@ def _check(
     queries: tuple[Tensor | None, Tensor | None],
 ) -> None:
     """Raise ValueError if a shape doesn't fit the plan."""
-    b, _, n, _, heads, d, d_v, *_ = plan.signature
+    b, _, n, _, heads, d, d_v, *_ = plan.near.signature
     by_place = heads, plan.rule.block
     wanted = (
         ("k", k, (b, n, heads, d)),
@@ -121,7 +121,7 @@ def _merged(parts: list[Tensor], plan: SummaryPlan) -> list[Tensor]:
     """Send parts of cells to the ranks that summarise them; return this rank's merged summaries."""
     deal = plan.deal
     keys, key_lse, values, value_lse = parts
-    caller = Caller(plan.ring, "summarize", plan.number)
+    caller = Caller(plan.ring, "summarize", plan.near.number)
     packed = torch.cat((keys, key_lse[..., None], values, value_lse[..., None]), -1)
     arrived = exchange_rows([packed[sent] for sent in deal.sends], deal.lands, caller)
     widths = keys.shape[-1], 1, values.shape[-1], 1

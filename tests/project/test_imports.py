@@ -23,7 +23,7 @@ BELOW = {
     "kernels": {"geometry", "runtime"},
     "plan": {"geometry", "schedule", "runtime", "ranks", "comm", "kernels"},
 }
-BELOW["second_order"] = {*BELOW} - {"comm", "ranks"}
+BELOW["second_order"] = {*BELOW}
 BELOW["attention"] = {*BELOW} - {"comm", "ranks"}
 BELOW["top_keys"] = {"comm", "ranks"}
 BELOW["shared_keys"] = {*BELOW} - {"second_order", "kernels", "schedule", "geometry"}

@@ -43,7 +43,7 @@ def test_with_cells_of_one_token_it_is_causal_attention() -> None:
     q, k, v = (data[name] for name in "qkv")
     plan = SummaryPlan.make(q, k, v, window=0, stride=1)
     out = summary_attn(q, k, v, *summarize(k, v, plan=plan), plan=plan)
-    assert plan.visible.window == 0  # only the token itself is near
+    assert plan.near.visible.window == 0  # only the token itself is near
     assert relative_error(out, default_attention(q, k, v, causal=True)) < 1e-14
 
 
