@@ -24,7 +24,9 @@ from ring_attention_pytorch.routing.soft_topk import soft_topk
 
 N, H, D = 4, 2, 4  # a rank's tokens, heads, their size
 Results = list[Tensor]
-Forward = Callable[[], tuple[Results, Callable[[], Results]]]
+Forward = Callable[
+    ..., tuple[Results, Callable[[], Results]]
+]  # of tensors by a factor, or as given
 
 
 def drawn(ring: Ring, *shape: int) -> Tensor:
@@ -39,8 +41,8 @@ def of_tokens(ring: Ring, *width: int, count: int = 1) -> list[Tensor]:
 def differentiated(function: Callable[..., Any], *given: Tensor) -> Forward:
     """Make the call that differentiates the sum of squares of what a function returns."""
 
-    def forward() -> tuple[Results, Callable[[], Results]]:
-        leaves = [t.detach().clone().requires_grad_() for t in given]
+    def forward(factor: float = 1.0) -> tuple[Results, Callable[[], Results]]:
+        leaves = [(factor * t.detach()).requires_grad_() for t in given]
         found = function(*leaves)
         found = [found] if isinstance(found, Tensor) else [t for t in found if t is not None]
         loss = sum(t.double().square().sum() for t in found if t.requires_grad)
@@ -255,3 +257,5 @@ EXCHANGING: dict[str, Callable[[Ring], Forward]] = {
     "decoding": cached(1),
     "a prompt's chunk": cached(2, layout="contiguous"),
 }  # fmt: skip
+
+WITHOUT_BACKWARD = ["rolling a batch", "tree_attn_decode", "decoding", "a prompt's chunk"]
