@@ -51,9 +51,11 @@ ELSEWHERE = {
     "integrations/models.py": "the sum of a batch's tokens, once",
     "nn/generation.py": "sampled tokens, after a cache's",
     "operators.py": "graphs that were traced",
+    "inference/relayed_chunk.py": "several machines",
+    "recurrent/doubling.py": "more than 16 ranks",
     "recurrent/fla_passes.py": "kernels of fla",
+    "recurrent/plan.py": "makes the callers of the others",
     "routing/cross_attention.py": "the mean token of one kind of layer",
-    "routing/router.py": "gates as of soft_topk",
     "summaries/cache.py": "a cache of summaries takes a prompt",
 }
 
@@ -177,8 +179,10 @@ def _files(frame: FrameType | None) -> Iterator[str]:
 
 
 def _begins(path: Path) -> bool:
-    """True if a file makes a `Caller`, or a call of a ring by itself."""
+    """True if a file makes a `Caller`, a call of a ring by itself, or one by `comm/exchange.py`."""
     for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).endswith("comm.exchange"):
+            return True
         if isinstance(node, ast.Call):
             function = ast.unparse(node.func)
             made: Callable[[str], bool] = function.endswith
