@@ -37,6 +37,7 @@ class Hub:
         self.lock = threading.Lock()
         self.notes: list[bytes] = [b""] * size
         self.barrier = threading.Barrier(size, timeout=PATIENCE)
+        self.sums = threading.Barrier(size, timeout=PATIENCE)  # sums take no note for one of theirs
         self.failed = threading.Event()
         self.exchanges = [0] * size  # of each rank
         self.sent_bytes = [0] * size
@@ -61,6 +62,7 @@ class Hub:
         self.failed.set()
         for hub in (self, *self.parts.values()):
             hub.barrier.abort()
+            hub.sums.abort()
 
     def patiently(self, attempt: Callable[[float], bool], what: str) -> None:
         """Try until it succeeds, patience ends or another rank has failed."""
@@ -95,15 +97,17 @@ class ThreadRing(Ring):
             assert rank != self.rank, "a message to oneself"
             assert t.is_contiguous()
             taken.append(threading.Event())
-            self.hub.box(self.rank, rank, tag, self.sent[rank, tag]).put((t, taken[-1]))
-            self.sent[rank, tag] += 1
+            of_size = tag ^ t.nbytes  # as in `Ring.exchange`
+            self.hub.box(self.rank, rank, of_size, self.sent[rank, of_size]).put((t, taken[-1]))
+            self.sent[rank, of_size] += 1
             self.hub.sent_bytes[self.rank] += t.nbytes
             with self.hub.lock:
                 self.hub.ways[self.rank, rank] += t.nbytes
         mail = []
         for rank, t in receives:
-            mail.append((self.hub.box(rank, self.rank, tag, self.awaited[rank, tag]), t))
-            self.awaited[rank, tag] += 1
+            of_size = tag ^ t.nbytes
+            mail.append((self.hub.box(rank, self.rank, of_size, self.awaited[rank, of_size]), t))
+            self.awaited[rank, of_size] += 1
             # bytes of ones are NaN in every floating dtype
             t.fill_(torch.nan if t.is_floating_point() else 255 if t.dtype == torch.uint8 else 1)
         return ThreadTransfer(self.hub, mail, taken)
@@ -118,9 +122,9 @@ class ThreadRing(Ring):
 
     def total(self, t: Tensor) -> None:
         self.hub.summed[self.rank] = t.clone()
-        self.hub.barrier.wait()
+        self.hub.sums.wait()
         t.copy_(sum(self.hub.summed))
-        self.hub.barrier.wait()
+        self.hub.sums.wait()
 
 
 class PartRing(SubRing):
