@@ -45,7 +45,7 @@ def test_operators_are_what_they_promise(dtype, overload, with_sinks):
     plan = RingPlan.make(q, k, v, causal=True, sinks=sinks)
     opcheck(getattr(ops.forward, overload), (q, k, v, sinks, plan.handle))
     with torch.no_grad():
-        out, lse = ops.forward(q, k, v, sinks, plan.handle)
+        out, lse, _ = ops.forward(q, k, v, sinks, plan.handle)
         given = [None if t is None else t.detach() for t in (q, k, v, sinks)]
     rest = torch.randn(out.shape, dtype=dtype), torch.randn(lse.shape, dtype=lse.dtype), out, lse
     opcheck(getattr(ops.backward, overload), (*given, *rest, plan.handle))
@@ -94,7 +94,7 @@ def by_operators(ring, with_sinks, **options):
     want = ring_attn(q, k, v, sinks=sinks, plan=plan, return_lse=True)
     assert operators._of(plan, ops.forward) is ops.forward.messages
     with Called() as called:
-        got = ops.forward.messages(q, k, v, sinks, handle)
+        *got, number = ops.forward.messages(q, k, v, sinks, handle)
         assert all(t.is_contiguous() for t in got)
         cotangents = [torch.randn_like(t) for t in got]
         for which in ([0], [1], [0, 1]):
@@ -109,14 +109,15 @@ def by_operators(ring, with_sinks, **options):
     assert called.ops == MESSAGES
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = [None if t is None else mode.from_tensor(t.detach()) for t in (q, k, v, sinks)]
-        told = ops.forward.messages(*fake, handle)
-        told += ops.backward.messages(*fake, *told, *told, handle)
+        *told, of = ops.forward.messages(*fake, handle)
+        assert (of.shape, of.dtype) == (number.shape, number.dtype)
+        told += ops.backward.messages(*fake, *told, *told, of, handle)
     found = torch.autograd.grad(got, given, cotangents)
     for a, b in zip(told, (*got, *found)):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
     ring.group = "these threads"  # of which sums are
     x = torch.full((2,), ring.rank + 1.0, requires_grad=True)
-    total = ops.total.messages(x, handle)
+    total = ops.total.messages(x, False, handle)
     assert (total.tolist(), x.tolist()) == ([3.0, 3.0], [ring.rank + 1.0] * 2)
     (grad,) = torch.autograd.grad(total, x, torch.full((2,), ring.rank + 1.0))
     assert grad.tolist() == [3.0, 3.0]

@@ -11,7 +11,7 @@ from ring_attention_pytorch import RingPlan, explain_plan, ring_attn, ulysses_at
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.kernels import eager
 from ring_attention_pytorch.plan.placement import Placement
-from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.ring import Caller, Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads
 from ring_attention_pytorch.runtime.uncopied import replaced
@@ -147,7 +147,7 @@ def test_their_gradients_cross_to_a_machine_once(machines, monkeypatch):
     monkeypatch.setattr(relays, "_EXCHANGE", 0)
 
     def crossed(ring: threads.ThreadRing) -> int:
-        _total(ring, *drawn()[SHARED])
+        _total(Caller(ring, "a test", 0), *drawn()[SHARED])
         return far(ring)
 
     number, nbytes = len({*machines}), sum(t.nbytes for t in drawn()[SHARED])

@@ -405,7 +405,7 @@ class Caller(NamedTuple):
         return self._replace(back_of=self.ring.steps.number)
 
     def total(self, x: Tensor) -> tuple[Tensor, "Caller"]:
-        """Return the sum of x, float64, over the whole group, and the caller of its backward.
+        """Return the sum of x, floating, over the whole group, and the caller of its backward.
 
         All-reduces match by their order alone. So the number of the call is summed, too, and its
         square: unless all are equal these are no multiples of this rank's. Then a CPU raises, and
@@ -419,14 +419,14 @@ class Caller(NamedTuple):
         ring, steps = self.ring, self.ring.steps
         with self.call():
             number = steps.tag() % _SUMMED
-            mine = x.new_full((2,), number)
+            mine = x.new_full((2,), number, dtype=torch.float64)
             mine[1] *= number
-            total = torch.cat((x.flatten(), mine))
+            total = torch.cat((x.flatten().double(), mine))
             ring.total(total)
             alike = (total[-2:] == mine * ring.size).all()
             if x.device.type == "cpu" and not alike:
                 raise RingError(f"{steps.now}: a rank is in another call", steps.now)
-            total = total[:-2].view_as(x).masked_fill(~alike, torch.nan)
+            total = total[:-2].view_as(x).to(x.dtype).masked_fill(~alike, torch.nan)
         return total, self.back()
 
 
