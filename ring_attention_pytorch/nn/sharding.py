@@ -23,6 +23,13 @@ from ring_attention_pytorch.geometry.layouts import (
     resolve_layout,
     segment_positions,
 )
+from ring_attention_pytorch.plan.known_shards import (
+    Made,
+    check_known_shards,
+    check_whole,
+    made_as,
+    remember,
+)
 from ring_attention_pytorch.plan.packing import gather_packings
 from ring_attention_pytorch.plan.placement import attention_ring, current, note_whole
 from ring_attention_pytorch.ranks.agreement import (
@@ -60,8 +67,13 @@ def shard_sequence(
     ring = as_ring(group)
     with checks_of("shard_sequence"):
         _check_dim(x, dim)
+        dim = dim % x.ndim
+        check_whole(ring, {"x": x}, dim)
         segments = all_segments(layout, ring.size, x.shape[dim])[ring.rank]
-    return x.index_select(dim, segment_positions(segments, x.device))
+    shard = x.index_select(dim, segment_positions(segments, x.device))
+    if (known := made_as(x)) is not None and not known.whole:  # of groups within groups
+        return shard
+    return remember(shard, Made(tuple(ring.ranks), ring.size, layout, x.shape[dim], dim))
 
 
 @typed(report_to_group("unshard_sequence"), apart=True)
@@ -93,7 +105,8 @@ def unshard_sequence(
     agree(ring, "unshard_sequence", same, check=error)
     segments = all_segments(layout, ring.size, length)
     note_whole("unshard_sequence")
-    return _in_order(all_gather_along(dim, x, map(count, segments), ring), segments, dim)
+    whole = _in_order(all_gather_along(dim, x, map(count, segments), ring), segments, dim)
+    return remember(whole, Made(tuple(ring.ranks), ring.size, layout, length, dim, whole=True))
 
 
 def _check_part(x: Tensor, length: int, dim: int, layout: Layout, ring: Ring) -> None:
@@ -109,6 +122,7 @@ def _check_part(x: Tensor, length: int, dim: int, layout: Layout, ring: Ring) ->
             f"layout={layout!r} puts {lengths} of {length} tokens on the ranks, "
             f"rank {ring.rank} has {x.shape[dim]}"
         )
+    check_known_shards(ring, {"x": x}, layout, dim % x.ndim)
 
 
 @dataclass(frozen=True)

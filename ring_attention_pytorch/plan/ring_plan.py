@@ -20,6 +20,7 @@ from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.plan.checks import Expected, Signature, check_tensors, like_autocast
 from ring_attention_pytorch.plan.first_calls import Own, Worked
+from ring_attention_pytorch.plan.known_shards import check_known_shards, digest_of_shard
 from ring_attention_pytorch.plan.masks import Seen, by_sample, positions_seen, reached, seen_by_any
 from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.packing import whole_packing
@@ -287,7 +288,7 @@ class RingPlan:
         self, direction: str, function: Callable[..., _Results], *given: Tensor | None
     ) -> _Results:
         """Run a function of the plan and of tensors, by a recording if there is one."""
-        with self.call(direction):
+        with self.call(direction, given[0] if direction == "forward" else None):
             if switch.on:
                 return watched(self, direction, function, given)
             if self.recordings is None:
@@ -305,11 +306,16 @@ class RingPlan:
         """
         return statistics_of(self.records)
 
-    def call(self, direction: str) -> AbstractContextManager[object]:
-        """Return the block of a call; if `always`, all ranks raise if their calls differ."""
+    def call(self, direction: str, q: Tensor | None = None) -> AbstractContextManager[object]:
+        """Return the block of a call; if `always`, all ranks raise if their calls differ.
+
+        They raise, too, if all of them have the same queries q.
+        """
         number, of_layer, always = self.agreed
         block = self.ring.call(f"ring attention{of_layer}, {direction}", number)
-        return in_the_same_call(self.ring, block) if always else block
+        if not always:
+            return block
+        return in_the_same_call(self.ring, block, None if q is None else digest_of_shard(q))
 
     def keys(self, k: Tensor, v: Tensor) -> KVBlock:
         """Make the KV block that the transport needs of this rank's keys, after any all-to-all.
@@ -413,6 +419,13 @@ class RingPlan:
         """This rank's place in the rows of `blocks`, the ranks that the transport connects."""
         return self.transport.fabric.ring.rank
 
+    @cached_property
+    def _layout_of_shards(self) -> Layout | None:
+        """The layout that shards must have; None if results don't depend on it."""
+        plain = all(mask == Mask() for _, mask in self.seen.samples)
+        by_place = not plain or self.terms.alibi is not None or self.terms.mask_mod is not None
+        return self.layout if by_place and not self.seen.repeats else None
+
     def _tiles(self, keys: Segments, samples: slice, mask: Mask) -> Tiles:
         queries = self.blocks.queries[self.place]
         block = Tiles(tiles(queries, keys, mask))
@@ -444,9 +457,10 @@ class RingPlan:
             None if sinks is None else (sinks.shape, sinks.dtype, sinks.device, sinks.layout),
             codec,
         )  # fmt: skip
-        if block is None and key in passed:
-            return
         try:
+            check_known_shards(self.ring, {"q": q, "k": k, "v": v}, self._layout_of_shards)
+            if block is None and key in passed:
+                return
             if block is not None:
                 block.check_plan(self)
             if key not in passed:

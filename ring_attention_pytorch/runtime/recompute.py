@@ -1,7 +1,7 @@
 """Functions whose insides backward computes again, by PyTorch's checkpoint.
 
 Autograd raises if a tensor that it saved was changed in place. A checkpoint saves a function's
-arguments only: what else it reads, such as weights, could be other numbers when it is run again.
+arguments only: weights, say, could be other numbers when it is run again.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,14 +31,14 @@ def recomputed(
     [2.7182817459106445, 2.7182817459106445]
     """
     # a compiled graph saves all that it reads
-    versions = [] if is_compiling() else [(t, _version(t)) for t in reads if t is not None]
+    versions = [] if is_compiling() else [(t, version_of(t)) for t in reads if t is not None]
 
     def call(*given: Tensor | None) -> Tensor:
         for t, version in versions:
-            if _version(t) != version:
+            if (now := version_of(t)) != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: [{t.type()} {list(t.shape)}] is at version {t._version}; "
+                    f"inplace operation: [{t.type()} {list(t.shape)}] is at version {now}; "
                     f"expected version {version} instead. Backward computes chunks of tokens again "
                     "with it: change it after backward, or a clone of it"
                 )
@@ -47,6 +47,6 @@ def recomputed(
     return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
-def _version(t: Tensor) -> int:
+def version_of(t: Tensor) -> int:
     """Return how often a tensor was changed in place; 0 for one of inference mode."""
     return 0 if t.is_inference() else t._version
