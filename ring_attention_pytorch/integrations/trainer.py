@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ring_attention_pytorch.integrations.accelerate import RingParallelismConfig
 from ring_attention_pytorch.integrations.known_trainers import (
@@ -92,6 +93,19 @@ class RingTrainerMixin(_Trainer):
         loaders = self.accelerator.dataloader_config
         if loaders.dispatch_batches is None:
             loaders.dispatch_batches = False  # ranks of a ring would get parts of a batch
+
+    def train(self, *given: Any, **more: Any) -> Any:
+        """Train as the trainer does, with gradients averaged over all ranks.
+
+        accelerate leaves a model as it is that an evaluation has prepared: it is not wrapped then,
+        and each rank would train on its own gradients.
+        """
+        wrapped = any(isinstance(m, DistributedDataParallel) for m in self.model_wrapped.modules())
+        if not (wrapped or self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+            vars(self.model).pop("_is_accelerate_prepared", None)
+            self.model_wrapped = self.model
+        return super().train(*given, **more)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device

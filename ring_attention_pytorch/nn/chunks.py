@@ -116,7 +116,7 @@ class _Called(nn.Module):
 def _read(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's parameters and buffers by name, as it reads them now.
 
-    Those of FSDP modules inside are left out: FSDP gathers them for each of their calls.
+    FSDP modules inside are left out: FSDP gathers their parameters for each of their calls.
     """
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     apart = tuple(
