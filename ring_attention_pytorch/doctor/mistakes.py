@@ -174,13 +174,15 @@ def _labels_of(seen: Evidence, case: Case) -> Tensor | None:
 
 
 def _mean_of_means(case: Case) -> str | None:
-    total, counted = sum(r.entropy for r in case.ranks), sum(r.counted for r in case.ranks)
+    counted = sum(r.counted for r in case.ranks)
+    total = sum(r.entropy for r in case.ranks if r.counted)
     if len({r.counted for r in case.ranks}) == 1 or not counted:
         return None
     counts = ", ".join(str(r.counted) for r in case.ranks)
     got, right = _mean([r.loss for r in case.ranks]), total / counted
     own = [r.entropy / r.counted if r.counted else math.nan for r in case.ranks]
-    if all(_is_own_mean(case, r.loss, mean, right) for r, mean in zip(case.ranks, own)):
+    alone = [_is_own_mean(case, r.loss, mean, right) for r, mean in zip(case.ranks, own)]
+    if all(alone) and any(mean != right for mean in own):
         return (
             f"each rank's loss is the mean over its own {counts} labels; over all labels it is "
             f"{right:.6g}, and the mean of the losses is {got:.6g}"
@@ -198,7 +200,7 @@ def _is_own_mean(case: Case, loss: float, mean: float, right: float) -> bool:
     """Return whether a rank's loss is the mean over its labels, and not over all ranks' labels."""
     if math.isnan(mean):  # of no labels
         return math.isnan(loss)
-    return case.alike(loss, mean) and abs(loss - mean) < abs(loss - right)
+    return case.alike(loss, mean) and abs(loss - mean) <= abs(loss - right)
 
 
 def _mean(numbers: list[float]) -> float:
