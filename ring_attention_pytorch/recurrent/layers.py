@@ -249,8 +249,8 @@ def normalized(x: Tensor) -> Tensor:
 def computed(name: str, call: Call, skip: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Return the outputs `[b, n, h, d_v]` and last states of a call of tensors `[b, n, ...]`.
 
-    Ranks agree on the call first, which errors name so, and on the shape of `skip`. Autocast doesn't reach it: states stay in
-    float32.
+    Ranks agree on the call first, which errors name so, and on the shape of `skip`. Autocast
+    doesn't reach it: states stay in float32.
     """
     has_states = call.final or call.initial is not None
     apart = not call.plan.runs.continues and (call.plan.ring.size == 1 or not has_states)
