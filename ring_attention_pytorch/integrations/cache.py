@@ -34,7 +34,7 @@ from ring_attention_pytorch.integrations.calls import check_call, names
 from ring_attention_pytorch.integrations.layers import check_layers, windows_of
 from ring_attention_pytorch.integrations.masks import Visible, visible_by
 from ring_attention_pytorch.integrations.recurrent import (
-    check_later_parts,
+    check_next_parts,
     recurrent_layers,
     spread_chunk,
 )
@@ -385,8 +385,8 @@ class RingHFCache(Cache):
             )
         length = ids.shape[1] - 1
         begins = range(self.read, length, chunk_size or max(1, length))
-        later = [min(begins.step, length - at) for at in begins if at]
-        check_later_parts(layers, max(later, default=0))
+        parts = [min(begins.step, length - at) for at in begins if at]
+        check_next_parts(layers, max(parts, default=0))
 
     def new_length(self, layer: int, q_length: int) -> int:
         """Return the number of a layer's keys after `q_length` more tokens of this rank."""

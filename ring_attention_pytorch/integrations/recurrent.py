@@ -58,7 +58,7 @@ def recurrent_layers(modules: Mapping[str, nn.Module]) -> list[nn.Module]:
     return found
 
 
-def check_later_parts(layers: Sequence[nn.Module], tokens: int) -> None:
+def check_next_parts(layers: Sequence[nn.Module], tokens: int) -> None:
     """Raise ValueError if layers begin anew in later parts of a prompt, of at most `tokens`.
 
     One token is a step of decoding, which has the state before it.

@@ -74,6 +74,7 @@ class RingTrainerMixin(_Trainer):
     ring_probe: ClassVar[bool] = False
     _generates: ClassVar[bool] = False
     _probing: bool = False
+    model_wrapped: Any
 
     def __init__(self, *given: Any, **more: Any) -> None:
         self._loss_is_of = loss_of(type(self), RingTrainerMixin)
@@ -100,11 +101,13 @@ class RingTrainerMixin(_Trainer):
         accelerate leaves a model as it is that an evaluation has prepared: it is not wrapped then,
         and each rank would train on its own gradients.
         """
-        wrapped = any(isinstance(m, DistributedDataParallel) for m in self.model_wrapped.modules())
+        model: Any = self.model
+        outside: Any = self.model_wrapped
+        wrapped = any(isinstance(each, DistributedDataParallel) for each in outside.modules())
         if not (wrapped or self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-            vars(self.model).pop("_is_accelerate_prepared", None)
-            self.model_wrapped = self.model
+            self.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+            model._is_accelerate_prepared = False
+            self.model_wrapped = model
         return super().train(*given, **more)
 
     def get_batch_samples(
