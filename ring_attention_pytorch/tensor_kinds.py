@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed import ProcessGroup
 
 from ring_attention_pytorch.plan.checks import agreed_shapes, check_shapes
+from ring_attention_pytorch.plan.known_shards import swap_dims
 from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import agree, error_of
@@ -150,5 +151,5 @@ def _process_group(group: Group) -> ProcessGroup | None:
 
 def swapped(tensors: _Tensors) -> _Tensors:
     """Swap tokens and heads of tensors `[b, n, h, d]`; tensors of other ranks stay the same."""
-    found: Any = tuple([t.transpose(1, 2) if t.ndim == 4 else t for t in tensors])
+    found: Any = tuple([swap_dims(t, 1, 2) if t.ndim == 4 else t for t in tensors])
     return found

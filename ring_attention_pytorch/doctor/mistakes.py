@@ -174,18 +174,33 @@ def _labels_of(seen: Evidence, case: Case) -> Tensor | None:
 
 
 def _mean_of_means(case: Case) -> str | None:
-    total, counted = sum(r.entropy for r in case.ranks), sum(r.counted for r in case.ranks)
-    if not all(r.counted for r in case.ranks):
-        return None
-    got = _mean([r.loss for r in case.ranks])
-    of_means = _mean([r.entropy / r.counted for r in case.ranks])
-    if case.alike(got, total / counted) or not case.alike(got, of_means):
+    counted = sum(r.counted for r in case.ranks)
+    total = sum(r.entropy for r in case.ranks if r.counted)
+    if len({r.counted for r in case.ranks}) == 1 or not counted:
         return None
     counts = ", ".join(str(r.counted) for r in case.ranks)
+    got, right = _mean([r.loss for r in case.ranks]), total / counted
+    own = [r.entropy / r.counted if r.counted else math.nan for r in case.ranks]
+    alone = [_is_own_mean(case, r.loss, mean, right) for r, mean in zip(case.ranks, own)]
+    if all(alone) and any(mean != right for mean in own):
+        return (
+            f"each rank's loss is the mean over its own {counts} labels; over all labels it is "
+            f"{right:.6g}, and the mean of the losses is {got:.6g}"
+        )
+    of_means = _mean(own)
+    if case.alike(got, right) or not case.alike(got, of_means):
+        return None
     return (
         f"{got:.6g} is the mean of each rank's mean over its own {counts} labels; over all labels "
-        f"it is {total / counted:.6g}"
+        f"it is {right:.6g}"
     )
+
+
+def _is_own_mean(case: Case, loss: float, mean: float, right: float) -> bool:
+    """Return whether a rank's loss is the mean over its labels, and not over all ranks' labels."""
+    if math.isnan(mean):  # of no labels
+        return math.isnan(loss)
+    return case.alike(loss, mean) and abs(loss - mean) <= abs(loss - right)
 
 
 def _mean(numbers: list[float]) -> float:
@@ -286,7 +301,11 @@ KNOWN = (
     Mistake("heads first", _heads_first, "ring_attn(..., heads_first=True)"),
     Mistake("positions", _positions, "take plan.positions(), or shard_batch's position_ids"),
     Mistake("labels", _labels, "move labels while the sequence is whole, as shard_batch does"),
-    Mistake("mean of means", _mean_of_means, "ring_cross_entropy, or one count for all ranks"),
+    Mistake(
+        "mean of means",
+        _mean_of_means,
+        "ring_cross_entropy in place of F.cross_entropy, or one count for all ranks",
+    ),
     Mistake("gradient size", _gradients, "average what a mean gives, sum what shares of it give"),
     Mistake("mask", _mask, "ring_attn(key_mask=); in transformers register a mask function, too"),
     Mistake("documents", _documents, "ring_attn(cu_seqlens=), or shard_batch, which finds them"),

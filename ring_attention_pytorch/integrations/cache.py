@@ -33,7 +33,11 @@ from ring_attention_pytorch.integrations.cache_layers import (
 from ring_attention_pytorch.integrations.calls import check_call, names
 from ring_attention_pytorch.integrations.layers import check_layers, windows_of
 from ring_attention_pytorch.integrations.masks import Visible, visible_by
-from ring_attention_pytorch.integrations.recurrent import recurrent_layers, spread_chunk
+from ring_attention_pytorch.integrations.recurrent import (
+    check_next_parts,
+    recurrent_layers,
+    spread_chunk,
+)
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
 from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.progress import counted
@@ -371,11 +375,18 @@ class RingHFCache(Cache):
                 "transformers drops the mask of one token"
             )
         check_layers(self.config, ids.shape[1], len(self._states))
-        if self._states and len(recurrent_layers(dict(model.named_modules()))) != len(self._states):
+        if not self._states:
+            return
+        layers = recurrent_layers(dict(model.named_modules()))
+        if len(layers) != len(self._states):
             raise ValueError(
                 "the model has layers with states that can't be spread; generate without prefill, "
                 "so that each rank computes them whole"
             )
+        length = ids.shape[1] - 1
+        begins = range(self.read, length, chunk_size or max(1, length))
+        parts = [min(begins.step, length - at) for at in begins if at]
+        check_next_parts(layers, max(parts, default=0))
 
     def new_length(self, layer: int, q_length: int) -> int:
         """Return the number of a layer's keys after `q_length` more tokens of this rank."""

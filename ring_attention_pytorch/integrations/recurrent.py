@@ -58,6 +58,18 @@ def recurrent_layers(modules: Mapping[str, nn.Module]) -> list[nn.Module]:
     return found
 
 
+def check_next_parts(layers: Sequence[nn.Module], tokens: int) -> None:
+    """Raise ValueError if layers begin anew in later parts of a prompt, of at most `tokens`.
+
+    One token is a step of decoding, which has the state before it.
+    """
+    if tokens > 1 and any(_MAMBA1 in unwrap(type(each).forward).__globals__ for each in layers):
+        raise ValueError(
+            "transformers' Mamba 1 has no state at the start of a prompt's later parts; leave "
+            "chunk_size out, and read the prompt into an empty cache"
+        )
+
+
 # the block of `ring_forward` now, and the functions called in it; `watched.py`, above, sets it
 _block_now: list[Callable[[], Any]] = []
 
@@ -323,11 +335,6 @@ def _mamba1(
     **given: Any,
 ) -> Tensor | tuple[Tensor, Tensor | None]:
     within.check(given, return_last_state=return_last_state)
-    if within.tail is not None:
-        raise ValueError(
-            f"{_CALLER}: transformers' Mamba 1 has no state at the start of a prompt's later "
-            "parts; leave chunk_size out"
-        )
     dt = _steps(dt, None if delta_bias is None else delta_bias[:, None], delta_softplus)
     x = hidden_states.mT
     out, last = selective_scan(
@@ -352,6 +359,7 @@ _CALLER: Final = "RingHFCache.prefill"
 _PADDING: Final = "apply_mask_to_padding_states"
 _CONVOLUTION: Final = "causal_conv1d_fn"
 _FUSED: Final = "mamba2_split_conv1d_scan_combined"
+_MAMBA1: Final = "mamba_selective_scan"
 _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     _CONVOLUTION: _convolution,
     _FUSED: _not_fused,
@@ -359,5 +367,5 @@ _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "torch_chunk_gated_delta_rule": _delta(ring_gated_delta_rule),
     "chunk_kimi_delta_attention": _delta(ring_kda),
     "mamba2_chunk_scan": _mamba2,
-    "mamba_selective_scan": _mamba1,
+    _MAMBA1: _mamba1,
 }

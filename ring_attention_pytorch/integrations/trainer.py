@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ring_attention_pytorch.integrations.accelerate import RingParallelismConfig
 from ring_attention_pytorch.integrations.known_trainers import (
@@ -73,6 +74,7 @@ class RingTrainerMixin(_Trainer):
     ring_probe: ClassVar[bool] = False
     _generates: ClassVar[bool] = False
     _probing: bool = False
+    model_wrapped: Any
 
     def __init__(self, *given: Any, **more: Any) -> None:
         self._loss_is_of = loss_of(type(self), RingTrainerMixin)
@@ -92,6 +94,21 @@ class RingTrainerMixin(_Trainer):
         loaders = self.accelerator.dataloader_config
         if loaders.dispatch_batches is None:
             loaders.dispatch_batches = False  # ranks of a ring would get parts of a batch
+
+    def train(self, *given: Any, **more: Any) -> Any:
+        """Train as the trainer does, with gradients averaged over all ranks.
+
+        accelerate leaves a model as it is that an evaluation has prepared: it is not wrapped then,
+        and each rank would train on its own gradients.
+        """
+        model: Any = self.model
+        outside: Any = self.model_wrapped
+        wrapped = any(isinstance(each, DistributedDataParallel) for each in outside.modules())
+        if not (wrapped or self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            self.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+            model._is_accelerate_prepared = False
+            self.model_wrapped = model
+        return super().train(*given, **more)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device

@@ -12,14 +12,17 @@ are several times as wide as the model: with 128k tokens a GPU, one layer of a L
 Jacobs et al. 2025, "Arctic Long Sequence Training", section 3, has the same for its loss and MLPs.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.compiler import is_compiling
 
 from ring_attention_pytorch.arguments import check_least, checked, checks_of
+from ring_attention_pytorch.runtime.recompute import recomputed
 
 
 @checked
@@ -38,6 +41,7 @@ def chunk_tokens(*modules: nn.Module, tokens: int, dim: int = 1) -> None:
         ValueError: `tokens` is less than 1, there is no module, or one is passed twice or already
             computes by chunks; or, in a call, a module got more than one argument, or its result
             has another number of tokens.
+        RuntimeError: in backward, if a parameter or buffer was changed in place since the call.
 
     >>> mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
     >>> chunk_tokens(mlp, tokens=256)
@@ -57,14 +61,14 @@ def chunk_tokens(*modules: nn.Module, tokens: int, dim: int = 1) -> None:
                 "tokens at a time; pass each module once"
             )
     for module in modules:
-        module.forward = _ByChunks(module.forward, tokens, dim)
+        module.forward = _ByChunks(module, tokens, dim)
 
 
 class _ByChunks:
     """A module's forward, for a chunk of tokens after the other."""
 
-    def __init__(self, forward: Callable[[Tensor], Tensor], tokens: int, dim: int) -> None:
-        self.forward, self.tokens, self.dim = forward, tokens, dim
+    def __init__(self, module: nn.Module, tokens: int, dim: int) -> None:
+        self.module, self.forward, self.tokens, self.dim = module, module.forward, tokens, dim
 
     def __call__(self, x: Tensor, *others: object, **options: object) -> Tensor:
         if others or options:
@@ -72,9 +76,20 @@ class _ByChunks:
                 "chunk_tokens: a module that computes by chunks takes one tensor, "
                 f"got {len(others) + len(options)} more arguments; leave this module out"
             )
-        again = partial(checkpoint, self._one, use_reentrant=False)
-        compute = again if torch.is_grad_enabled() else self._one
+        compute = self._one
+        if torch.is_grad_enabled():
+            read = {} if is_compiling() else _read(self.module)
+            compute = partial(recomputed, partial(self._by, read), reads=read.values())
         return torch.cat([compute(part) for part in x.split(self.tokens, self.dim)], self.dim)
+
+    def _by(self, read: Mapping[str, Tensor], part: Tensor) -> Tensor:
+        """Compute a chunk with these parameters and buffers, whichever the module has now."""
+        now = {} if is_compiling() else _read(self.module)
+        if all(now.get(name) is t for name, t in read.items()):
+            return self._one(part)
+        # as after torch.func.functional_call
+        by_name = {f"module.{name}": t for name, t in read.items()}
+        return torch.func.functional_call(_Called(self), by_name, (part,), tie_weights=False)
 
     def _one(self, part: Tensor) -> Tensor:
         out = self.forward(part)
@@ -85,3 +100,30 @@ class _ByChunks:
                 f"dimension {self.dim}: got {got} for {tuple(part.shape)}; leave this module out"
             )
         return out
+
+
+class _Called(nn.Module):
+    """A module that computes one chunk, without the hooks of the module by chunks."""
+
+    def __init__(self, chunks: _ByChunks) -> None:
+        super().__init__()
+        self.module, self.chunks = chunks.module, chunks
+
+    def forward(self, part: Tensor) -> Tensor:
+        return self.chunks._one(part)
+
+
+def _read(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters and buffers by name, as it reads them now.
+
+    FSDP modules inside are left out: FSDP gathers their parameters for each of their calls.
+    """
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    apart = tuple(
+        f"{name}." for name, each in module.named_modules() if name and isinstance(each, fsdp)
+    )
+    found = chain(
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    )
+    return {name: t for name, t in found if not name.startswith(apart)}

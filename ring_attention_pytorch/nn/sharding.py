@@ -23,6 +23,13 @@ from ring_attention_pytorch.geometry.layouts import (
     resolve_layout,
     segment_positions,
 )
+from ring_attention_pytorch.plan.known_shards import (
+    Made,
+    check_known_shards,
+    check_whole,
+    made_as,
+    remember,
+)
 from ring_attention_pytorch.plan.packing import gather_packings
 from ring_attention_pytorch.plan.placement import attention_ring, current, note_whole
 from ring_attention_pytorch.ranks.agreement import (
@@ -60,8 +67,13 @@ def shard_sequence(
     ring = as_ring(group)
     with checks_of("shard_sequence"):
         _check_dim(x, dim)
+        dim = dim % x.ndim
+        check_whole(ring, {"x": x}, dim)
         segments = all_segments(layout, ring.size, x.shape[dim])[ring.rank]
-    return x.index_select(dim, segment_positions(segments, x.device))
+    shard = x.index_select(dim, segment_positions(segments, x.device))
+    if (known := made_as(x)) is not None and not known.whole:  # of groups within groups
+        return shard
+    return remember(shard, Made(tuple(ring.ranks), ring.size, layout, x.shape[dim], dim))
 
 
 @typed(report_to_group("unshard_sequence"), apart=True)
@@ -94,7 +106,9 @@ def unshard_sequence(
     segments = all_segments(layout, ring.size, length)
     note_whole("unshard_sequence")
     caller = Caller(ring, "unshard_sequence", 0)
-    return _in_order(all_gather_along(dim, x, map(count, segments), caller), segments, dim)
+    parts = all_gather_along(dim, x, map(count, segments), caller)
+    made = Made(tuple(ring.ranks), ring.size, layout, length, dim, whole=True)
+    return remember(_in_order(parts, segments, dim), made)
 
 
 def _check_part(x: Tensor, length: int, dim: int, layout: Layout, ring: Ring) -> None:
@@ -110,6 +124,7 @@ def _check_part(x: Tensor, length: int, dim: int, layout: Layout, ring: Ring) ->
             f"layout={layout!r} puts {lengths} of {length} tokens on the ranks, "
             f"rank {ring.rank} has {x.shape[dim]}"
         )
+    check_known_shards(ring, {"x": x}, layout, dim % x.ndim)
 
 
 @dataclass(frozen=True)

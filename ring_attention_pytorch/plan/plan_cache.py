@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from ring_attention_pytorch.plan.known_shards import check_known_shards, depends_on_places
 from ring_attention_pytorch.plan.options import Call
 from ring_attention_pytorch.plan.placement import Placement, current, placed
 from ring_attention_pytorch.plan.proposal import Proposal, memory_left
@@ -177,6 +178,8 @@ def find(
     """
     try:
         options, block = placed(ring, qkv[0], options), current()
+        layout = options.get("layout", "contiguous") if depends_on_places(options) else None
+        check_known_shards(ring, dict(zip("qkv", qkv)), layout)
         mask = options.get("key_mask")
         of_batch = block is not None and mask is not None and mask is block.key_mask
         key = cache_key(ring, qkv, {**options, "key_mask": None} if of_batch else options, also)

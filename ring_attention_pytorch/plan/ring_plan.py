@@ -19,6 +19,11 @@ from ring_attention_pytorch.geometry.tiles import Mask, tiles
 from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.plan.checks import Expected, Signature, check_tensors, like_autocast
 from ring_attention_pytorch.plan.first_calls import Own, Worked
+from ring_attention_pytorch.plan.known_shards import (
+    check_known_shards,
+    digest_of_shard,
+    shards_are_known,
+)
 from ring_attention_pytorch.plan.masks import Seen, by_sample, positions_seen, reached, seen_by_any
 from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.packing import whole_packing
@@ -289,7 +294,7 @@ class RingPlan:
 
         `back_of` is as for `Ring.call`.
         """
-        with self.call(direction, back_of):
+        with self.call(direction, back_of, given[0] if back_of is None else None):
             if switch.on:
                 return watched(self, direction, function, given)
             if self.recordings is None:
@@ -307,14 +312,18 @@ class RingPlan:
         """
         return statistics_of(self.records)
 
-    def call(self, direction: str, back_of: int | None) -> AbstractContextManager[object]:
+    def call(
+        self, direction: str, back_of: int | None, q: Tensor | None = None
+    ) -> AbstractContextManager[object]:
         """Return the block of a call; if `always`, all ranks raise if their calls differ.
 
-        `back_of` is as for `Ring.call`.
+        They raise, too, if all of them have the same queries q. `back_of` is as for `Ring.call`.
         """
         number, of_layer, always = self.agreed
         block = self.ring.call(f"ring attention{of_layer}, {direction}", number, back_of)
-        return in_the_same_call(self.ring, block) if always else block
+        if not always:
+            return block
+        return in_the_same_call(self.ring, block, None if q is None else digest_of_shard(q))
 
     def keys(self, k: Tensor, v: Tensor) -> KVBlock:
         """Make the KV block that the transport needs of this rank's keys, after any all-to-all.
@@ -408,6 +417,13 @@ class RingPlan:
         """This rank's place in the rows of `blocks`, the ranks that the transport connects."""
         return self.transport.fabric.ring.rank
 
+    @cached_property
+    def _layout_of_shards(self) -> Layout | None:
+        """The layout that shards must have; None if results don't depend on it."""
+        plain = all(mask == Mask() for _, mask in self.seen.samples)
+        by_place = not plain or self.terms.alibi is not None or self.terms.mask_mod is not None
+        return self.layout if by_place and not self.seen.repeats else None
+
     def _tiles(self, keys: Segments, samples: slice, mask: Mask) -> Tiles:
         queries = self.blocks.queries[self.place]
         block = Tiles(tiles(queries, keys, mask))
@@ -446,9 +462,12 @@ class RingPlan:
         )  # fmt: skip
         plain = type(q) is type(k) is type(v) is Tensor and sinks is None
         plain = plain and not (q.is_neg() or k.is_neg() or v.is_neg())
-        if block is None and key in passed:
+        if block is None and key in passed and not shards_are_known():
             return plain
         try:
+            check_known_shards(self.ring, {"q": q, "k": k, "v": v}, self._layout_of_shards)
+            if block is None and key in passed:
+                return plain
             if block is not None:
                 block.check_plan(self)
             if key not in passed:

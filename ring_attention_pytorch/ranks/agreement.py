@@ -245,15 +245,27 @@ def report_to_ring_of(name: str, ring_of: Callable[[Group, int | None], Ring] = 
 
 
 @contextmanager
-def in_the_same_call(ring: Ring, block: AbstractContextManager[object]) -> Iterator[None]:
+def in_the_same_call(
+    ring: Ring, block: AbstractContextManager[object], queries: int | None = None
+) -> Iterator[None]:
     """Enter `block`, made by `Ring.call`, once all ranks are in the same call.
 
+    `queries` is a digest of this rank's queries, if other ranks should have others.
+
     Raises:
-        ValueError: they are not; the same text on all ranks, with each rank's call and its place in
-            the source.
+        ValueError: they are not, or all ranks have the same queries; the same text on all ranks,
+            with each rank's call and its place in the source.
     """
     with block:
-        exchange(ring.gather_bytes, f"{ring.steps.now}\n{call_site()}", b"")
+        own = str(queries).encode()
+        told = exchange(ring.gather_bytes, f"{ring.steps.now}\n{call_site()}", own)
+        rings = [told[at : at + ring.size] for at in range(0, len(told), ring.size)]
+        if ring.size > 1 and any({*each} != {b"None"} and len({*each}) == 1 for each in rings):
+            raise Disagreement(
+                f"{ring.steps.now}: all ranks of a ring have the same queries. Are they whole "
+                "sequences, not sharded? Each rank passes its own tokens, such as shard_sequence "
+                "returns"
+            )
         yield
 
 

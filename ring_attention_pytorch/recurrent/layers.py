@@ -186,7 +186,7 @@ def ring_mamba2(
     call = Call(
         c, b, values * dt[..., None], dt * a.to(wide), None, state, final, plan, "eager"
     )  # fmt: skip
-    out, last = computed(name, call)
+    out, last = computed(name, call, skip)
     if skip is not None:
         factor = skip.to(wide)
         out = out + values * (factor if skip.ndim == 2 else factor[:, None])
@@ -247,21 +247,21 @@ def normalized(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
-def computed(name: str, call: Call) -> tuple[Tensor, Tensor | None]:
+def computed(name: str, call: Call, skip: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Return the outputs `[b, n, h, d_v]` and last states of a call of tensors `[b, n, ...]`.
 
-    Ranks agree on the call first, which errors name so. Autocast doesn't reach it: states stay in
-    float32.
+    Ranks agree on the call first, which errors name so, and on the shape of `skip`. Autocast
+    doesn't reach it: states stay in float32.
     """
     has_states = call.final or call.initial is not None
     apart = not call.plan.runs.continues and (call.plan.ring.size == 1 or not has_states)
     passes = call.kernel == "fla" and _by_passes(call, apart)
-    caller = _agree(name, call, passes)
+    caller = _agree(name, call, passes, skip)
     with in_full_precision(call.v.device):
         return _computed(call, apart, passes, caller)
 
 
-def _agree(name: str, call: Call, passes: bool) -> Caller:
+def _agree(name: str, call: Call, passes: bool, skip: Tensor | None) -> Caller:
     """Agree with the other ranks on all that decides results and exchanges."""
     tensors = call.q, call.k, call.v, call.g, call.beta, call.initial
     same = {
@@ -272,6 +272,7 @@ def _agree(name: str, call: Call, passes: bool) -> Caller:
         "normalize": call.normalize,
         "final": call.final,
         "initial": call.initial is not None,
+        "skip": None if skip is None else tuple(skip.shape),
         "requires_grad of q, k, v, g, beta, initial": needs_gradients(*tensors),
     }
     return call.plan.agree_once(name, **same)

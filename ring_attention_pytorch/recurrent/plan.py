@@ -20,6 +20,7 @@ from ring_attention_pytorch.geometry.documents import (
 from ring_attention_pytorch.geometry.layouts import Layout, all_segments, check_layout
 from ring_attention_pytorch.geometry.segments import Segments
 from ring_attention_pytorch.plan.checks import DTYPES, check_shards
+from ring_attention_pytorch.plan.known_shards import check_known_shards
 from ring_attention_pytorch.plan.option_types import LayoutOption
 from ring_attention_pytorch.plan.options import presence
 from ring_attention_pytorch.plan.packing import whole_packing
@@ -141,6 +142,7 @@ class RunPlan:
                 raise ValueError(f"x must be [batch, tokens, ...], got {list(x.shape)}")
             options = placed(ring, x, given)
             check_layout(options["layout"])
+            check_known_shards(ring, {"x": x}, options["layout"])
             check_documents(options.get("documents"), options.get("cu_seqlens"), x.shape)
             found.append(options)
 

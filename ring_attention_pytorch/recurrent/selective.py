@@ -55,7 +55,7 @@ def selective_scan(
     g = dt[..., None] * a
     check_call(_CALLER, plan, q, k, v, None, g=(g, 4))
     call = Call(q, k, v, g, None, None, final, plan, "eager", chunk=_CHUNK)
-    out, last = computed(_CALLER, call)
+    out, last = computed(_CALLER, call, skip)
     out = out.squeeze(-1)
     if skip is not None:
         out = out + values * skip.to(wide)

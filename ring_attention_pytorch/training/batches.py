@@ -26,6 +26,7 @@ from ring_attention_pytorch.geometry.layouts import (
 )
 from ring_attention_pytorch.nn.loss import next_tokens
 from ring_attention_pytorch.nn.sharding import unshard_sequence
+from ring_attention_pytorch.plan.known_shards import Made, check_whole, remember
 from ring_attention_pytorch.plan.packing import local_packing
 from ring_attention_pytorch.plan.placement import Placement, current
 from ring_attention_pytorch.ranks.agreement import Report, agree, error_of, report_to_group, typed
@@ -306,6 +307,7 @@ def shard_batch(
                 if t.is_meta:
                     raise ValueError(f"{name} must have values, got a tensor on {t.device}")
                 check_plain(name, t)
+        check_whole(ring, batch)
         whole = _Whole.read(batch, shift_labels, ignore_index)
         chosen: Layout = layout
         if layout == AUTO:
@@ -314,6 +316,10 @@ def shard_batch(
                 chosen = deal(whole.packing, size, causal=True, window=None)
         check_layout(chosen, size, whole.length)
         made = whole.shard(chosen, place, size)
+        how_made = Made(tuple(ring.ranks) if rank is None else None, size, chosen, whole.length, 1)
+        for name, t in made.items():
+            if name in whole.cut:
+                remember(t, replace(how_made, dim=t.ndim - 1 if name == "position_ids" else 1))
         mine = None
         if check_same and size > 1:
             how = chosen, shift_labels, ignore_index

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.compiler import is_compiling
-from torch.utils.checkpoint import checkpoint
 
 from ring_attention_pytorch.geometry.layouts import all_segments, segment_positions
 from ring_attention_pytorch.nn.loss import mean_over_ranks
@@ -22,6 +21,7 @@ from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.failures import Disagreement
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
+from ring_attention_pytorch.runtime.recompute import recomputed
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.torch_func import run_apart
 from ring_attention_pytorch.training.batches import ShardedBatch, report_to_ring_of_batch
@@ -79,6 +79,7 @@ def ring_cross_entropy(
             the current batch's block; on all ranks of the group. On GPUs the host does not wait
             for labels and weights: a wrong one makes the loss and its gradients NaN on all ranks,
             and the next loss raises.
+        RuntimeError: in backward, if `head` or `bias` was changed in place since the call.
 
     >>> logits, labels = torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]])
     >>> ring_cross_entropy(logits, labels).exp().item()  # one of 4 classes
@@ -272,7 +273,8 @@ def _by_chunks(
         if chunk is None or not torch.is_grad_enabled():
             yield entropies(*part)
         else:
-            yield checkpoint(entropies, *part, use_reentrant=False, preserve_rng_state=False)
+            read = (head.weight, head.bias)
+            yield recomputed(entropies, *part, reads=read, preserve_rng_state=False)
 
 
 def _entropies(

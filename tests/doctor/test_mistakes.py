@@ -1,5 +1,6 @@
 """Each known mistake has its trace, which nothing else leaves; a right program leaves none."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -145,6 +146,14 @@ CASES: dict[str, tuple[Callable[[Case], Case], str | None, str]] = {
     "the same mean of means": (
         told(RankNumbers(2.5, 9.0, 4), RankNumbers(2.5, 8.25, 3)),
         "mean of means", "own 4, 3 labels",
+    ),
+    "means whose mean is nearly right": (
+        told(RankNumbers(2.25, 9.0, 4), RankNumbers(2.25 + 3e-6, 6.75 + 9e-6, 3)),
+        "mean of means", "each rank's loss is the mean over its own 4, 3 labels",
+    ),
+    "a mean of no labels": (
+        told(RankNumbers(2.25, 9.0, 4), RankNumbers(math.nan, math.nan, 0)),
+        "mean of means", "each rank's loss is the mean over its own 4, 0 labels",
     ),
     "too large": (lambda c: replace(c, size=2.0), "gradient size", "2 times too large"),
     "too small": (lambda c: replace(c, size=0.5), "gradient size", "2 times too small"),

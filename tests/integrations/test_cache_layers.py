@@ -75,6 +75,30 @@ def test_hybrids_generate_what_they_do_in_one_process(pools, others: bool) -> No
             assert relative_error(logits, want[name, padding][1]) < 1e-5, (name, ahead, padding)
 
 
+def in_parts(sizes: list[int | None]) -> list[str]:
+    """Errors of prompts that Jamba reads by parts, over the ring; wrong tokens if there is none."""
+    found = []
+    name = "JambaForCausalLM"
+    for size in sizes:
+        try:
+            tokens, _ = generated(name, size, 0)
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append(f"right: {tokens == generated(name, None, 0, ring=False)[0]}")
+    return found
+
+
+def test_parts_without_the_state_before_are_refused_however_short_they_are(pools) -> None:
+    """Of 22 tokens; a rank's part has at least two, or all ranks compute the whole chunk."""
+    for large, small, short, single, but_one, whole in pools(2).run(
+        in_parts, [12, 2, 3, 1, 21, None]
+    ):
+        for text in (large, small, short):
+            assert "Mamba 1 has no state at the start of a prompt's later parts" in text
+        assert {single, but_one, whole} == {"right: True"}
+
+
 @pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "FalconH1ForCausalLM"])
 def test_padding_of_a_chunk_of_one_token_enters_no_state(name: str) -> None:
     """Of 22 tokens ahead chunks of 7 leave one, for which transformers has no mask."""
@@ -98,8 +122,10 @@ def test_what_states_in_a_cache_cannot_do() -> None:
     lookup = dict(prompt_lookup_num_tokens=3, max_new_tokens=9, **{CACHE: cached})
     assert "not supported with stateful models" in raised(lambda: model.generate(ids, **lookup))
     jamba = model_of(family_of("JambaForCausalLM"), "ring", **CACHED["JambaForCausalLM"]).eval()
-    cached = RingHFCache(jamba.config)
-    text = raised(lambda: cached.prefill(jamba, ids, chunk_size=4))
-    assert "leave chunk_size out" in text
+    for size in (4, 2):  # spread, or too few tokens for that
+        cached = RingHFCache(jamba.config)
+        text = raised(lambda: cached.prefill(jamba, ids, chunk_size=size))  # noqa: B023 - called now
+        assert "leave chunk_size out" in text
+        assert cached.read == 0
     alone = model_of(family_of("BambaForCausalLM"), "ring")
     assert "the model has no attention" in raised(lambda: RingHFCache(alone.config))

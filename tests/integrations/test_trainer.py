@@ -100,6 +100,28 @@ def with_lora(model: nn.Module) -> nn.Module:
     return peft.get_peft_model(model, config).double()
 
 
+def evaluated_first(kind: str, ring: int) -> tuple[Losses, list[Tensor]]:
+    """As `trained`, by a trainer that evaluates twice before it trains."""
+
+    class Evaluating(RingTrainer):
+        def train(self, *given: Any, **more: Any) -> Any:
+            before = [self.evaluate()["eval_loss"] for _ in range(2)]
+            self.state.log_history.clear()
+            assert before[0] == before[1]
+            return super().train(*given, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "RingTrainer", Evaluating)
+        return trained(kind, ring)
+
+
+def test_an_evaluation_before_training_changes_no_step(pools):
+    """accelerate takes a model that was prepared to evaluate for one that averages gradients."""
+    want = trained("padded")
+    for got in pools(2).run(evaluated_first, "padded", 2):
+        assert difference(got, want) < EXACT
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("change", [with_checkpoints, with_lora])
 def test_checkpoints_and_adapters_change_nothing(change, pools):

@@ -6,7 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
 
 from ring_attention_pytorch import RingTransformer, chunk_tokens
 
@@ -118,3 +121,117 @@ def test_modules_that_are_not_of_single_tokens_are_refused() -> None:
     chunk_tokens(several, tokens=2)
     with pytest.raises(ValueError, match="got tuple for"):
         several(torch.zeros(1, 4, DIM))
+
+
+class Scaled(nn.Module):
+    """A feed-forward with tied weights and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(DIM, DIM, dtype=torch.float64) for _ in range(2))
+        self.second.weight = self.first.weight
+        self.register_buffer("scale", torch.randn(DIM, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(nn.functional.silu(self.first(x)) * self.scale)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["tied", "weights apart"])
+def test_chunks_are_computed_again_with_the_weights_that_a_call_got(apart: bool) -> None:
+    """`functional_call` gives a module weights for its forward alone; backward is later."""
+    torch.manual_seed(3)
+    module = Scaled()
+    x, dy = torch.randn(2, 1, 9, DIM, dtype=torch.float64)
+    names = ["first.weight", "first.bias", "second.bias", *["second.weight"] * apart]
+    given = {name: torch.randn_like(module.get_parameter(name)) for name in names}
+    given["scale"] = torch.randn(DIM, dtype=torch.float64)
+
+    def found() -> list[Tensor]:
+        inputs = [t.clone().requires_grad_() for t in (x, *given.values())]
+        used = {name: 2 * t for name, t in zip(given, inputs[1:])}  # not leaves
+        y = functional_call(module, used, (inputs[0],), tie_weights=not apart)
+        return [y, *torch.autograd.grad(y, inputs, dy)]
+
+    want = found()
+    chunk_tokens(module, tokens=4)
+    for got, right in zip(found(), want, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["first.weight", "second.bias", "scale"])
+def test_weights_that_change_before_backward_are_an_error(name: str) -> None:
+    """Of a plain module it is PyTorch's error, for what it saved."""
+    module = Scaled()
+    chunk_tokens(module, tokens=4)
+    x = torch.randn(1, 9, DIM, dtype=torch.float64, requires_grad=True)
+    y = module(x)
+    changed = {**dict(module.named_parameters()), **dict(module.named_buffers())}[name]
+    with torch.no_grad():
+        changed.mul_(3.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    module(x).sum().backward()  # the next call is right
+
+
+def test_an_optimizer_may_step_as_soon_as_a_weight_has_its_gradient() -> None:
+    torch.manual_seed(4)
+
+    @torch.no_grad()
+    def step(p: Tensor) -> None:
+        p.sub_(p.grad)
+
+    modules = [Scaled()]
+    modules.append(copy.deepcopy(modules[0]))
+    chunk_tokens(modules[1], tokens=4)
+    x = torch.randn(1, 9, DIM, dtype=torch.float64)
+    for module in modules:
+        for p in module.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        for _ in range(2):
+            module.zero_grad()
+            module(x).square().sum().backward()
+    for got, want in zip(modules[1].parameters(), modules[0].parameters(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_saving_on_the_cpu_copies_no_weights() -> None:
+    module = Gated()
+    chunk_tokens(module, tokens=2)
+    x = torch.randn(1, 16, DIM, dtype=torch.float64, requires_grad=True)
+    packed: list[tuple[int, ...]] = []
+
+    def pack(t: Tensor) -> Tensor:
+        packed.append(tuple(t.shape))
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        module(x)
+    assert {*packed} <= {(1, 2, DIM)}
+    with save_on_cpu():
+        y = module(x)
+    y.sum().backward()
+
+
+def trained(inside: bool, chunked: bool) -> list[Tensor]:
+    """Return weights after two steps over two ranks, with FSDP around a module or inside it."""
+    torch.manual_seed(5)
+    module = Gated()
+    if chunked:
+        chunk_tokens(module, tokens=4)
+    mesh = init_device_mesh("cpu", (2,))
+    for each in (module.gate, module.up, module.down) if inside else ():
+        fully_shard(each, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        module(torch.randn(1, 9, DIM, dtype=torch.float64)).square().sum().backward()
+        optimizer.step()
+    return [p.full_tensor().detach() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
+def test_weights_that_fsdp_gathers_are_those_that_chunks_read(inside: bool, pools) -> None:
+    plain, chunked = (pools(2).run(trained, inside, chunked) for chunked in (False, True))
+    for want, got in zip(plain, chunked, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from ring_attention_pytorch.recurrent import ring_gated_delta_rule, ring_kda, ring_mamba2
+from ring_attention_pytorch.recurrent import (
+    RunPlan,
+    ring_gated_delta_rule,
+    ring_kda,
+    ring_mamba2,
+)
 from tests.support import threads
 from tests.support.recurrent_cases import (
     D_K,
@@ -178,3 +183,22 @@ def test_errors_about_mamba_2_are_in_its_own_words(wrong, match) -> None:
             ring_mamba2(**given, plan=spread.plan(ring))
 
     threads.run(1, main)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 4)], ids=["of heads", "of channels"])
+def test_a_skip_on_one_rank_alone_is_an_error_on_all(shape, pools) -> None:
+    for told in pools(2).run(skip_of_one, shape):
+        assert "skip" in told
+        assert "differ" in told or "rank" in told
+
+
+def skip_of_one(shape: tuple[int, ...]) -> str:
+    """The error of a call in which rank 1 has another skip, or none."""
+    x, dt, b = torch.randn(1, 6, 2, 4), torch.rand(1, 6, 2), torch.randn(1, 6, 1, 3)
+    plan = RunPlan.make(x)
+    skip = torch.ones(shape) if plan.ring.rank == 0 else None
+    try:
+        ring_mamba2(x, dt, -torch.ones(2), b, b, plan=plan, skip=skip)
+    except ValueError as error:
+        return str(error)
+    return "no error"

@@ -225,6 +225,24 @@ def test_a_cap_bounds_what_16_bits_hold():
     assert relative_error(got, want) < 1e-6
 
 
+@pytest.mark.parametrize("name", ["head", "bias"])
+@pytest.mark.parametrize("each", [False, True], ids=["mean", "logprobs"])
+def test_a_head_that_changes_before_backward_is_an_error(name: str, each: bool) -> None:
+    """Backward computes logits again: with another head its gradients would be of other logits."""
+    ids = torch.tensor([[1, 2, 0, 3]])
+    x = torch.randn(1, 4, 5, requires_grad=True)
+    terms = {"head": torch.randn(6, 5).requires_grad_(), "bias": torch.randn(6).requires_grad_()}
+    if each:
+        batch = shard_batch({"input_ids": ids, "labels": ids})
+        found = ring_token_logprobs(x, batch, **terms).sum()
+    else:
+        found = ring_cross_entropy(x, ids, **terms)
+    with torch.no_grad():
+        terms[name].mul_(3.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.backward()
+
+
 def given_to(rank: int, change: str) -> dict[str, Any]:
     """Arguments of a loss; rank 1's are wrong in one thing."""
     draw = torch.Generator().manual_seed(rank)
