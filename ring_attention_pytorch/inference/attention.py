@@ -94,9 +94,24 @@ def report_to_cache(given: dict[str, Any], error: ValueError) -> None:
     if not isinstance(cache, RingCache):
         return
     cache.ring.report_failure(error)
-    agrees = given.get("layout") is not None or not _has_plan(cache, given)
-    if agrees or _compares_values(given.get("check")):
+    if _agrees(cache, given):
         report_to_group(_CALLER)({"group": cache.ring}, error)
+
+
+def agree_on(cache: RingCache, given: dict[str, Any], **same: Any) -> None:
+    """Agree on more than a call with a cache does by itself, if ranks agree in this call.
+
+    Raises:
+        ValueError: values differ; the same text on all ranks.
+    """
+    if _agrees(cache, given):
+        agree(cache.ring, _CALLER, same)
+
+
+def _agrees(cache: RingCache, given: dict[str, Any]) -> bool:
+    """True if ranks agree in this call."""
+    first = given.get("layout") is not None or not _has_plan(cache, given)
+    return first or _compares_values(given.get("check"))
 
 
 def _has_plan(cache: RingCache, given: dict[str, Any]) -> bool:

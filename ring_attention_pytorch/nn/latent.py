@@ -13,7 +13,7 @@ from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.latent.attention import CodedPlanOptions, mla_plan, mla_ring_attn
 from ring_attention_pytorch.latent.calls import report
 from ring_attention_pytorch.latent.decoding import mla_attn_with_cache
-from ring_attention_pytorch.nn.checks import check_tokens
+from ring_attention_pytorch.nn.checks import check_tokens, dtype_refusal
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.rotary import THETA, RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.plan.ring_plan import RingPlan
@@ -163,7 +163,7 @@ class RingLatentAttention(nn.Module):
         return RingCache(sequences, *sizes, value_dim=self.rank, **{**like, **options})
 
     def _check(self, x: Tensor, *sizes: int) -> None:
-        """Raise ValueError unless x is `[b, n, dim]` with values, and begins with these sizes."""
+        """Raise ValueError unless x is `[b, n, dim]` with values, for these weights and sizes."""
         with checks_of("RingLatentAttention"):
             check_tokens("x", x, self.norm.gamma.shape[0])
             if x.shape[: len(sizes)] != sizes:
@@ -171,6 +171,10 @@ class RingLatentAttention(nn.Module):
                 raise ValueError(
                     f"x must be [{wanted}, ...], as the plan or cache is, got {list(x.shape)}"
                 )
+            if (why := dtype_refusal(x, self.to_latent)) is not None:
+                raise ValueError(why)
+            if x.device != self.up.device:
+                raise ValueError(f"x must be on {self.up.device}, as weights are, got {x.device}")
 
     def _projected(self, x: Tensor, places: Tensor) -> Projected:
         """Return q_nope, q_rope, latent, k_rope and `up`, of tokens at these places."""

@@ -185,6 +185,7 @@ def ring_mamba2(
     call = Call(
         c, b, values * dt[..., None], dt * a.to(wide), None, state, final, plan, "eager"
     )  # fmt: skip
+    plan.agree_once(name, skip=None if skip is None else tuple(skip.shape))
     out, last = computed(name, call)
     if skip is not None:
         factor = skip.to(wide)
