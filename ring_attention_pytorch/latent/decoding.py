@@ -13,7 +13,11 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checks_of
-from ring_attention_pytorch.inference.attention import agree_on, report_to_cache, ring_attn_with_cache
+from ring_attention_pytorch.inference.attention import (
+    agree_on,
+    report_to_cache,
+    ring_attn_with_cache,
+)
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.latent.attention import check_latents
 from ring_attention_pytorch.plan.option_types import LayoutOption
