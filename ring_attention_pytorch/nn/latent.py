@@ -17,7 +17,12 @@ from ring_attention_pytorch.nn.checks import check_tokens, dtype_refusal
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.rotary import THETA, RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.agreement import report_to_ring_of, reporting, typed
+from ring_attention_pytorch.ranks.agreement import (
+    report_to_group,
+    report_to_ring_of,
+    reporting,
+    typed,
+)
 
 Projected = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -148,7 +153,7 @@ class RingLatentAttention(nn.Module):
         out = mla_attn_with_cache(q_nope, q_rope, latent, k_rope, up, cache, layer=layer)
         return self.to_out(out.flatten(2).to(x.dtype))
 
-    @checked
+    @typed(report_to_group("RingCache"))
     def make_cache(self, sequences: int, **options: Any) -> RingCache:
         """Make a cache of this layer's latents, or of several like it; each is held once.
 
