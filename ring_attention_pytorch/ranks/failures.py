@@ -94,7 +94,7 @@ def printable(text: str) -> str:
 class Disagreement(ValueError):
     """An error that ranks found together: all raise the same text, and the ring stays usable."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str = "") -> None:
         super().__init__(printable(text))
 
 

@@ -77,12 +77,12 @@ def test_models_generate_by_their_own_attention_and_go_on_with_ours_even_after_a
 
     def generate(_: Any, prompts: Any) -> Any:
         seen.append(config._attn_implementation)
-        return prompts.upper()
+        return prompts[::-1], None
 
     with mock.patch.object(GRPOTrainer, "_generate_single_turn", generate):
-        assert made._generate_single_turn("a") == "A"
+        assert made._generate_single_turn([[1], [2]]) == ([[2], [1]], None)
         assert config._attn_implementation == "ring"
-        with pytest.raises(AttributeError):
+        with pytest.raises(TypeError):
             made._generate_single_turn(None)
     assert seen == ["sdpa", "sdpa"]
     assert config._attn_implementation == "ring"

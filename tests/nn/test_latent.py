@@ -131,7 +131,7 @@ def test_tokens_of_another_dtype_are_refused():
         lambda: layer(x, plan=layer.make_plan(x.float())),
         lambda: layer.decode(x, layer.make_cache(2)),
     ):
-        with pytest.raises(ValueError, match="x must be torch.float32 as the weights are, got"):
+        with pytest.raises(ValueError, match=r"x must be torch\.float32 as the weights are, got"):
             call()
 
 

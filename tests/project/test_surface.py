@@ -174,6 +174,7 @@ ALONE: dict[str, str] = {
     "mla_attn_with_cache.cache": _CACHE,
     "RingLatentAttention.decode.cache": _CACHE,
     "ring_attn_with_cache.cache": _CACHE,
+    "tree_attn_decode.eps": "ranks agree once on a head size, and not for each token",
     "shard_batch.rank": "with a rank ranks compare nothing before the batch's block",
 }
 
@@ -182,7 +183,8 @@ class Told(list):
     """What this rank sends: of notes the subject, and its error; of other messages None twice."""
 
     def gather_notes(self, ring: Ring, subject: str, note: bytes, why: str | None = None) -> Any:
-        self.append((subject, why))
+        if ring.group is not None:
+            self.append((subject, why))
         return GATHER(ring, subject, note, why)
 
     def exchange(self, ring: Ring, *messages: Any) -> Any:
@@ -225,8 +227,10 @@ def untold(names: list[str], every: bool) -> dict[str, list[str]]:
         right = sent_by(call, dict(call.right))[0] if call.alone else []
         if not right:
             continue  # nobody waits for it
-        for parameter, _, given in islice(surface.wrong(CALLS[name]()), None if every else 3):
-            sent, error = sent_by(CALLS[name](), given)
+        for parameter, _, given in islice(surface.wrong(call), None if every else 3):
+            fresh = CALLS[name]()  # a call that is right after all leaves tokens in a cache
+            own = [each for each, t in call.right.items() if given.get(each) is t]
+            sent, error = sent_by(fresh, given | {each: fresh.right[each] for each in own})
             alike = [one for one, _ in sent] == [one for one, _ in right[: len(sent)]]
             if error is not None and not (alike and isinstance(error, Disagreement)):
                 at = name if name in ALONE else f"{name}.{parameter}"

@@ -202,12 +202,11 @@ def test_what_is_not_dense_or_is_transformed_is_refused() -> None:
 
     def main(ring):
         plan = spread.plan(ring)
-        for other in (x.to_sparse(), x.to_sparse_csr()):
-            with pytest.raises(ValueError, match="ring_halo: x must be dense, got torch.sparse"):
-                ring_halo(other, 2, plan=plan)
-        with pytest.raises(ValueError, match="weight must be dense, got torch.sparse"):
+        with pytest.raises(ValueError, match="ring_halo: x must be dense"):
+            ring_halo(x.to_sparse(), 2, plan=plan)
+        with pytest.raises(ValueError, match="weight must be dense"):
             ring_short_conv(x, torch.ones(2, 3).to_sparse(), plan=plan)
-        with pytest.raises(ValueError, match="ring_halo: x is transformed by torch.func"):
+        with pytest.raises(ValueError, match="ring_halo: x is transformed by"):
             torch.func.grad(lambda t: ring_halo(t, 2, plan=plan).sum())(x)
 
     threads.run(2, main)

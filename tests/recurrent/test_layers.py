@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from ring_attention_pytorch.recurrent import ring_gated_delta_rule, ring_kda, ring_mamba2
+from ring_attention_pytorch.recurrent import (
+    RunPlan,
+    ring_gated_delta_rule,
+    ring_kda,
+    ring_mamba2,
+)
 from tests.support import threads
 from tests.support.recurrent_cases import (
     D_K,
@@ -15,6 +20,7 @@ from tests.support.recurrent_cases import (
     delta,
     mamba_2,
 )
+from tests.support.reference import relative_error
 
 
 @pytest.mark.parametrize("rule", [ring_gated_delta_rule, ring_kda])
