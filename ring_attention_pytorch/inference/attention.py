@@ -37,6 +37,7 @@ from ring_attention_pytorch.ranks.agreement import (
     reporting,
     typed,
 )
+from ring_attention_pytorch.ranks.failures import Disagreement
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.runtime.resolved import resolved
 
@@ -463,7 +464,11 @@ def _check_shard(given: Given, cache: RingCache, options: StepOptions) -> None:
 
 def _check_layout(layout: Layout, counts: tuple[int, ...]) -> None:
     """Raise ValueError, on all ranks, if the layout does not give them these token counts."""
-    with checks_of(_CALLER):
+
+    def check() -> None:
         check_shards(layout, counts)
         if not sum(counts):
             raise ValueError("a chunk must have a token")
+
+    if (error := error_of(check)) is not None:
+        raise Disagreement(f"{_CALLER}: {error}")

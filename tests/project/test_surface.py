@@ -188,7 +188,8 @@ class Told(list):
         return GATHER(ring, subject, note, why)
 
     def exchange(self, ring: Ring, *messages: Any) -> Any:
-        self.append((None, None))
+        if ring.group is not None:
+            self.append((None, None))
         return EXCHANGE(ring, *messages)
 
 
