@@ -20,7 +20,7 @@ from tests.support import threads
 from tests.support.over_machines import SHUFFLED, TWO, UNEVEN, far
 from tests.support.reference import dense_attention, relative_error
 
-HELD = (0, 0, 1, 1, 1, 1, 1)  # a relay merges the results of several owners with its neighbour's
+HELD = (0, 0, 0, 1, 1, 1, 1)  # a relay merges results for two owners, each with two others
 HEADS, KEY_HEADS, D, D_V = 4, 2, 8, 6
 
 
