@@ -8,8 +8,9 @@ slip, mostly of two arguments swapped.
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import wraps
 from typing import Annotated, Any, TypeVar
 
@@ -45,10 +46,32 @@ _CONF = BeartypeConf(is_color=False, hint_overrides=_NUMBERS)
 _NO_BOOL = re.compile(
     r"([Vv])iolates validator ~beartype\.vale\.IsInstance\[builtins\.bool\]: .*? \)"
 )
+_PAIR = re.compile(r"parameter window=[(\[].*")  # as flash-attn's
 _NO_INTS = re.compile(r"([Vv])iolates validator beartype\.vale\.Is\[(_ints\w*)\]: .*?\[\2\]")
 
 # Python's message when a function passes on an option that it sets itself
 _DECIDED = re.compile(r"got multiple values for keyword argument '(\w+)'")
+
+
+# names of parameters in other libraries, and what is the same here
+_ELSEWHERE = {
+    "is_causal": "causal", "attn_mask": "key_mask", "attention_mask": "key_mask",
+    "dropout_p": "dropout", "softmax_scale": "scale", "window_size": "window",
+    "softcap": "softclamp", "return_attn_probs": "return_lse",
+}  # fmt: skip
+_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
+
+
+def correction(name: str, known: Iterable[str]) -> str:
+    """Return a likely correction of a name that is not known, in brackets; "" if there is none.
+
+    >>> correction("is_causal", ["window", "causal"])
+    ' (did you mean causal?)'
+    """
+    names = [*known]
+    there = _ELSEWHERE.get(name)
+    close = [there] if there in names else get_close_matches(name, names, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 class WrongArgument(ValueError, TypeError):
@@ -76,7 +99,9 @@ class Arguments:
         try:
             self.signature.bind(*args, **kwargs)
         except TypeError as unfit:
-            return f"{self.name}() {unfit}"
+            unknown = _UNKNOWN.search(str(unfit))
+            meant = correction(unknown[1], self.signature.parameters) if unknown else ""
+            return f"{self.name}() {unfit}{meant}"
         return None
 
     def by_name(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,6 +159,11 @@ def _checked(function: Function) -> Function:
 def in_one_line(error: BaseException, name: str) -> str:
     """Shorten beartype's message to the parameter and its type, and add the function's name."""
     text = _NO_BOOL.sub(r"\1iolates int: a bool is no number", " ".join(str(error).split()))
+    text = _PAIR.sub(
+        r"\g<0>; it is one number, the tokens before a query's own: of flash-attn's "
+        "(left, 0) it is left, with causal=True",
+        text,
+    )
     text = _NO_INTS.sub(r"\1iolates it: each item must be an int, and a bool is none", text)
     return f"{name}() {text[max(0, text.find('parameter ')) :]}"
 

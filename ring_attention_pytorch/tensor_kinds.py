@@ -128,7 +128,7 @@ def sharded(
 
 
 def check_plain(name: str, x: Tensor) -> None:
-    """Raise ValueError if x is a DTensor, for functions that take plain tensors only.
+    """Raise ValueError if x is a DTensor or not dense, for functions that take plain tensors only.
 
     >>> check_plain("x", torch.zeros(2))
     """
@@ -137,6 +137,8 @@ def check_plain(name: str, x: Tensor) -> None:
             f"{name} must be a plain tensor, got a DTensor: its to_local() is this rank's part, "
             "its full_tensor() the whole"
         )
+    if x.layout != torch.strided or x.is_nested:
+        raise ValueError(f"{name} must be dense, got {x.layout}{', nested' * x.is_nested}")
 
 
 def _is_dtensor(t: object) -> bool:

@@ -1,11 +1,15 @@
 """Arguments are checked in one place, by type."""
 
+import re
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from ring_attention_pytorch import ring_attn, tied_ring_attn
 from ring_attention_pytorch.arguments import checked
 
 
@@ -40,3 +44,36 @@ def test_each_item_of_a_sequence_is_looked_at(wrong: Any) -> None:
         for _ in range(20):  # one drawn at random would be right now and then
             with pytest.raises(ValueError, match=why):
                 total(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [({"is_causal": True}, "'is_causal' (did you mean causal?)"),
+     ({"attn_mask": None}, "'attn_mask' (did you mean key_mask?)"),
+     ({"windw": 3}, "'windw' (did you mean window?)"),
+     ({"window": (16, 0)}, "of flash-attn's (left, 0) it is left, with causal=True")],
+)  # fmt: skip
+def test_names_and_values_of_other_libraries_are_corrected(given, said) -> None:
+    q = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        ring_attn(q, q, q, **given)
+
+
+def told_of_another_kind() -> list[str]:
+    """Errors where rank 1 alone has a bias, or tied keys."""
+    q, odd, told = torch.zeros(1, 4, 2, 8), dist.get_rank() == 1, []
+    for call in (
+        lambda: ring_attn(q, q, q, key_bias=torch.zeros(1, 4) if odd else None),
+        lambda: tied_ring_attn(q, q) if odd else ring_attn(q, q, q),
+    ):
+        with pytest.raises(ValueError, match="must be the same on every rank") as error:
+            call()
+        told.append(str(error.value))
+    return told
+
+
+def test_what_differs_is_told_by_the_name_that_was_given(pools) -> None:
+    first, second = pools(2).run(told_of_another_kind)
+    assert first == second
+    assert 'key_bias must be the same on every rank, got null on rank 0, "for' in first[0]
+    assert 'codec must be the same on every rank, got "none, keys as they are"' in first[1]

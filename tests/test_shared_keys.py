@@ -197,6 +197,25 @@ def with_a_plan(ring: Ring) -> list[Tensor]:
     return [out.transpose(1, 2), at]
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_one_of_them_can_be_frozen(frozen):
+    want = wanted({"causal": True})[5 + 1 - frozen]
+
+    def main(ring: Ring) -> Tensor:
+        at = positions("zigzag", rank=ring.rank, ring_size=ring.size, length=N)
+        given = drawn()
+        shared = [t.clone().requires_grad_(i != frozen) for i, t in enumerate(given[SHARED])]
+        how: dict[str, Any] = dict(causal=True, layout="zigzag", group=ring, return_lse=True)
+        qkv = [t[:, at] for t in given[QKV]]
+        out, lse = ring_attn(*qkv, shared_keys=(shared[0], shared[1]), **how)
+        dout, dlse = given[COTANGENTS]
+        cotangents = dout[:, at], dlse[..., at]
+        return torch.autograd.grad((out, lse), shared[1 - frozen], cotangents)[0]
+
+    for found in threads.run(3, main)[0]:
+        assert relative_error(found, want) < 1e-12
+
+
 def test_a_plan_has_them_too():
     want = wanted(dict(causal=True, shared_key_mask=MASK))[0]
     for out, at in threads.run(3, with_a_plan)[0]:

@@ -296,10 +296,8 @@ def space_of(group: ProcessGroup, device: torch.device) -> SymmetricWorkspace | 
     """
     if group not in _spaces:
         ring = Ring(group)
-        notes = [
-            note.decode() for note in ring.gather_notes("hosts", _sharing_host(device).encode())
-        ]
-        alike = "" not in notes and len(set(notes)) == 1
+        notes = ring.gather_notes("hosts", _sharing_host(device).encode())
+        alike = b"" not in notes and len(set(notes)) == 1
         _spaces[group] = _agreed_space(ring, group if alike else None, range(ring.size), device)
     return _spaces[group]
 

@@ -37,6 +37,7 @@ from ring_attention_pytorch.ranks.agreement import (
     reporting,
     typed,
 )
+from ring_attention_pytorch.ranks.failures import Disagreement
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.runtime.resolved import resolved
 
@@ -94,9 +95,24 @@ def report_to_cache(given: dict[str, Any], error: ValueError) -> None:
     if not isinstance(cache, RingCache):
         return
     cache.ring.report_failure(error)
-    agrees = given.get("layout") is not None or not _has_plan(cache, given)
-    if agrees or _compares_values(given.get("check")):
+    if _agrees(cache, given):
         report_to_group(_CALLER)({"group": cache.ring}, error)
+
+
+def agree_on(cache: RingCache, given: dict[str, Any], **same: Any) -> None:
+    """Agree on more than a call with a cache does by itself, if ranks agree in this call.
+
+    Raises:
+        ValueError: values differ; the same text on all ranks.
+    """
+    if _agrees(cache, given):
+        agree(cache.ring, _CALLER, same)
+
+
+def _agrees(cache: RingCache, given: dict[str, Any]) -> bool:
+    """True if ranks agree in this call."""
+    first = given.get("layout") is not None or not _has_plan(cache, given)
+    return first or _compares_values(given.get("check"))
 
 
 def _has_plan(cache: RingCache, given: dict[str, Any]) -> bool:
@@ -448,7 +464,11 @@ def _check_shard(given: Given, cache: RingCache, options: StepOptions) -> None:
 
 def _check_layout(layout: Layout, counts: tuple[int, ...]) -> None:
     """Raise ValueError, on all ranks, if the layout does not give them these token counts."""
-    with checks_of(_CALLER):
+
+    def check() -> None:
         check_shards(layout, counts)
         if not sum(counts):
             raise ValueError("a chunk must have a token")
+
+    if (error := error_of(check)) is not None:
+        raise Disagreement(f"{_CALLER}: {error}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
 
-from ring_attention_pytorch.arguments import check_least, checked
+from ring_attention_pytorch.arguments import check_least
 from ring_attention_pytorch.geometry.layouts import all_segments, count, segment_positions
 from ring_attention_pytorch.inference.attention import ring_attn_with_cache
 from ring_attention_pytorch.inference.cache import RingCache
@@ -41,13 +41,19 @@ from ring_attention_pytorch.integrations.recurrent import (
 from ring_attention_pytorch.nn.sharding import shard_sequence, unshard_sequence
 from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.progress import counted
-from ring_attention_pytorch.ranks.agreement import Check, agree, error_of
+from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.digests import digest
 
 _LAYOUT: Final = "zigzag"  # of tokens that are spread: a prompt's chunk, or many new tokens
 _FEW = 16  # new tokens per rank; with more of them, queries are spread as well where possible
 _CALLER = "RingHFCache"
+_PREFILL = f"{_CALLER}.prefill"
+
+
+def _report_prefill(given: dict[str, Any], error: ValueError) -> None:
+    """Raise the error of one rank's arguments on all ranks that prefill a cache."""
+    agree(given["self"].ring, _PREFILL, {}, check=error)
 
 
 class RingHFCache(Cache):
@@ -94,7 +100,7 @@ class RingHFCache(Cache):
     (torch.Size([1, 6]), 5)
     """
 
-    @checked
+    @typed(report_to_group(_CALLER))
     def __init__(
         self,
         config: PreTrainedConfig,
@@ -287,7 +293,7 @@ class RingHFCache(Cache):
     # ---- prefill
 
     @torch.no_grad()
-    @checked
+    @typed(_report_prefill)
     def prefill(
         self,
         model: nn.Module,
@@ -316,7 +322,7 @@ class RingHFCache(Cache):
         same["values of attention_mask"] = (
             None if attention_mask is None else digest(attention_mask)
         )
-        agree(self.ring, f"{_CALLER}.prefill", same, check=check)
+        agree(self.ring, _PREFILL, same, check=check)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         places = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
         name = "cache" if "cache" in inspect.signature(model.forward).parameters else None

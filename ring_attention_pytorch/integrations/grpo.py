@@ -5,7 +5,8 @@
 Tested with TRL 1.16.0.
 """
 
-import pickle
+import json
+from operator import index
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import nanstd
 
 from ring_attention_pytorch.integrations.trainer import RingTrainerMixin
+from ring_attention_pytorch.ranks.notes import unreadable
 from ring_attention_pytorch.ranks.ring import as_ring
 
 
@@ -73,8 +75,8 @@ class RingGRPOTrainer(RingTrainerMixin, GRPOTrainer):
         finally:
             model.set_attn_implementation(before)
         ring = as_ring(self._ring)  # ranks can sample different tokens; all use the first one's
-        told = pickle.dumps(found) if ring.rank == 0 else b""
-        return pickle.loads(ring.gather_notes("RingGRPOTrainer", told)[0])
+        told = json.dumps(found).encode() if ring.rank == 0 else b""
+        return completions_of(ring.gather_notes("RingGRPOTrainer", told)[0])
 
     def _calculate_rewards(self, *given: Any, **more: Any) -> Tensor:
         """Return the rewards of all ranks, with its first rank's for each rank of a ring."""
@@ -107,3 +109,20 @@ class RingGRPOTrainer(RingTrainerMixin, GRPOTrainer):
         weighted[torch.isnan(rewards).all(dim=1)] = torch.nan
         metrics["reward_std"][-1] = nanstd(weighted).item()
         return found
+
+
+def completions_of(note: bytes) -> tuple[list[list[int]], list[list[float]] | None]:
+    """Read the note of a ring's first rank: each completion's tokens, and their log-probabilities.
+
+    Raises:
+        ValueError: it is no such note.
+
+    >>> completions_of(b"[[[3, 5], [7]], null]")
+    ([[3, 5], [7]], None)
+    """
+    try:
+        tokens, logprobs = json.loads(note)
+        tokens = [[*map(index, each)] for each in tokens]
+        return tokens, logprobs and [[*map(float, each)] for each in logprobs]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise unreadable("RingGRPOTrainer", 0, error) from None

@@ -13,7 +13,11 @@ from einops import einsum, rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checks_of
-from ring_attention_pytorch.inference.attention import report_to_cache, ring_attn_with_cache
+from ring_attention_pytorch.inference.attention import (
+    agree_on,
+    report_to_cache,
+    ring_attn_with_cache,
+)
 from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.latent.attention import check_latents
 from ring_attention_pytorch.plan.option_types import LayoutOption
@@ -74,6 +78,7 @@ def mla_attn_with_cache(
                 f"the cache must be of latents, RingCache(sequences, 1, {sizes[1]}, value_dim="
                 f"{sizes[2]}, tied=True), got {got}"
             )
+    agree_on(cache, given, w_up=w_up.shape)
     d = codec.d_nope + codec.d_rope
     up_k, up_v = w_up.split((codec.d_nope, codec.d_v), dim=1)
     with torch.autocast(q_nope.device.type, enabled=False):

@@ -13,11 +13,16 @@ from ring_attention_pytorch.inference.cache import RingCache
 from ring_attention_pytorch.latent.attention import CodedPlanOptions, mla_plan, mla_ring_attn
 from ring_attention_pytorch.latent.calls import report
 from ring_attention_pytorch.latent.decoding import mla_attn_with_cache
-from ring_attention_pytorch.nn.checks import check_tokens
+from ring_attention_pytorch.nn.checks import check_tokens, dtype_refusal
 from ring_attention_pytorch.nn.norm import RMSNorm
 from ring_attention_pytorch.nn.rotary import THETA, RingRotaryEmbedding, apply_rotary_pos_emb
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.ranks.agreement import report_to_ring_of, reporting, typed
+from ring_attention_pytorch.ranks.agreement import (
+    report_to_group,
+    report_to_ring_of,
+    reporting,
+    typed,
+)
 
 Projected = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -148,7 +153,7 @@ class RingLatentAttention(nn.Module):
         out = mla_attn_with_cache(q_nope, q_rope, latent, k_rope, up, cache, layer=layer)
         return self.to_out(out.flatten(2).to(x.dtype))
 
-    @checked
+    @typed(report_to_group("RingCache"))
     def make_cache(self, sequences: int, **options: Any) -> RingCache:
         """Make a cache of this layer's latents, or of several like it; each is held once.
 
@@ -163,7 +168,7 @@ class RingLatentAttention(nn.Module):
         return RingCache(sequences, *sizes, value_dim=self.rank, **{**like, **options})
 
     def _check(self, x: Tensor, *sizes: int) -> None:
-        """Raise ValueError unless x is `[b, n, dim]` with values, and begins with these sizes."""
+        """Raise ValueError unless x is `[b, n, dim]` with values, for these weights and sizes."""
         with checks_of("RingLatentAttention"):
             check_tokens("x", x, self.norm.gamma.shape[0])
             if x.shape[: len(sizes)] != sizes:
@@ -171,6 +176,10 @@ class RingLatentAttention(nn.Module):
                 raise ValueError(
                     f"x must be [{wanted}, ...], as the plan or cache is, got {list(x.shape)}"
                 )
+            if (why := dtype_refusal(x, self.to_latent)) is not None:
+                raise ValueError(why)
+            if x.device != self.up.device:
+                raise ValueError(f"x must be on {self.up.device}, as weights are, got {x.device}")
 
     def _projected(self, x: Tensor, places: Tensor) -> Projected:
         """Return q_nope, q_rope, latent, k_rope and `up`, of tokens at these places."""

@@ -13,12 +13,11 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import check_least, checked
+from ring_attention_pytorch.arguments import check_least, checked, correction
 from ring_attention_pytorch.comm.transports import check_transport
 from ring_attention_pytorch.comm.ulysses import check_ulysses
 from ring_attention_pytorch.geometry.documents import (
@@ -151,8 +150,8 @@ def _check_bias(o: "Options", call: Call) -> None:
     check_bias(o.key_bias, call.q, call.k, o.scale, o.softclamp)
 
 
-def _heads_of_bias(bias: Tensor) -> list[int]:
-    return list(bias.shape[2:])
+def _heads_of_bias(bias: Tensor) -> str:
+    return "for all heads" if bias.ndim == 2 else f"for each of {bias.shape[-1]} heads"
 
 
 def _check_shared(o: Any, call: Call) -> None:
@@ -290,12 +289,7 @@ def _unknown(given: Mapping[str, Any]) -> str:
     >>> _unknown({"windw": 3, "causal": True})
     'windw (did you mean window?)'
     """
-    unknown = []
-    for name in given:
-        if name not in ROWS:
-            close = get_close_matches(name, ROWS, n=1)
-            unknown.append(f"{name} (did you mean {close[0]}?)" if close else name)
-    return ", ".join(unknown)
+    return ", ".join(f"{name}{correction(name, ROWS)}" for name in given if name not in ROWS)
 
 
 def check_only_plan(given: Mapping[str, Any], group: object) -> None:

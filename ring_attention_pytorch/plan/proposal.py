@@ -80,6 +80,7 @@ class Proposal(NamedTuple):
         """Make the proposal after all checks; raise ValueError if the kernel can't do it."""
         q, k, v, size, codec = call
         scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+        shapes = agreed_shapes(q, k, v)  # without columns of a bias, which ranks name themselves
         agreed = options.agreed()
         bias_columns = 0
         if options.key_bias is not None:
@@ -101,8 +102,9 @@ class Proposal(NamedTuple):
             room = memory_left(q, size)
         seed = own_seed(options.dropout_seed) if options.dropout else 0
         same = {
-            **agreed_shapes(q, k, v),
+            "codec": "none, keys as they are" if codec is None else str(codec),
             **also,
+            **shapes,
             **agreed,
             "kernel chosen": kernel.name,
             "kernel for few tokens (none if kernel= is named)": light and light.name,

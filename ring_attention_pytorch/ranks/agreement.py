@@ -238,7 +238,8 @@ def report_to_ring_of(name: str, ring_of: Callable[[Group, int | None], Ring] = 
     def report(given: dict[str, Any], error: ValueError) -> None:
         ring = getattr(given.get(name), "ring", None)
         if not isinstance(ring, Ring):  # none here, but ranks that have one wait
-            ring = ring_of(None, None)
+            group = given.get("group")
+            ring = ring_of(group if isinstance(group, Group) else None, None)
         ring.report_failure(error)
 
     return report

@@ -80,8 +80,22 @@ def ranks_of(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
+def printable(text: str) -> str:
+    """Escape what a terminal would act on, and what can't be encoded: peers may have sent it.
+
+    >>> printable("one\\x1b[2Jtwo")
+    'one\\\\x1b[2Jtwo'
+    """
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
+
+
 class Disagreement(ValueError):
     """An error that ranks found together: all raise the same text, and the ring stays usable."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(printable(text))
 
 
 class Step(NamedTuple):
@@ -135,7 +149,7 @@ class RingError(RuntimeError):
     """
 
     def __init__(self, text: str, step: Step | None = None, ranks: Sequence[int] = ()):
-        super().__init__(text)
+        super().__init__(printable(text))
         self.step: Step | None = step
         self.ranks: tuple[int, ...] = tuple(ranks)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, finalize, ref
 
@@ -51,6 +51,7 @@ _RANK = struct.Struct("<I")
 _MOST_MS = 1e9  # the longest wait that an OS accepts
 _PATIENCE = 5.0  # seconds to connect to a rank or to accept one
 _HEARD = 0.5  # seconds for its number, which a rank sends first
+_LONGEST_FOLDER = 70  # bytes of its name: one of a socket has at most 107
 _AWAKE = 50e-6  # seconds to poll before sleeping: waking takes as long
 
 # (message, size) -> the message of every rank, padded to that size
@@ -315,9 +316,12 @@ def _listening_socket(size: int) -> Iterator[socket.socket | None]:
         try:
             if size <= _MOST:
                 kind = socket.AF_UNIX, socket.SOCK_SEQPACKET  # messages stay whole
-                folder = stack.enter_context(
-                    TemporaryDirectory(prefix="ring_attention_", ignore_cleanup_errors=True)
-                )
+                short = len(os.fsencode(gettempdir())) <= _LONGEST_FOLDER
+                place = {
+                    "prefix": "ring_attention_", "dir": None if short else "/tmp",
+                    "ignore_cleanup_errors": True,
+                }  # fmt: skip
+                folder = stack.enter_context(TemporaryDirectory(**place))
                 door = stack.enter_context(socket.socket(*kind))
                 door.bind(os.path.join(folder, "door"))
                 door.listen(size)

@@ -218,8 +218,14 @@ class Ring:
         does not, each gets a stamp, which the device compares.
 
         Raises:
+            ValueError: tensors are on a GPU, and the group's backend for these is gloo.
             RingError: the group can't be used any more, or an earlier call has failed.
         """
+        if any(t.is_cuda for _, t in (*sends, *receives)) and self._gloo_for_gpus:
+            raise ValueError(
+                "gloo can't send tensors of GPUs: make the group with backend "
+                '"cpu:gloo,cuda:nccl", or "nccl"'
+            )
         tag, stamps = self.steps.tag(), self._stamps(sends, receives)
         ways = [(dist.isend, sends), (dist.irecv, receives)]
         check = None
@@ -252,6 +258,10 @@ class Ring:
         stamps = Stamps(device, timeout_of(self.group).total_seconds())
         self.steps.watch(stamps)
         return stamps
+
+    @cached_property
+    def _gloo_for_gpus(self) -> bool:
+        return "cuda:gloo" in str(dist.get_backend_config(self.group))
 
     @cached_property
     def _matches_by_order(self) -> bool:
@@ -317,7 +327,9 @@ class Ring:
             self.steps.clear_failure(partial(self.gather_bytes, b"", 1))
             for rank, told in enumerate(troubles):
                 if told not in (b"", BROKEN.encode()):
-                    raise RingError(f"rank {rank}: {told.decode()}; the ring is whole again")
+                    raise RingError(
+                        f"rank {rank}: {told.decode(errors='replace')}; the ring is whole again"
+                    )
         return list(found)
 
     def gather_bytes(self, message: bytes, size: int) -> list[bytes]:

@@ -23,7 +23,8 @@ def ring_halo(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None = 
 
     Args:
         x: `[b, n, ...]`, this rank's tokens.
-        width: how many, at least 0. They may be on several ranks.
+        width: how many, at least 0; without `initial` at most the tokens of a sample. They may be
+            on several ranks.
         plan: from `RunPlan.make` or `RunPlan.of`.
         initial: `[b, width, ...]`, the tokens before each sample, the same on all ranks; None is 0.
             A gradient is of this rank's use: sum it over ranks.
@@ -40,6 +41,8 @@ def ring_halo(x: Tensor, width: int, *, plan: RunPlan, initial: Tensor | None = 
     """
     with reporting(plan.ring.report_failure), checks_of(_CALLER):
         check_least(0, width=width)
+        if initial is None and width > (most := sum(plan.runs.tokens)):
+            raise ValueError(f"width must be at most {most}, the tokens of a sample, got {width}")
     plan.check_tokens(_CALLER, x=x)
     return _halo(_CALLER, x, width, plan, initial)
 
@@ -157,7 +160,8 @@ def ring_short_conv(
         weight: `[c, width]`; the last column multiplies the token itself.
         bias: `[c]`, or None.
         plan: from `RunPlan.make` or `RunPlan.of`.
-        dtype: of the result; None is the dtype of x. The weight's dtype is computed in.
+        dtype: of the result; None is the dtype of x. It is computed in the weight's dtype, or
+            under autocast in autocast's, as `torch.nn.functional.conv1d` is.
         initial: `[b, width - 1, c]`, the tokens before each sample, as for `ring_halo`.
 
     Returns:

@@ -248,6 +248,7 @@ class RunPlan:
         want = self.runs.batch, self.runs.tokens[self.ring.rank]
         given = {name: t for name, t in tensors.items() if t is not None}
         for name, t in given.items():
+            self._check_plain(caller, name, t)
             if not has_values(t):  # tables that it would make are kept
                 raise self.error(
                     f"{caller}: {name} must have values, got a {type(t).__name__} on {t.device}"
@@ -280,17 +281,35 @@ class RunPlan:
         self._placements.add(block)
 
     def check_numbers(self, caller: str, like: Tensor, **tensors: Tensor | None) -> None:
-        """Raise ValueError if a tensor is on another device, or loses digits beside `like`.
+        """Raise ValueError if a tensor isn't dense, or loses digits beside `like`.
 
-        It does if it isn't floating, or if it is float64 and `like` is not.
+        It does if it isn't floating, or if it is float64 and `like` is not. It must be on the
+        plan's device.
         """
         allowed = DTYPES if like.dtype == torch.float64 else DTYPES[1:]  # the widest comes first
         for name, t in tensors.items():
-            if t is not None and (t.dtype not in allowed or t.device != self.device):
+            if t is None:
+                continue
+            self._check_plain(caller, name, t)
+            if t.dtype not in allowed or t.device != self.device:
                 raise self.error(
                     f"{caller}: {name} must be floating, at most {allowed[0]}, and on "
                     f"{self.device}, got {t.dtype} on {t.device}; cast it"
                 )
+
+    def _check_plain(self, caller: str, name: str, t: Tensor) -> None:
+        """Raise ValueError unless a tensor is a plain dense one without a transform around it."""
+
+        def check() -> None:
+            check_plain(name, t)
+            if self.ring.size > 1 and torch._C._functorch.is_functorch_wrapped_tensor(t):
+                raise ValueError(
+                    f"{name} is transformed by torch.func, which recurrent layers don't take; use "
+                    "backward() or torch.autograd.grad"
+                )
+
+        if (error := error_of(check)) is not None:
+            raise self.error(f"{caller}: {error}")
 
     def error(self, text: str) -> ValueError:
         """Return an error of this rank alone; ranks that wait for it are notified."""

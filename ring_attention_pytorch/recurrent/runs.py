@@ -156,10 +156,10 @@ class Runs:
         for chain in self.chains:
             starts = [run.position for run in chain]
             for run in chain:
-                for place in range(width):
-                    if (position := run.position - width + place) >= 0:
-                        owner = chain[bisect_right(starts, position) - 1]
-                        tokens.append((run, place, owner, position - owner.position))
+                for position in range(max(0, run.position - width), run.position):
+                    owner = chain[bisect_right(starts, position) - 1]
+                    place = position - run.position + width
+                    tokens.append((run, place, owner, position - owner.position))
         return tokens
 
 

@@ -11,7 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ring_attention_pytorch.arguments import checked
+from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group
 from ring_attention_pytorch.routing.plan import RoutingPlan
 from ring_attention_pytorch.routing.soft_topk import Count, check_count, counts
@@ -83,7 +83,7 @@ def _ascending(places: Tensor, chosen: Tensor, size: int) -> Tensor:
     return positions.masked_fill(places == size, -1).flatten(-2)
 
 
-@checked
+@typed(report_to_group("select_topk"))
 def select_topk(
     scores: Tensor,
     k: Count,

@@ -115,6 +115,8 @@ class ShardedBatch(MutableMapping[str, Any]):
     items_of: dict[tuple[int, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __getitem__(self, name: str) -> Any:
+        if name == "labels" and name not in self.tensors:
+            raise KeyError("labels: this batch has them shifted, as batch.labels")
         return self.tensors[name]
 
     # without stacking, a DataLoader turns an immutable mapping into a plain dict
@@ -179,7 +181,7 @@ class ShardedBatch(MutableMapping[str, Any]):
         ring = self.ring
         error = error_of(partial(self._check_ring, ring))
         if self.uncompared is not None or error is not None:
-            same = {WORDS: self.uncompared}
+            same = {**self._kinds(), WORDS: self.uncompared}
             agree(ring, "a batch", same, check=error)
             object.__setattr__(self, "uncompared", None)
         leave_to_block(ring, self.digest)
@@ -189,6 +191,16 @@ class ShardedBatch(MutableMapping[str, Any]):
         )  # fmt: skip
         self._blocks.append(placement.__enter__())
         return self
+
+    def _kinds(self) -> dict[str, object]:
+        """Return what ranks compare before values: the length, the layout and the tensors."""
+        tensors = [
+            f"{name}: {[*t.shape[:1]]} of {t.dtype}"
+            for name, t in self.tensors.items()
+            if isinstance(t, Tensor)
+        ]
+        same = {"length": self.length, "layout": str(self.layout)}
+        return {**same, "tensors (samples)": tensors}
 
     def _check_ring(self, ring: Ring) -> None:
         """Raise ValueError if this is not the ring that the batch was sharded for."""
@@ -329,7 +341,9 @@ def shard_batch(
     error = error_of(make)
     mine = found[0].digest if found else None
     now = mine.of_kinds if isinstance(mine, UnreadDigest) else mine
-    agree(ring, "shard_batch", {"check_same": check_same, WORDS: now}, check=error)
+    kinds = {} if mine is None else found[0]._kinds()
+    same = {"check_same": check_same, **kinds, WORDS: now}
+    agree(ring, "shard_batch", same, check=error)
     ring.steps.unread = mine if isinstance(mine, UnreadDigest) else None
     return found[0] if rank is None else replace(found[0], uncompared=now)
 

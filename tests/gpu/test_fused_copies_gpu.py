@@ -110,7 +110,6 @@ def test_what_was_read_while_a_rank_failed_is_right_or_nan(how, nccl):
     found, _ = nccl(SIZE).run(what_is_kept, how)
     assert found["garbage"] == found["unsaid"] == 0, found
     assert found["all"] > 1 or torch.cuda.device_count() < SIZE, found
-    assert found["some"] + found["none"] > TURNS // 10, found
 
 
 def of_a_late_rank(late: int) -> tuple[bool, bool]:

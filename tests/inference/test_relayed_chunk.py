@@ -20,6 +20,7 @@ from tests.support import threads
 from tests.support.over_machines import SHUFFLED, TWO, UNEVEN, far
 from tests.support.reference import dense_attention, relative_error
 
+HELD = (0, 0, 0, 1, 1, 1, 1)  # a relay merges results for two owners, each with two others
 HEADS, KEY_HEADS, D, D_V = 4, 2, 8, 6
 
 
@@ -39,7 +40,7 @@ def a_cache(ring: threads.ThreadRing, batch: int, **how: Any) -> RingCache:
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("machines", [TWO, UNEVEN, SHUFFLED, (0, 1, 2)])
+@pytest.mark.parametrize("machines", [TWO, UNEVEN, SHUFFLED, HELD, (0, 1, 2)])
 def test_a_prompt_in_chunks_is_dense_attention(machines, layout):
     """Chunks can have fewer tokens than ranks, so that some ranks have none."""
     size, chunks, batch = len(machines), (13, 2, 8, 1), 2

@@ -1,5 +1,6 @@
 """GRPO over rings: each ring's rewards once, prompts once, and attention as it was."""
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ pytest.importorskip("trl")
 
 from trl import GRPOTrainer
 
-from ring_attention_pytorch.integrations.grpo import RingGRPOTrainer
+from ring_attention_pytorch.integrations.grpo import RingGRPOTrainer, completions_of
 
 
 def trainer(ring: int, **own: Any) -> Any:
@@ -76,12 +77,37 @@ def test_models_generate_by_their_own_attention_and_go_on_with_ours_even_after_a
 
     def generate(_: Any, prompts: Any) -> Any:
         seen.append(config._attn_implementation)
-        return prompts.upper()
+        return prompts[::-1], None
 
     with mock.patch.object(GRPOTrainer, "_generate_single_turn", generate):
-        assert made._generate_single_turn("a") == "A"
+        assert made._generate_single_turn([[1], [2]]) == ([[2], [1]], None)
         assert config._attn_implementation == "ring"
-        with pytest.raises(AttributeError):
+        with pytest.raises(TypeError):
             made._generate_single_turn(None)
     assert seen == ["sdpa", "sdpa"]
     assert config._attn_implementation == "ring"
+
+
+@pytest.mark.parametrize("logprobs", [None, [[-0.1, -1e-300], [float("-inf")]]])
+def test_completions_travel_as_they_are(logprobs: Any) -> None:
+    found = [[3, 2**40], [7]], logprobs
+    made = trainer(1)
+    made.model = SimpleNamespace(
+        config=SimpleNamespace(_attn_implementation="ring"), set_attn_implementation=lambda _: None
+    )
+    with mock.patch.object(GRPOTrainer, "_generate_single_turn", return_value=found):
+        assert made._generate_single_turn() == found
+
+
+class Executed:
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("a note was executed",)
+
+
+@pytest.mark.parametrize(
+    "note", [pickle.dumps(Executed()), b"\xff", b"[1]", b"[[[0.5]], null]", b'[[["a"]], null]',
+             b"[[1], null]", b"[[[1]], 3]"],
+)  # fmt: skip
+def test_a_note_that_is_no_completions_is_refused(note: bytes) -> None:
+    with pytest.raises(ValueError, match="RingGRPOTrainer: the note of rank 0 can't be read"):
+        completions_of(note)

@@ -87,3 +87,16 @@ def test_all_ranks_raise_for_one(before):
     cache = RingCache(2, 1, RANK, value_dim=RANK, dtype=torch.float64)
     with pytest.raises(ValueError, match="the cache must be of latents"):
         mla_attn_with_cache(*part(slice(0, 3)), cache)
+
+
+def test_ranks_must_expand_values_to_one_size():
+    def main(ring) -> str:
+        *tensors, w_up = part(slice(0, 5))
+        cache = RingCache(
+            2, 1, RANK + D_ROPE, value_dim=RANK, tied=True, dtype=torch.float64, group=ring
+        )
+        with pytest.raises(ValueError, match="w_up must be the same on every rank") as told:
+            mla_attn_with_cache(*tensors, w_up[:, ring.rank :], cache)
+        return str(told.value)
+
+    assert len({*threads.run(2, main)[0]}) == 1

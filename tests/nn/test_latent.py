@@ -90,6 +90,17 @@ def test_decoding_equals_the_whole_sequence(size):
         assert relative_error(found, want) < 1e-10
 
 
+def test_layers_of_one_cache_are_decoded_each_at_its_own_place():
+    """A layer may be ahead of another one: its tokens are rotated by its own length."""
+    layer, x, dout = made()
+    want, *_ = alone(layer, x, dout)
+    cache = layer.make_cache(2, layers=2)
+    for first, last in ((0, 5), (5, 9)):
+        for number in (0, 1):
+            found = layer.decode(x[:, first:last], cache, layer=number)
+            assert relative_error(found, want[:, first:last]) < 1e-10
+
+
 @pytest.mark.parametrize("cast", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 def test_tokens_are_decoded_under_autocast_and_in_a_cache_of_another_dtype(cast, kept):
@@ -110,6 +121,18 @@ def test_tokens_of_another_width_are_refused():
         layer(x[..., :7], plan=layer.make_plan(x))
     with pytest.raises(ValueError, match=r"x must be \[batch, tokens, 8\]"):
         layer.decode(x[0], layer.make_cache(2))
+
+
+def test_tokens_of_another_dtype_are_refused():
+    layer, x, _ = made()
+    layer.float()
+    for call in (
+        lambda: layer.make_plan(x),
+        lambda: layer(x, plan=layer.make_plan(x.float())),
+        lambda: layer.decode(x, layer.make_cache(2)),
+    ):
+        with pytest.raises(ValueError, match=r"x must be torch\.float32 as the weights are, got"):
+            call()
 
 
 def test_tokens_that_are_not_the_plans_or_the_caches_are_refused():

@@ -123,6 +123,23 @@ def test_only_few_files_speak_with_other_processes(file):
     assert name_of(file) in MAY_COMMUNICATE | MAY_ASK or talks == types
 
 
+# what executes what another process has sent, by the name of a module or of a function
+UNPICKLING = re.compile(
+    r"c?pickle|_pickle|dill|cloudpickle|marshal|shelve|joblib|torch\.(load|package)"
+    r"|\w+_object(_list|s)?|\w+_objects?_list|ForkingPickler|Unpickler"
+)
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_nothing_is_unpickled(file):
+    """Ranks send tensors and JSON, as SECURITY.md says."""
+    used = {part for full_name in imported(file) for part in full_name.split(".")}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute):
+            used |= {node.attr, ast.unparse(node)}
+    assert not {name for name in used if UNPICKLING.fullmatch(name)}
+
+
 @pytest.mark.parametrize("file", FILES, ids=name_of)
 def test_files_are_short(file):
     text = file.read_text()

@@ -5,9 +5,13 @@ that is new, or a method, needs a right call in `tests/support/surface_calls.py`
 """
 
 import inspect
+import os
+import tempfile
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +19,8 @@ import torch.distributed as dist
 
 import ring_attention_pytorch as R
 from ring_attention_pytorch import ring
+from ring_attention_pytorch.ranks.failures import Disagreement
+from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import surface
 from tests.support.original import NAMES
 from tests.support.surface_calls import CALLS, RESULTS, RIGHT, SAID, WITHIN
@@ -141,3 +147,102 @@ def test_all_ranks_hear_of_a_slip_of_one(pools: Callable) -> None:
         told = pools(2).run(slipped, name)
         assert len({*told}) == 1, (name, told)
         assert told[0].endswith("(on rank 1)"), (name, told)
+
+
+# where a wrong argument of one rank is an error there alone, with a report for ranks that wait: why
+_PLAN = "a call with a plan compares nothing before; each rank has its own"
+_CACHE = "the ring is the cache's, and there is none"
+ALONE: dict[str, str] = {
+    "ring_attn.plan": _PLAN,
+    "ulysses_attn.plan": _PLAN,
+    "mla_ring_attn.plan": _PLAN,
+    "tied_ring_attn.plan": _PLAN,
+    "RingLatentAttention.forward": _PLAN,
+    "GatedDeltaNet.forward": _PLAN,
+    "GatedDeltaNet.read": _PLAN,
+    "Mamba2.forward": _PLAN,
+    "Mamba2.read": _PLAN,
+    "ring_scan": _PLAN,
+    "ring_halo": _PLAN,
+    "ring_short_conv": _PLAN,
+    "ring_gated_delta_rule": _PLAN,
+    "ring_kda": _PLAN,
+    "ring_mamba2": _PLAN,
+    "summarize": _PLAN,
+    "summary_attn": _PLAN,
+    "mla_attn_with_cache.cache": _CACHE,
+    "RingLatentAttention.decode.cache": _CACHE,
+    "ring_attn_with_cache.cache": _CACHE,
+    "tree_attn_decode.eps": "ranks agree once on a head size, and not for each token",
+    "shard_batch.rank": "with a rank ranks compare nothing before the batch's block",
+}
+
+
+class Told(list):
+    """What this rank sends: of notes the subject, and its error; of other messages None twice."""
+
+    def gather_notes(self, ring: Ring, subject: str, note: bytes, why: str | None = None) -> Any:
+        if ring.group is not None:
+            self.append((subject, why))
+        return GATHER(ring, subject, note, why)
+
+    def exchange(self, ring: Ring, *messages: Any) -> Any:
+        if ring.group is not None:
+            self.append((None, None))
+        return EXCHANGE(ring, *messages)
+
+
+GATHER, EXCHANGE = Ring.gather_notes, Ring.exchange
+
+
+def sent_by(call: surface.Call, given: dict[str, Any]) -> tuple[Told, Exception | None]:
+    """Return what a call has sent, and its error."""
+    told = Told()
+    gather = lambda *given: told.gather_notes(*given)  # noqa: E731
+    exchange = lambda *given: told.exchange(*given)  # noqa: E731
+    with (
+        mock.patch.object(Ring, "gather_notes", gather),
+        mock.patch.object(Ring, "exchange", exchange),
+    ):
+        try:
+            found = call.function(**given)
+            if inspect.isgenerator(found):
+                list(found)
+        except Exception as error:
+            return told, error
+    return told, None
+
+
+def untold(names: list[str], every: bool) -> dict[str, list[str]]:
+    """Return which wrong arguments of one rank others would not hear of, by function or parameter.
+
+    All ranks make each wrong call, so that none waits. Others would hear of it if this rank's notes
+    are those of the right call, as far as they go, and the last one has the error, or the error
+    follows from notes of all.
+    """
+    os.chdir(tempfile.mkdtemp())
+    found: dict[str, list[str]] = {}
+    for name in names:
+        call = CALLS[name]()
+        right = sent_by(call, dict(call.right))[0] if call.alone else []
+        if not right:
+            continue  # nobody waits for it
+        for parameter, _, given in islice(surface.wrong(call), None if every else 3):
+            fresh = CALLS[name]()  # a call that is right after all leaves tokens in a cache
+            own = [each for each, t in call.right.items() if given.get(each) is t]
+            sent, error = sent_by(fresh, given | {each: fresh.right[each] for each in own})
+            alike = [one for one, _ in sent] == [one for one, _ in right[: len(sent)]]
+            if error is not None and not (alike and isinstance(error, Disagreement)):
+                at = name if name in ALONE else f"{name}.{parameter}"
+                found.setdefault(at, []).append(repr(error)[:200])
+    return found
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_wrong_argument_of_one_rank_is_told_to_all_or_listed(
+    every: bool, pools: Callable
+) -> None:
+    mine, theirs = pools(2).run(untold, [*CALLS], every)
+    assert mine.keys() == theirs.keys()
+    assert mine.keys() <= ALONE.keys(), {name: mine[name] for name in mine.keys() - ALONE.keys()}
+    assert not every or mine.keys() == ALONE.keys()

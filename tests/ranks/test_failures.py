@@ -152,3 +152,10 @@ def test_a_wait_is_told_again_when_it_has_doubled_and_no_more_when_it_is_over():
         now[0] += 0.6
         waits.report()
         assert len(told) == 2
+
+
+@pytest.mark.parametrize("error", [failures.Disagreement, RingError])
+def test_what_peers_say_does_not_act_on_a_terminal(error: type[Exception]) -> None:
+    said = "rank 1: \x1b]0;title\x07\x9b2J \u202e \ud800\ntwo é"
+    want = "rank 1: \\x1b]0;title\\x07\\x9b2J \\u202e \\ud800\ntwo é"
+    assert str(error(said)) == want

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,3 +97,15 @@ def test_what_has_a_group_says_how_to_make_it_elsewhere_when_it_is_pickled() -> 
     assert copy.copy(plan.ring) is copy.deepcopy(plan).ring is plan.ring
     out = ring_attn(q, q, q, plan=copy.deepcopy(plan))
     assert out.equal(ring_attn(q, q, q, plan=copy.copy(plan)))
+
+
+def test_gloo_is_not_given_tensors_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it would fail with a bad address."""
+    ring, t = Ring(), SimpleNamespace(is_cuda=True)
+    for config, gloo in (("cpu:gloo,cuda:gloo", True), ("cpu:gloo,cuda:nccl", False)):
+        fresh = copy.copy(ring) if gloo else Ring()
+        monkeypatch.setattr(dist, "get_backend_config", lambda _, config=config: config)
+        assert fresh._gloo_for_gpus is gloo
+        if gloo:
+            with pytest.raises(ValueError, match="gloo can't send tensors of GPUs: make the group"):
+                fresh.exchange([(0, t)], [])

@@ -159,3 +159,54 @@ def test_errors_about_the_tokens_before_name_the_convolution() -> None:
             ring_short_conv(x, torch.zeros(2, 3), plan=spread.plan(ring), initial=x)
 
     threads.run(1, main)
+
+
+def test_a_halo_is_no_wider_than_a_sample_unless_tokens_before_it_are_given() -> None:
+    spread, x = Spread(2, 8, 1, "contiguous", None), torch.zeros(1, 4, 2)
+
+    def main(ring):
+        plan = spread.plan(ring)
+        with pytest.raises(ValueError, match=r"width must be at most 8, the .*, got 1099511627776"):
+            ring_halo(x, 2**40, plan=plan)
+        assert ring_halo(x, 8, plan=plan).shape == (1, 8, 2)
+        return ring_halo(x, 12, plan=plan, initial=torch.ones(1, 12, 2)).sum().item()
+
+    assert threads.run(2, main)[0] == [24.0, 16.0]
+
+
+def test_under_autocast_a_convolution_is_pytorchs() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 9, 3), torch.randn(3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ring_short_conv(x, weight, plan=RunPlan.make(x))
+        padded = torch.nn.functional.pad(x.mT, (3, 0))
+        want = torch.nn.functional.conv1d(padded, weight[:, None], groups=3).mT
+    assert out.dtype == torch.float32
+    assert torch.equal(out, want.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_convolutions_result_has_the_dtype_that_is_asked_for(dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 9, 3), torch.randn(3, 4)
+    for n in (9, 0):
+        mine = x[:, :n]
+        out = ring_short_conv(mine, weight, plan=RunPlan.make(mine), dtype=dtype)
+        want = ring_short_conv(mine, weight, plan=RunPlan.make(mine))
+        assert out.dtype == dtype
+        assert torch.equal(out, want.to(dtype))
+
+
+def test_what_is_not_dense_or_is_transformed_is_refused() -> None:
+    spread, x = Spread(2, 8, 1, "contiguous", None), torch.ones(1, 4, 2)
+
+    def main(ring):
+        plan = spread.plan(ring)
+        with pytest.raises(ValueError, match="ring_halo: x must be dense"):
+            ring_halo(x.to_sparse(), 2, plan=plan)
+        with pytest.raises(ValueError, match="weight must be dense"):
+            ring_short_conv(x, torch.ones(2, 3).to_sparse(), plan=plan)
+        with pytest.raises(ValueError, match="ring_halo: x is transformed by"):
+            torch.func.grad(lambda t: ring_halo(t, 2, plan=plan).sum())(x)
+
+    threads.run(2, main)

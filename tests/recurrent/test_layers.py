@@ -20,6 +20,7 @@ from tests.support.recurrent_cases import (
     delta,
     mamba_2,
 )
+from tests.support.reference import relative_error
 
 
 @pytest.mark.parametrize("rule", [ring_gated_delta_rule, ring_kda])
@@ -133,6 +134,39 @@ def test_parameters_of_mamba_2_are_not_cast_either(name) -> None:
             ring_mamba2(x, **given, plan=spread.plan(ring))
 
     threads.run(1, main)
+
+
+def test_ranks_must_all_give_a_skip_or_none() -> None:
+    spread, x = Spread(2, 8, 1, "contiguous", None), torch.zeros(1, 4, 2, 5)
+
+    def main(ring):
+        skip = torch.ones(2) if ring.rank else None
+        with pytest.raises(ValueError, match="ring_mamba2: skip must be the same on every rank"):
+            ring_mamba2(x, x[..., 0], -torch.ones(2), x, x, plan=spread.plan(ring), skip=skip)
+
+    threads.run(2, main)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 5)])
+def test_the_gradients_of_a_skip_and_of_what_it_multiplies(shape) -> None:
+    torch.manual_seed(0)
+    x, dt, b, c = (
+        torch.randn(2, 9, *more, dtype=torch.float64) for more in ((2, 5), (2,), (1, 3), (1, 3))
+    )
+    leaves = [x, dt.abs(), torch.tensor([-0.5, -1.5]).double(), torch.randn(shape).double()]
+    leaves, dout = [t.requires_grad_() for t in leaves], torch.randn_like(x)
+    x, dt, a, skip = leaves
+    out, _ = ring_mamba2(x, dt, a, b, c, plan=RunPlan.make(x), skip=skip)
+    state, outs = torch.zeros(2, 2, 5, 3).double(), []
+    for t in range(9):
+        state = state * (dt[:, t] * a).exp()[..., None, None]
+        state = state + torch.einsum("bh,bhp,bd->bhpd", dt[:, t], x[:, t], b[:, t, 0])
+        seen = torch.einsum("bhpd,bd->bhp", state, c[:, t, 0])
+        outs.append(seen + x[:, t] * (skip if skip.ndim == 2 else skip[:, None]))
+    want = torch.stack(outs, 1)
+    assert relative_error(out, want) < 1e-10
+    grads = zip(*(torch.autograd.grad(each, leaves, dout) for each in (out, want)))
+    assert max(relative_error(*pair) for pair in grads) < 1e-10
 
 
 @pytest.mark.parametrize("rule", [ring_gated_delta_rule, ring_kda])

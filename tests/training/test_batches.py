@@ -445,7 +445,7 @@ def told_otherwise(what: str) -> str:
 
 @pytest.mark.parametrize("what", ["borders", "layout", "labels", "type"])
 def test_ranks_must_ask_for_the_same(what, pools):
-    text = "shift_labels" if what == "type" else "digest"
+    text = {"type": "shift_labels", "labels": "digest"}.get(what, "layout must be the same")
     assert all(text in told for told in pools(2).run(told_otherwise, what))
 
 
@@ -576,3 +576,20 @@ def test_ranks_compare_a_batch_only_when_it_is_first_entered():
     for first, second, third, fourth in threads.run(2, main)[0]:
         assert second == first + 1  # another object
         assert fourth == third == second + 1
+
+
+def told_of_items() -> tuple[str, str]:
+    """The error of a batch with an item more on rank 1, and of the item "labels"."""
+    batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
+    with pytest.raises(KeyError, match=r"as batch\.labels") as no_item:
+        shard_batch(batch)["labels"]
+    assert "labels" not in shard_batch(batch)
+    with pytest.raises(ValueError, match=r"tensors \(samples\) must be the same") as more:
+        shard_batch(batch | ({"more": batch["labels"]} if dist.get_rank() else {}))
+    return str(no_item.value), str(more.value)
+
+
+def test_ranks_whose_batches_have_other_tensors_are_told_which(pools):
+    told = {more for _, more in pools(2).run(told_of_items)}
+    assert len(told) == 1
+    assert "more: [1] of torch.int64" in told.pop()

@@ -71,7 +71,10 @@ WAYS = {
     no_block: (BEFORE, ["shard_batch", "shard_batch"]),
     loss_without_block: (BEFORE, ["shard_batch", "ring_cross_entropy"]),
     attention_without_block: (BEFORE, ["shard_batch", "ring attention"]),
-    other_shapes: (comparison.WORDS, ["shard_batch"]),
+    other_shapes: (
+        "length must be the same on every rank, got 12 on",
+        ["shard_batch"],
+    ),
 }
 
 
