@@ -93,12 +93,18 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     plan = _plan(handle)
     out, lse = attend(plan, q, k, v, sinks, return_lse=True)
-    return out.contiguous(), lse.contiguous(), torch.tensor(plan.ring.steps.number)
+    # the call's number; a CUDA graph repeats calls without new ones, and records no tensor of the host
+    by_graph = plan.replay.graph
+    number = (
+        q.new_zeros((), dtype=torch.int64) if by_graph else torch.tensor(plan.ring.steps.number)
+    )
+    return out.contiguous(), lse.contiguous(), number
 
 
 def _backward(*given: Any) -> tuple[Tensor, ...]:
     *tensors, number, handle = given
-    plan, like, back_of = _plan(handle), given[0], int(number)
+    plan, like = _plan(handle), given[0]
+    back_of = 0 if plan.replay.graph else int(number)
     swap = plan.ulysses
     if swap is None:
         found = _run_backward(plan, tensors, back_of)
@@ -157,8 +163,12 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     b, n, h, _ = q.shape
     lse = q.new_empty((b, h, n), dtype=accumulation_dtype(q.dtype))
-    number = torch.empty((), dtype=torch.int64)
-    return q.new_empty((b, n, h, v.shape[3])), lse, number
+    return q.new_empty((b, n, h, v.shape[3])), lse, q.new_empty((), dtype=torch.int64)
+
+
+def _fake_forward_by_messages(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, _ = _fake_forward(*given)
+    return out, lse, torch.empty((), dtype=torch.int64)  # on the host
 
 
 def _fake_backward(
@@ -207,7 +217,7 @@ def _define(overload: str, *tags: torch.Tag) -> None:
         return getattr(ops.total, overload or "default")(grad, True, ctx.handle), None, None
 
     for name, schema, function, fake in (
-        ("forward", _FORWARD, _forward, _fake_forward),
+        ("forward", _FORWARD, _forward, _fake_forward_by_messages if overload else _fake_forward),
         ("backward", _BACKWARD, _backward, _fake_backward),
         ("total", _TOTAL, _total, _fake_total),
     ):

@@ -317,11 +317,12 @@ def _listening_socket(size: int) -> Iterator[socket.socket | None]:
             if size <= _MOST:
                 kind = socket.AF_UNIX, socket.SOCK_SEQPACKET  # messages stay whole
                 short = len(os.fsencode(gettempdir())) <= _LONGEST_FOLDER
-                place = {
-                    "prefix": "ring_attention_", "dir": None if short else "/tmp",
-                    "ignore_cleanup_errors": True,
-                }  # fmt: skip
-                folder = stack.enter_context(TemporaryDirectory(**place))
+                place = TemporaryDirectory(
+                    prefix="ring_attention_",
+                    dir=None if short else "/tmp",
+                    ignore_cleanup_errors=True,
+                )
+                folder = stack.enter_context(place)
                 door = stack.enter_context(socket.socket(*kind))
                 door.bind(os.path.join(folder, "door"))
                 door.listen(size)
