@@ -167,9 +167,9 @@ def kept_by(context):
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager_decomp_partition")
     run, directions = RingPlan.run, []
 
-    def counted(self, direction, *rest):
+    def counted(self, direction, *rest, back_of):
         directions.append(direction)
-        return run(self, direction, *rest)
+        return run(self, direction, *rest, back_of=back_of)
 
     with mock.patch.object(RingPlan, "run", counted):
         got = torch.autograd.grad(compiled(q, k, v, plan).sum(), (q, k, v))
