@@ -45,11 +45,11 @@ def test_operators_are_what_they_promise(dtype, overload, with_sinks):
     plan = RingPlan.make(q, k, v, causal=True, sinks=sinks)
     opcheck(getattr(ops.forward, overload), (q, k, v, sinks, plan.handle))
     with torch.no_grad():
-        out, lse, _ = ops.forward(q, k, v, sinks, plan.handle)
+        out, lse, number = ops.forward(q, k, v, sinks, plan.handle)
         given = [None if t is None else t.detach() for t in (q, k, v, sinks)]
     rest = torch.randn(out.shape, dtype=dtype), torch.randn(lse.shape, dtype=lse.dtype), out, lse
-    opcheck(getattr(ops.backward, overload), (*given, *rest, plan.handle))
-    opcheck(getattr(ops.total, overload), (q, plan.handle))
+    opcheck(getattr(ops.backward, overload), (*given, *rest, number, plan.handle))
+    opcheck(getattr(ops.total, overload), (q, False, plan.handle))
 
 
 def test_positions_are_what_they_promise():
@@ -167,9 +167,9 @@ def kept_by(context):
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager_decomp_partition")
     run, directions = RingPlan.run, []
 
-    def counted(self, direction, *rest):
+    def counted(self, direction, *rest, back_of):
         directions.append(direction)
-        return run(self, direction, *rest)
+        return run(self, direction, *rest, back_of=back_of)
 
     with mock.patch.object(RingPlan, "run", counted):
         got = torch.autograd.grad(compiled(q, k, v, plan).sum(), (q, k, v))

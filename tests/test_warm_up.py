@@ -167,9 +167,9 @@ def what_is_compiled_ahead_is_no_first_call(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(warm_up, "_launches_ours", lambda plan: True)
     patch.setattr(
         RingPlan, "run",
-        lambda plan, direction, *given: calls.append(
+        lambda plan, direction, *given, back_of: calls.append(
             (direction, plan, launches._thread.held, torch._C._is_multithreading_enabled())
-        ) or run(plan, direction, *given),
+        ) or run(plan, direction, *given, back_of=back_of),
     )  # fmt: skip
     plan = RingPlan.make(*shards(), causal=True)
     plan.warm_up()
