@@ -229,7 +229,7 @@ class RingTrainerMixin(_Trainer):
             return
         for model in (policy, getattr(self, "ref_model", None)):
             if model is not None:
-                spread_probabilities(model, self._shard, self.ring_options)
+                spread_probabilities(_base_of(model), self._shard, self.ring_options)
 
     def _probe_once(self, whole: Mapping[str, Any]) -> None:
         """Probe the batch if it is the first, and `ring_probe` is set."""
