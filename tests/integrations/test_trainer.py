@@ -130,6 +130,27 @@ def test_two_rings_take_the_steps_of_one_process(name, pools):
         check(trainers.difference(got, want))
 
 
+ADAPTED = [
+    (name, adapter, ring)
+    for name in ("DPOTrainer", "KTOTrainer", "RingGRPOTrainer", "RewardTrainer", "SFTTrainer")
+    for adapter in ("asked", "given")
+    for ring in (4, 2)
+]
+
+
+@pytest.mark.skipif(not HAS_TRL, reason="needs TRL")
+@grid("case", ADAPTED, always=1, drawn=1)
+def test_adapters_take_the_steps_of_one_process(case, pools):
+    """With the model without its adapter as the reference, or a copy of the adapter."""
+    pytest.importorskip("peft")
+    name, adapter, ring = case
+    options = {"beta": 0.1} if "GRPO" in name else {}
+    sizes = (16, 8)
+    want = trainers.trained(name, 0, 4, sizes, adapter, **options)
+    for got in pools(4).run(trainers.trained, name, ring, 4, sizes, adapter, **options):
+        check(trainers.difference(got, want))
+
+
 @pytest.mark.parametrize(
     "name", ["Trainer, masked tokens", of_trl("RewardTrainer"), of_trl("DPOTrainer")]
 )
@@ -199,6 +220,12 @@ def test_a_trainer_that_would_be_wrong_raises(pools):
 def test_what_a_trainer_would_leave_out_of_its_loss_is_refused(name):
     with pytest.raises(ValueError, match=name):
         RingTrainerMixin()._shard({"input_ids": torch.zeros(1, 3), name: torch.zeros(1, 3)})
+
+
+def test_labels_of_sequences_name_the_trainer_to_take():
+    whole = {"input_ids": torch.zeros(2, 3), "labels": torch.zeros(2)}
+    with pytest.raises(ValueError, match="RewardTrainer"):
+        RingTrainerMixin()._shard(whole)
 
 
 def test_accelerates_own_context_parallelism_is_refused():
