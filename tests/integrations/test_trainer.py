@@ -139,11 +139,10 @@ ADAPTED = [
 
 
 @pytest.mark.skipif(not HAS_TRL, reason="needs TRL")
-@grid("case", ADAPTED, always=1, drawn=1)
-def test_adapters_take_the_steps_of_one_process(case, pools):
+@grid("name, adapter, ring", ADAPTED, always=1, drawn=1)
+def test_adapters_take_the_steps_of_one_process(name, adapter, ring, pools):
     """With the model without its adapter as the reference, or a copy of the adapter."""
     pytest.importorskip("peft")
-    name, adapter, ring = case
     options = {"beta": 0.1} if "GRPO" in name else {}
     sizes = (16, 8)
     want = trainers.trained(name, 0, 4, sizes, adapter, **options)
