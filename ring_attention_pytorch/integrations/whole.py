@@ -43,8 +43,8 @@ class _Spread:
         if more:
             raise ValueError(
                 f"{self.name}: {', '.join(more)} can't be spread; leave it out of the dataset or "
-                "the collator, or take it from the inputs in a compute_loss of your own. Models that "
-                "score sequences are passed columns of one real number a row, [batch]"
+                "the collator, or take it from the inputs in a compute_loss of your own. Models "
+                "that score sequences are passed columns of one real number a row, [batch]"
             )
         whole = {name: given[name] for name in _TAKEN if given.get(name) is not None}
         forward = ring_forward(self.shard(whole), labels=False, **self.options)

@@ -127,7 +127,14 @@ def test_two_rings_take_the_steps_of_one_process(name, pools):
     sizes = (16, 8)  # accelerate fills up smaller batches, and TRL's metrics count what it adds
     want = trainers.trained(name, 0, trainers.STEPS, sizes)
     for got in pools(4).run(trainers.trained, name, 2, trainers.STEPS, sizes):
-        check(trainers.difference(got, want))
+        check(difference_of_rings(got, want, 2))
+
+
+def difference_of_rings(got: Any, want: Any, rings: int) -> dict[str, float]:
+    """The worst errors; each ring pads to the longest of its sequences, which total_flos count."""
+    for told in (got, want) if rings > 1 else ():
+        told.log.pop("total_flos", None)
+    return trainers.difference(got, want)
 
 
 ADAPTED = [
@@ -143,11 +150,10 @@ ADAPTED = [
 def test_adapters_take_the_steps_of_one_process(name, adapter, ring, pools):
     """With the model without its adapter as the reference, or a copy of the adapter."""
     pytest.importorskip("peft")
-    options = {"beta": 0.1} if "GRPO" in name else {}
     sizes = (16, 8)
-    want = trainers.trained(name, 0, 4, sizes, adapter, **options)
-    for got in pools(4).run(trainers.trained, name, ring, 4, sizes, adapter, **options):
-        check(trainers.difference(got, want))
+    want = trainers.trained(name, 0, 4, sizes, adapter)
+    for got in pools(4).run(trainers.trained, name, ring, 4, sizes, adapter):
+        check(difference_of_rings(got, want, 4 // ring))
 
 
 @pytest.mark.parametrize(

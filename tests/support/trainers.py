@@ -288,6 +288,8 @@ def trained(
     kind = trainer_class(name, ring > 0, **own)
     places = (dist.get_world_size() if dist.is_initialized() else 1) // ring if ring else 1
     options = {**row.options, **options}
+    if adapter and "GRPO" in name:
+        options["beta"] = 0.1  # else it has no reference
     if ring > 1:
         options["parallelism_config"] = RingParallelismConfig(cp_size=ring, dp_shard_size=places)
     with as_launched(), in_double(), tempfile.TemporaryDirectory() as folder:
