@@ -93,7 +93,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     plan = _plan(handle)
     out, lse = attend(plan, q, k, v, sinks, return_lse=True)
-    # the call's number; a CUDA graph repeats calls without new ones, and records no tensor of the host
+    # a CUDA graph repeats calls without new numbers, and records no tensors of the host
     by_graph = plan.replay.graph
     number = (
         q.new_zeros((), dtype=torch.int64) if by_graph else torch.tensor(plan.ring.steps.number)

@@ -48,6 +48,15 @@ def check_output(module: nn.Module, given: Any, batch: ShardedBatch, losses: int
             _check_tokens(module, name, t, batch)
 
 
+def check_kept(module: nn.Module) -> None:
+    """Raise ValueError: a model was given `logits_to_keep`, which would choose of each shard."""
+    raise ValueError(
+        f"{name_of(module)} was given logits_to_keep, which would count each rank's tokens, not "
+        "the sequence's; leave it out, and compute the loss of hidden states by chunks: "
+        "ring_cross_entropy(hidden, batch.labels, **head_of(model))"
+    )
+
+
 def _check_tokens(module: nn.Module, name: str, t: Tensor, batch: ShardedBatch) -> None:
     shape, (b, n) = tuple(t.shape), batch["position_ids"].shape[-2:]
     of_tokens = shape[:2] == (b, n)

@@ -197,6 +197,18 @@ class RingTrainerMixin(_Trainer):
             loss = self.accelerator.reduce(loss, reduction="mean")
         return loss, None, None
 
+    def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
+        """Return this rank's share of the operations; of whole batches, which a ring has once."""
+        found = super().floating_point_ops(inputs)
+        return found if self._loss_is_of == TOKENS else found / self._alike
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        if self._loss_is_of != TOKENS:  # the same batch on all ranks of a ring
+            added = self.state.num_input_tokens_seen - before
+            self.state.num_input_tokens_seen = before + added // self._alike
+
     def _without_repeats(self, whole: Mapping[str, Any]) -> dict[str, Any]:
         """Mask the labels of repeated sequences, which fill up the last batch of each ring."""
         state, labels = self.accelerator.gradient_state, whole.get("labels")
@@ -246,7 +258,7 @@ class RingTrainerMixin(_Trainer):
             return
         for model in (policy, getattr(self, "ref_model", None)):
             if model is not None:
-                spread_probabilities(model, self._shard, self.ring_options)
+                spread_probabilities(_base_of(model), self._shard, self.ring_options)
 
     def _probe_once(self, whole: Mapping[str, Any]) -> None:
         """Probe the batch if it is the first, and `ring_probe` is set."""
@@ -297,6 +309,12 @@ class RingTrainerMixin(_Trainer):
     def _shard(self, whole: Mapping[str, Any]) -> ShardedBatch:
         """Return this rank's part of a batch of whole sequences."""
         given = {name: t for name, t in whole.items() if name not in _OF_KERNELS and t is not None}
+        if getattr(given.get("labels"), "ndim", 2) < 2:
+            self._refuse(
+                "labels are one a sequence, and its batches are cut into tokens; for a model that "
+                "scores sequences by their last token take TRL's RewardTrainer after the mixin, or "
+                "ring_forward(batch, labels=False) in a loop of your own, with a loss of its logits"
+            )
         if wrong := [name for name in ("shift_labels", "loss_weights") if name in given]:
             raise ValueError(
                 f"{type(self).__name__}: batches have labels of the tokens themselves, which all "

@@ -32,7 +32,12 @@ from ring_attention_pytorch.integrations.losses import (
     nan_for_other_items,
     own_losses,
 )
-from ring_attention_pytorch.integrations.outputs import check_output, name_of, tensors_in
+from ring_attention_pytorch.integrations.outputs import (
+    check_kept,
+    check_output,
+    name_of,
+    tensors_in,
+)
 from ring_attention_pytorch.integrations.pooling import last_token_head, of_last_token
 from ring_attention_pytorch.integrations.positions import (
     check_positions,
@@ -173,6 +178,10 @@ class Watched:
         for place in self.parts.places:
             hook = place.register_forward_pre_hook(_given_positions, with_kwargs=True)
             self.hooks.callback(hook.remove)
+        for each in self.parts.models:
+            if each is not model:  # Outermost looks at its arguments
+                hook = each.register_forward_hook(_kept, with_kwargs=True)
+                self.hooks.callback(hook.remove)
         if self.parts.head is not None:
             self.hooks.callback(self.parts.head[0].register_forward_hook(_scored).remove)
         self.calls: list[str] = []  # functions that a recurrent layer has called
@@ -330,20 +339,24 @@ class Outermost:
             run_apart(self._begins, module, args)
         elif opened() is self.block and not in_backward():  # recomputation was checked in forward
             self._handle.remove()  # inner modules are not slowed down
-            self._handle = module.register_forward_hook(self._ends, always_call=True)
+            self._handle = module.register_forward_hook(
+                self._ends, with_kwargs=True, always_call=True
+            )
             self.block.call = call = Watched(self.block, module)
             for first in call.parts.models[:1]:
                 self.block.ensure(partial(check_reading, first))
 
-    def _ends(self, module: nn.Module, args: Any, given: Any) -> None:
+    def _ends(self, module: nn.Module, args: Any, options: dict[str, Any], given: Any) -> None:
         """End a call with its output `given`; None if it raised."""
         if is_compiling():
-            run_apart(self._ends, module, args, given)
+            run_apart(self._ends, module, args, options, given)
             return
         self._handle.remove()
         self._handle = register_module_forward_pre_hook(self._begins)
         call, self.block.call = self.block.call, self._outside
         call.hooks.close()
+        if given is not None:
+            _kept(module, args, options, given)
         self.block.ensure(partial(call.check_output, given))
         if call.parts.averaged:
             call.watch_averaging(given)
@@ -390,6 +403,13 @@ def _given_positions(module: nn.Module, args: Any, given: Any) -> Any:
     if is_compiling():
         return run_apart(block.call.place, module, args, given)
     return block.call.place(module, args, given)
+
+
+def _kept(module: nn.Module, _: Any, given: dict[str, Any], __: Any) -> None:
+    """Raise ValueError on all ranks if a model was given `logits_to_keep`."""
+    block, kept = opened(), given.get("logits_to_keep")
+    if block is not None and (isinstance(kept, Tensor) or kept):
+        block.agree_in_block(partial(check_kept, module))
 
 
 def _scored(_: nn.Module, __: Any, scores: Tensor) -> Tensor:

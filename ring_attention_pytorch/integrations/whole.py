@@ -41,7 +41,11 @@ class _Spread:
             if name not in (*_TAKEN, *_IDLE) and value is not None and value is not False
         ]  # fmt: skip
         if more:
-            raise ValueError(f"{self.name}: {', '.join(more)} can't be spread; leave it out")
+            raise ValueError(
+                f"{self.name}: {', '.join(more)} can't be spread; leave it out of the dataset or "
+                "the collator, or take it from the inputs in a compute_loss of your own. Models "
+                "that score sequences are passed columns of one real number a row, [batch]"
+            )
         whole = {name: given[name] for name in _TAKEN if given.get(name) is not None}
         forward = ring_forward(self.shard(whole), labels=False, **self.options)
         forward.__enter__()
@@ -88,7 +92,10 @@ def _of_whole_sequences(out: Any, batch: ShardedBatch) -> Any:
     mine = {name: t for name, t in out.items() if isinstance(t, Tensor) and t.ndim == 2}
     wide = out.log_probs.dtype
     rows = torch.stack([t.to(wide) for t in mine.values()], dim=2)
-    whole = batch.unshard(rows)[:, :-1].unbind(2)  # the last token predicts nothing
+    whole = batch.unshard(rows)[:, :-1].movedim(2, 0)  # the last token predicts nothing
+    whole = (
+        whole.contiguous()
+    )  # DDP copies them so; sums of other strides would round in other ways
     pairs = zip(mine.items(), whole, strict=True)
     return type(out)(**{name: each.to(t.dtype) for (name, t), each in pairs})  # without its loss
 
@@ -114,7 +121,8 @@ def spread_scores(model: nn.Module, shard: Shard, options: Mapping[str, Any]) ->
             return
         if args:
             raise ValueError(f"{spread.name}: whole sequences are given by name")
-        spread.enter(given)
+        rows = [name for name, value in given.items() if _is_of_rows(value)]  # as "margin"
+        spread.enter({name: value for name, value in given.items() if name not in rows})
 
     def of_this_rank(_: nn.Module, args: Any, given: Any) -> Any:
         return ((), dict(spread.opened[-1].inputs)) if spread.opened else None
@@ -130,6 +138,11 @@ def spread_scores(model: nn.Module, shard: Shard, options: Mapping[str, Any]) ->
     base.register_forward_pre_hook(of_this_rank, with_kwargs=True)
     model.score.register_forward_hook(gather)
     model.register_forward_hook(after, with_kwargs=True, always_call=True)
+
+
+def _is_of_rows(value: Any) -> bool:
+    """Return whether a value is a column of one real number a row, which no token depends on."""
+    return isinstance(value, Tensor) and value.ndim == 1 and value.is_floating_point()
 
 
 def without_loss(model: nn.Module) -> None:

@@ -97,6 +97,12 @@ def the_last_logits() -> Any:
     return called(hf.model_of("Llama", "ring"), {"logits_to_keep": 1}, labels=False)
 
 
+def logits_as_many_as_one_rank_has() -> Any:
+    ring = ring_of(2) if torch.distributed.is_initialized() else None
+    held = shard_batch(hf_kinds.whole("", False), group=ring).counts
+    return called(hf.model_of("Llama", "ring"), {"logits_to_keep": held[-1]}, labels=False)
+
+
 def smoothed_labels() -> Any:
     def head(x: Tensor, inputs: Any) -> Tensor:
         labels = inputs["input_ids"].flatten()
@@ -186,7 +192,8 @@ REFUSED: dict[Callable[[], Any], str] = {
     a_loss_of_the_shard: "LlamaModel has computed a loss by itself",
     embeddings_of_the_shard: "LlamaModel returns embedding [2, 32], which should be",
     as_many_tokens_as_columns: "nobody can tell of which these are",
-    the_last_logits: "LlamaForCausalLM returns logits [2, 1, 31], which should be",
+    the_last_logits: "LlamaForCausalLM was given logits_to_keep",
+    logits_as_many_as_one_rank_has: "LlamaForCausalLM was given logits_to_keep",
     smoothed_labels: "LlamaModel computes a cross entropy by itself",
     a_loss_of_other_labels: "BertForSequenceClassification computes a cross entropy by itself",
     labels_of_a_question: "BertForQuestionAnswering computes a cross entropy by itself",

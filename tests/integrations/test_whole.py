@@ -22,3 +22,26 @@ def test_scores_of_a_ring_are_gathered():
         model(**batch)
     (scores,) = unshard.call_args.args
     assert [*scores.shape] == [1, 4, 1]
+
+
+def test_columns_of_rows_are_passed_on_and_others_are_named():
+    register()
+    model, batch = trainers.scoring("ring"), {"input_ids": torch.tensor([[3, 4, 5, 6]])}
+    whole.spread_scores(model, lambda given: shard_batch(given), {})
+    want = model(**batch).logits
+    assert torch.equal(model(**batch, margin=torch.tensor([0.5])).logits, want)
+    with pytest.raises(ValueError, match="pixels can't be spread; leave it out of the dataset"):
+        model(**batch, pixels=torch.zeros(1, 3, 2, 2))
+
+
+def test_sums_of_log_probabilities_round_as_copies_of_them_do():
+    """DDP copies the policy's; a reference's must have the same sums, for margins of 0."""
+    from types import SimpleNamespace
+
+    class Out(dict):
+        log_probs = torch.zeros(2, 3)
+
+    batch = SimpleNamespace(unshard=lambda rows: rows)
+    out = Out(log_probs=torch.rand(2, 3), entropy=torch.rand(2, 3))
+    found = whole._of_whole_sequences(out, batch)
+    assert all(t.is_contiguous() for t in found.values())
