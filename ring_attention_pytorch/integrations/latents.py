@@ -144,7 +144,9 @@ def attend(
     return out.contiguous()
 
 
-def check_expanded(layer: Any, qkv: tuple[Tensor, Tensor, Tensor], latents: Pair, new: bool) -> None:
+def check_expanded(
+    layer: Any, qkv: tuple[Tensor, Tensor, Tensor], latents: Pair, new: bool
+) -> None:
     """Raise ValueError if a layer's keys and values are not known to be expanded from latents.
 
     Args:

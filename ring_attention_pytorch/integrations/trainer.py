@@ -48,6 +48,7 @@ else:
 
 # collators add these for varlen kernels; position ids have the same information
 _OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_OF_IMAGES = ("pixel_", "image_", "video_", "mm_token_type_ids")
 _LENGTHS = "lengths_in_row"  # of the sequences that a collator put into one row
 
 
@@ -307,6 +308,13 @@ class RingTrainerMixin(_Trainer):
     def _shard(self, whole: Mapping[str, Any]) -> ShardedBatch:
         """Return this rank's part of a batch of whole sequences."""
         given = {name: t for name, t in whole.items() if name not in _OF_KERNELS and t is not None}
+        if images := [name for name in given if name.startswith(_OF_IMAGES)]:
+            self._refuse(
+                f"{', '.join(images)} are of whole images, which trainers don't spread; in a loop of "
+                "your own do so: shard_batch(merged(model, batch)), then text_states(model, inputs), "
+                "both of ring_attention_pytorch.integrations.multimodal, whose docstring has the "
+                "example"
+            )
         if wrong := [name for name in ("shift_labels", "loss_weights") if name in given]:
             raise ValueError(
                 f"{type(self).__name__}: batches have labels of the tokens themselves, which all "

@@ -221,6 +221,12 @@ def test_what_a_trainer_would_leave_out_of_its_loss_is_refused(name):
         RingTrainerMixin()._shard({"input_ids": torch.zeros(1, 3), name: torch.zeros(1, 3)})
 
 
+@pytest.mark.parametrize("name", ["pixel_values", "image_grid_thw", "pixel_values_videos"])
+def test_images_are_refused_with_the_way_that_spreads_them(name):
+    with pytest.raises(ValueError, match=rf"{name} are of whole images.*merged\(model, batch\)"):
+        RingTrainerMixin()._shard({"input_ids": torch.zeros(1, 3), name: torch.zeros(2, 3)})
+
+
 def test_accelerates_own_context_parallelism_is_refused():
     class Mixed(RingTrainerMixin):
         """A trainer whose mesh is accelerate's own."""
