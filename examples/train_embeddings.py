@@ -37,7 +37,8 @@ def main(pool: str, pairs: int = 8, length: int = 60) -> None:
     )
     ring, rings, place = None, None, slice(None)
     if dist.is_initialized():
-        sides = dist.get_world_size() // 2, 2
+        ranks = dist.get_world_size()
+        sides = (2, ranks // 2) if ranks > 1 else (1, 1)
         mesh = dist.init_device_mesh("cpu", sides, mesh_dim_names=("dp", "cp"))
         ring, rings = mesh["cp"], mesh.get_group("dp")
         place = slice(mesh.get_local_rank("dp"), None, sides[0])  # this ring's pairs

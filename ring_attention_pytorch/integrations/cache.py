@@ -1,7 +1,7 @@
 """A cache for transformers' `model.generate` whose keys stay spread over the ranks.
 
     mask function    gets the number of keys from the cache; its mask refers to the cache
-    cache.update     returns the new tokens' keys, or latents, unchanged, and notes them for attention
+    cache.update     returns new tokens' keys, or latents, unchanged, and notes them for attention
     attention        appends them to a `RingCache`, and attends to all cached keys
 
 All ranks compute all tokens, except in attention, where each rank attends to the keys it stores.

@@ -310,9 +310,9 @@ class RingTrainerMixin(_Trainer):
         given = {name: t for name, t in whole.items() if name not in _OF_KERNELS and t is not None}
         if images := [name for name in given if name.startswith(_OF_IMAGES)]:
             self._refuse(
-                f"{', '.join(images)} are of whole images, which trainers don't spread; in a loop of "
-                "your own do so: shard_batch(merged(model, batch)), then text_states(model, inputs), "
-                "both of ring_attention_pytorch.integrations.multimodal, whose docstring has the "
+                f"{', '.join(images)} are of whole images, which trainers don't spread; do so in a "
+                "loop of your own: shard_batch(merged(model, batch)), then text_states(model, "
+                "inputs), both of ring_attention_pytorch.integrations.multimodal, which has the "
                 "example"
             )
         if wrong := [name for name in ("shift_labels", "loss_weights") if name in given]:
