@@ -18,9 +18,10 @@ from ring_attention_pytorch.integrations.transformers import register, ring_forw
 from ring_attention_pytorch.launch import torchrun_group
 
 
-def divergence(student: Tensor, teacher: Tensor, real: Tensor, items: Tensor) -> Tensor:
+def divergence(student: Tensor, teacher: Tensor, real: Tensor, items: Tensor | None) -> Tensor:
     """Return KL divergences of log-probabilities; their mean over ranks is that of all tokens."""
     each = (teacher.exp() * (teacher - student)).sum(-1)
+    assert items is not None  # the batch has labels
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return (each * real).sum() / items * ranks
 

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
-from ring_attention_pytorch import shard_batch
+from ring_attention_pytorch import shard_batch, unshard_sequence
 from ring_attention_pytorch.integrations.transformers import register, ring_forward
 from ring_attention_pytorch.launch import torchrun_group
+from ring_attention_pytorch.ranks.ring import Group
 
 
-def embed(model: nn.Module, ids: Tensor, mask: Tensor, pool: str, ring: object) -> Tensor:
+def embed(model: nn.Module, ids: Tensor, mask: Tensor, pool: str, ring: Group) -> Tensor:
     """Return unit vectors `[b, d]` of whole texts, the same on all ranks of a ring."""
     batch = shard_batch({"input_ids": ids, "attention_mask": mask}, group=ring)
     with ring_forward(batch, labels=False) as inputs:
@@ -40,7 +41,7 @@ def main(pool: str, pairs: int = 8, length: int = 60) -> None:
         ranks = dist.get_world_size()
         sides = (2, ranks // 2) if ranks > 1 else (1, 1)
         mesh = dist.init_device_mesh("cpu", sides, mesh_dim_names=("dp", "cp"))
-        ring, rings = mesh["cp"], mesh.get_group("dp")
+        ring, rings = mesh["cp"], mesh["dp"]
         place = slice(mesh.get_local_rank("dp"), None, sides[0])  # this ring's pairs
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
@@ -48,13 +49,13 @@ def main(pool: str, pairs: int = 8, length: int = 60) -> None:
         ids = torch.randint(2, 50, (pairs, 2, length))  # a query and its passage, on all ranks
         mask = (torch.arange(length) < torch.randint(20, length, (pairs, 2, 1))).long()
         mine = embed(model, ids[place].flatten(0, 1), mask[place].flatten(0, 1), pool, ring)
-        every = torch.cat(dist.nn.all_gather(mine, rings)) if rings else mine
+        every = unshard_sequence(mine[None], length=2 * pairs, group=rings)[0]
         scores = every[::2] @ every[1::2].T / 0.1
         loss = nn.functional.cross_entropy(scores, torch.arange(pairs))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if rings is None or dist.get_rank() == 0:
+        if not dist.is_initialized() or dist.get_rank() == 0:
             print(f"step {step}   loss {loss.item():.6f}", flush=True)
 
 

@@ -214,7 +214,7 @@ class RingHFCache(Cache):
 
     # ---- attention
 
-    def latents(self, layer: nn.Module, qkv: tuple[Tensor, Tensor, Tensor]) -> Pair | None:
+    def _latents(self, layer: nn.Module, qkv: tuple[Tensor, Tensor, Tensor]) -> Pair | None:
         """Return the latents from which a layer expanded its new keys; None if it cached keys.
 
         Raises:
@@ -264,7 +264,8 @@ class RingHFCache(Cache):
         if few or self.kernel is not None:
             return _out(ring_attn_with_cache(q, k, v, keys, kernel=self.kernel, **options))
         how: dict[str, Any] = dict(layout=_LAYOUT, group=self.ring)
-        q, k, v = (None if t is None else shard_sequence(t, **how) for t in (q, k, v))
+        q, k = (shard_sequence(t, **how) for t in (q, k))
+        v = None if v is None else shard_sequence(v, **how)
         out = ring_attn_with_cache(q, k, v, keys, layout=_LAYOUT, **options)
         return unshard_sequence(_out(out), length=n, **how)
 
@@ -457,7 +458,7 @@ class CachedMask(NamedTuple):
         self.cache._ensure(partial(check_call, self.visible, given))
         options = {**scores, "window": self.visible.window, "sinks": sinks}
         number: Any = layer.layer_idx
-        latents, dtype = self.cache.latents(layer, qkv), qkv[0].dtype
+        latents, dtype = self.cache._latents(layer, qkv), qkv[0].dtype
         if latents is not None:
             qkv = absorb(layer, qkv[0], latents)
         tied = latents is not None

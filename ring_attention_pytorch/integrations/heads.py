@@ -77,7 +77,7 @@ def head_of(model: nn.Module) -> dict[str, Any]:
 def _terms_of(weight: Tensor) -> dict[str, Any]:
     """Return the terms of the model with ring attention whose head has this weight, or none.
 
-    None, too, if it makes logits in another way: its hidden states may be what comes in between.
+    None, too, if it makes logits in another way: x may then be the input of its last layer.
     """
     for model in models:
         if model in _others or _weight_of(model) is not weight:

@@ -185,7 +185,7 @@ class RingTrainerMixin(_Trainer):
 
     def _get_dataloader(self, *given: Any, is_training: bool = False, **more: Any) -> Any:
         """Make a loader; an evaluation's batches tell the lengths of sequences in a row."""
-        before = self.data_collator
+        before: Any = vars(self)["data_collator"]
         if self._loss_is_of == TOKENS and not is_training:
             self.data_collator = partial(_with_lengths, before)
         try:
