@@ -184,7 +184,7 @@ class RingTrainerMixin(_Trainer):
         return loss, None, None
 
     def _get_dataloader(self, *given: Any, is_training: bool = False, **more: Any) -> Any:
-        """Make a loader; an evaluation's batches tell the lengths of sequences in a row."""
+        """Make a loader; batches of evaluations have the lengths of sequences in a row."""
         before: Any = vars(self)["data_collator"]
         if self._loss_is_of == TOKENS and not is_training:
             self.data_collator = partial(_with_lengths, before)
