@@ -1,7 +1,7 @@
 """A cache for transformers' `model.generate` whose keys stay spread over the ranks.
 
     mask function    gets the number of keys from the cache; its mask refers to the cache
-    cache.update     returns the new tokens' keys unchanged, and notes them for attention
+    cache.update     returns new tokens' keys, or latents, unchanged, and notes them for attention
     attention        appends them to a `RingCache`, and attends to all cached keys
 
 All ranks compute all tokens, except in attention, where each rank attends to the keys it stores.
@@ -31,6 +31,7 @@ from ring_attention_pytorch.integrations.cache_layers import (
     states_of,
 )
 from ring_attention_pytorch.integrations.calls import check_call, names
+from ring_attention_pytorch.integrations.latents import Pair, absorb, check_expanded, expand
 from ring_attention_pytorch.integrations.layers import check_layers, windows_of
 from ring_attention_pytorch.integrations.masks import Visible, visible_by
 from ring_attention_pytorch.integrations.recurrent import (
@@ -133,7 +134,8 @@ class RingHFCache(Cache):
         self.check_tokens = check_tokens
         self.keys: RingCache | None = None
         self._starts: list[int] | None = None
-        self._new: dict[int, Tensor] = {}  # by layer: new keys, until its attention runs
+        # by layer: new keys and values, or latents of both, until its attention runs
+        self._new: dict[int, tuple[Tensor, Tensor]] = {}
         self._chunk: int | None = None  # tokens of a prompt's chunk that is spread over ranks
         super().__init__(layers=layers)
 
@@ -148,14 +150,14 @@ class RingHFCache(Cache):
         """The number of tokens, over all ranks."""
         return 0 if self.keys is None else self.keys.lengths_in(0)[0]
 
-    def expect(self, layer: int, k: Tensor) -> None:
-        """Note a layer's new keys; its next attention must get this very tensor."""
+    def expect(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Note a layer's new keys and values, or its latents, for its next attention."""
         if self._new:
             self._fail(
                 f"keys of layer {min(self._new)} were left out: its attention is another one"
             )
         self._ensure(self._check_name)
-        self._new[layer] = k
+        self._new[layer] = k, v
 
     def mask(self, function: Any, given: Tensor | None, kv_length: int) -> "CachedMask":
         """Return the mask for attention, from a mask function over `kv_length` keys."""
@@ -222,25 +224,42 @@ class RingHFCache(Cache):
 
     # ---- attention
 
+    def _latents(self, layer: nn.Module, qkv: tuple[Tensor, Tensor, Tensor]) -> Pair | None:
+        """Return the latents from which a layer expanded its new keys; None if it cached keys.
+
+        Raises:
+            ValueError: it attends to keys that it has not given to the cache in either form.
+        """
+        number: Any = layer.layer_idx
+        given = self._new.pop(number, None)
+        if given is not None and given[0] is qkv[1]:
+            return None
+        if given is None or not hasattr(type(layer), "expand_kv"):
+            self._fail(_other_keys(number, given))
+        new = self.length(number) == 0
+        self._ensure(partial(check_expanded, layer, qkv, given, new))
+        return given
+
     def attend(
         self,
         layer: int,
-        qkv: tuple[Tensor, ...],
+        qkv: tuple[Tensor, Tensor, Tensor],
         at: tuple[list[int] | None, Tensor | None],
         options: dict[str, Any],
+        tied: bool,
     ) -> Tensor:
         """Append new tokens' k and v `[b, h, n, d]`; return attention of q, `[b, n, h, d]`.
 
-        `at` has each sequence's first token after its padding, and the positions `[b, n]`.
+        `at` has each sequence's first token after its padding, and the positions `[b, n]`. In a
+        tied cache v are the first numbers of k.
         """
-        if (given := self._new.pop(layer, None)) is not qkv[1]:
-            self._fail(_other_keys(layer, given))
-        _, k, v = qkv
+        k = qkv[1]
         number, layer = layer, self._places[layer]
-        keys = self._ready(k, v, at[0])
+        keys = self._ready(k, qkv[2], at[0], tied)
         check = partial(keys.memory(layer).check_window, options["window"], 0, new=True)
         self._ensure(check, f"layer {number}: {{}}; with spare=None all tokens of it are kept")
-        q, k, v = (t.transpose(1, 2).to(keys.taken_as(t.dtype)) for t in qkv)
+        q, k, *own = (t.transpose(1, 2).to(keys.taken_as(t.dtype)) for t in qkv)
+        v = None if keys.tied else own[0]
         options |= {"layer": layer}
         if layer == 0:
             self._ensure(keys.even_lengths)  # an error may have ended a call half way
@@ -255,17 +274,21 @@ class RingHFCache(Cache):
         if few or self.kernel is not None:
             return _out(ring_attn_with_cache(q, k, v, keys, kernel=self.kernel, **options))
         how: dict[str, Any] = dict(layout=_LAYOUT, group=self.ring)
-        q, k, v = (shard_sequence(t, **how) for t in (q, k, v))
+        q, k = (shard_sequence(t, **how) for t in (q, k))
+        v = None if v is None else shard_sequence(v, **how)
         out = ring_attn_with_cache(q, k, v, keys, layout=_LAYOUT, **options)
         return unshard_sequence(_out(out), length=n, **how)
 
-    def _ready(self, k: Tensor, v: Tensor, starts: list[int] | None) -> RingCache:
+    def _ready(self, k: Tensor, v: Tensor, starts: list[int] | None, tied: bool) -> RingCache:
         """Return the `RingCache`, allocated on first use, with padding before `starts` hidden."""
         b, heads, _, d = k.shape
         if self.keys is None:
+            dtype = self.dtype or k.dtype
+            if tied and dtype.itemsize == 1:
+                self._fail(f"latents can't be kept in {dtype}: take a dtype of 16 bits, or None")
             self.keys = model_cache(
-                self.windows, b, heads, d, value_dim=v.shape[-1], dtype=self.dtype or k.dtype,
-                device=k.device, group=self.ring, **self.sizes,
+                self.windows, b, heads, d, value_dim=v.shape[-1], dtype=dtype, device=k.device,
+                tied=tied, group=self.ring, **self.sizes,
             )  # fmt: skip
         if b != self.keys.sequences:
             self._fail(
@@ -434,7 +457,7 @@ class CachedMask(NamedTuple):
     def attend(
         self,
         layer: nn.Module,
-        qkv: tuple[Tensor, ...],
+        qkv: tuple[Tensor, Tensor, Tensor],
         sinks: Tensor | None,
         scores: dict[str, Any],
         positions: Tensor | None,
@@ -452,18 +475,19 @@ class CachedMask(NamedTuple):
         self.cache._ensure(partial(check_call, self.visible, given))
         options = {**scores, "window": self.visible.window, "sinks": sinks}
         number: Any = layer.layer_idx
-        out = self.cache.attend(number, qkv, (self.starts, positions), options)
-        return out.to(qkv[0].dtype)
+        latents, dtype = self.cache._latents(layer, qkv), qkv[0].dtype
+        if latents is not None:
+            qkv = absorb(layer, qkv[0], latents)
+        tied = latents is not None
+        out = self.cache.attend(number, qkv, (self.starts, positions), options, tied).to(dtype)
+        return out if latents is None else expand(layer, out)
 
 
-def _other_keys(layer: int, given: Tensor | None) -> str:
+def _other_keys(layer: int, given: Pair | None) -> str:
     """Return the error text for attention to other keys than the layer gave to the cache."""
     why = "it has given it none, as layers that share the keys of others"
     if given is not None:
-        why = (
-            f"it has given it {[*given.shape]} that are unfolded to keys later, as of latent "
-            "attention"
-        )
+        why = f"it has given it {[*given[0].shape]}, and makes other keys of them"
     return (
         f"layer {layer} attends to keys that it has not given to the cache: {why}; this cache "
         "attends to the keys that it holds, so the model needs transformers' own, on each rank"

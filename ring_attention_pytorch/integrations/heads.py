@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.integrations.outputs import model_in, name_of
+from ring_attention_pytorch.training.loss_inputs import heads_by
 
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
@@ -34,6 +35,8 @@ class _Score(NamedTuple):
 
 
 _scores: "WeakKeyDictionary[nn.Module, tuple[Any, _Score]]" = WeakKeyDictionary()
+models: "WeakSet[PreTrainedModel]" = WeakSet()  # those made with ring attention
+_others: "WeakSet[PreTrainedModel]" = WeakSet()  # those that make logits in another way
 
 
 @checked
@@ -69,6 +72,29 @@ def head_of(model: nn.Module) -> dict[str, Any]:
         _scores[inner] = named, score
     found = {"head": head.weight, "softcap": score.softcap, "scale": score.scale, "bias": head.bias}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _terms_of(weight: Tensor) -> dict[str, Any]:
+    """Return the terms of the model with ring attention whose head has this weight, or none.
+
+    None, too, if it makes logits in another way: x may then be the input of its last layer.
+    """
+    for model in models:
+        if model in _others or _weight_of(model) is not weight:
+            continue
+        try:
+            return head_of(model)
+        except ValueError:
+            _others.add(model)
+    return {}
+
+
+def _weight_of(model: PreTrainedModel) -> Any:
+    """Return the weight of a model's head; None if there is none."""
+    try:
+        return getattr(model.get_output_embeddings(), "weight", None)
+    except (AttributeError, NotImplementedError):  # it could not be made, and is not gone yet
+        return None
 
 
 def _unwrapped(model: nn.Module) -> PreTrainedModel:
@@ -198,3 +224,6 @@ def _giving(layers: nn.Module, hidden: Tensor) -> Iterator[None]:
             del layers.forward
         else:
             layers.forward = before  # type: ignore[method-assign]
+
+
+heads_by(_terms_of)

@@ -1,9 +1,12 @@
-"""Layers of transformers with latent keys: in a block of `ring_forward` ranks exchange the latents.
+"""Layers of transformers with latent keys: ranks exchange latents, and caches hold them.
 
 DeepSeek V2 and V3, Kimi and other families expand latents by their method `expand_kv`, and pass the
 result to the attention interface. In a block it returns latents as they are, and remembers that;
 our attention function gets them, and ranks expand what they receive. A family whose method does
 something else, or a projection that is not a plain one, has its expanded keys sent, as any model's.
+
+With a `RingHFCache` layers expand new tokens' latents, too. These are left: the cache has got the
+latents, and attention is computed in their space, as by `mla_attn_with_cache`.
 """
 
 import ast
@@ -77,12 +80,12 @@ def _replace(kind: Any, theirs: Any) -> None:
 
 
 def refusal(layer: Any) -> str | None:
-    """Return why a layer's latents can't be sent, and it expands them; None if they can."""
-    up, where = layer.kv_b_proj, "its expanded keys are sent"
+    """Return why only a layer itself can expand its latents; None if others can, too."""
+    up = layer.kv_b_proj
     hooked = up._forward_hooks or up._forward_pre_hooks
     plain = type(up) is nn.Linear and up.bias is None and not hooked
     if not plain or type(up.weight) not in (nn.Parameter, Tensor) or not up.weight.numel():
-        return f"{type(layer).__name__}: kv_b_proj is no plain projection; {where}"
+        return f"{type(layer).__name__}: kv_b_proj is no plain projection"
     return None
 
 
@@ -139,3 +142,49 @@ def attend(
     plan = plan.for_layer(getattr(layer, "layer_idx", None) or 0)
     out, _ = attention(plan, q, latent, k_rope, sinks, up, codec=codec)
     return out.contiguous()
+
+
+def check_expanded(
+    layer: Any, qkv: tuple[Tensor, Tensor, Tensor], latents: Pair, new: bool
+) -> None:
+    """Raise ValueError if a layer's keys and values are not known to be expanded from latents.
+
+    Args:
+        qkv: as passed to attention, `[b, h, n, d]`.
+        latents: as passed to a cache, `[b, 1, n, rank]` and `[b, 1, n, d_rope]`.
+        new: compare values, too.
+    """
+    theirs = type(layer).expand_kv
+    plain = getattr(theirs, "__wrapped__", theirs)
+    problem = refusal(layer)
+    if not is_known(plain):
+        problem = f"{type(layer).__name__}: expand_kv does something that is not known"
+    elif problem is None and new:
+        pairs = zip(plain(layer, *latents), qkv[1:], strict=True)
+        if any(a.shape != b.shape or (a - b).norm() > 0.01 * a.norm() for a, b in pairs):
+            problem = f"{type(layer).__name__} changes keys after it expanded them"
+    if problem is not None:
+        raise ValueError(f"{problem}, and the cache would hold latents that are not its keys")
+
+
+def absorb(layer: Any, q: Tensor, latents: Pair) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q `[b, h, n, rank + d_rope]`, k and v of one head, in the latents' space."""
+    up_k, _ = _ups(layer, q.dtype)
+    nope, rotated = q.split((up_k.shape[1], q.shape[-1] - up_k.shape[1]), dim=-1)
+    with torch.autocast(q.device.type, enabled=False):
+        q = torch.cat((torch.einsum("bhnd,hdr->bhnr", nope, up_k), rotated), dim=-1)
+    return q, torch.cat(latents, dim=-1), latents[0]
+
+
+def expand(layer: Any, out: Tensor) -> Tensor:
+    """Return a result `[b, n, h, rank]` in the latents' space as values `[b, n, h, d_v]`."""
+    _, up_v = _ups(layer, out.dtype)
+    with torch.autocast(out.device.type, enabled=False):
+        return torch.einsum("bnhr,hvr->bnhv", out, up_v)
+
+
+def _ups(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the up-projections of keys and of values, `[h, d, rank]`."""
+    sizes, weight = (layer.qk_nope_head_dim, layer.v_head_dim), layer.kv_b_proj.weight.to(dtype)
+    up_k, up_v = weight.view(-1, sum(sizes), weight.shape[1]).split(sizes, dim=1)
+    return up_k, up_v

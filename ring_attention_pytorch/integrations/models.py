@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from ring_attention_pytorch.arguments import check_least, checked
 from ring_attention_pytorch.functional import ring_attn
-from ring_attention_pytorch.integrations import latents
+from ring_attention_pytorch.integrations import heads, latents
 from ring_attention_pytorch.integrations.cache import CachedMask
 from ring_attention_pytorch.integrations.cache_layers import CachedLength
 from ring_attention_pytorch.integrations.calls import SCORES, check_call, names
@@ -94,6 +94,7 @@ def _refuse_own_attention() -> None:
     def asked(model: Any, requested_attention: Any, *args: Any, **given: Any) -> Any:
         if requested_attention in names:
             check_own_attention(model, requested_attention)
+            heads.models.add(model)
             if is_tower_by_name(model):
                 requested_attention = None  # images are whole: transformers' default attention
         return theirs(model, requested_attention, *args, **given)

@@ -16,6 +16,7 @@ Data loaders must give all ranks of a ring the same batches; `RingParallelismCon
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -48,6 +49,8 @@ else:
 
 # collators add these for varlen kernels; position ids have the same information
 _OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_OF_IMAGES = ("pixel_", "image_", "video_", "mm_token_type_ids")
+_LENGTHS = "lengths_in_row"  # of the sequences that a collator put into one row
 
 
 class RingTrainerMixin(_Trainer):
@@ -189,7 +192,7 @@ class RingTrainerMixin(_Trainer):
             )
         if self._loss_is_of != TOKENS:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        whole = self._without_repeats(self._prepare_inputs(inputs))
+        whole = self._without_added(self._prepare_inputs(inputs))
         block, mine = self._prepare_context_parallel_inputs(model, whole)
         with _as_block(block()):
             loss, *_ = super().prediction_step(model, mine, prediction_loss_only, ignore_keys)
@@ -209,14 +212,39 @@ class RingTrainerMixin(_Trainer):
             added = self.state.num_input_tokens_seen - before
             self.state.num_input_tokens_seen = before + added // self._alike
 
-    def _without_repeats(self, whole: Mapping[str, Any]) -> dict[str, Any]:
-        """Mask the labels of repeated sequences, which fill up the last batch of each ring."""
+    def _get_dataloader(self, *given: Any, is_training: bool = False, **more: Any) -> Any:
+        """Make a loader; batches of evaluations have the lengths of sequences in a row."""
+        before: Any = vars(self)["data_collator"]
+        if self._loss_is_of == TOKENS and not is_training:
+            self.data_collator = partial(_with_lengths, before)
+        try:
+            return super()._get_dataloader(*given, is_training=is_training, **more)
+        finally:
+            self.data_collator = before
+
+    def _without_added(self, whole: Mapping[str, Any]) -> dict[str, Any]:
+        """Mask the labels of sequences that accelerate adds to fill up the last batch of rings."""
         state, labels = self.accelerator.gradient_state, whole.get("labels")
+        given = {name: value for name, value in whole.items() if name != _LENGTHS}
         if labels is None or not state.end_of_dataloader or state.remainder <= 0:
-            return dict(whole)
-        first = self.accelerator.process_index // self._alike * len(labels)
-        repeats = torch.arange(first, first + len(labels), device=labels.device) >= state.remainder
-        return {**whole, "labels": labels.masked_fill(repeats[:, None], -100)}
+            return given
+        lengths = whole.get(_LENGTHS)
+        samples = len(labels if lengths is None else lengths)
+        first = self.accelerator.process_index // self._alike * samples
+        real = max(0, state.remainder - first)  # the others were added
+        added = torch.zeros_like(labels, dtype=torch.bool)
+        if lengths is None:
+            added[real:] = True
+        elif real < samples:
+            end, positions = int(lengths[:real].sum()), whole.get("position_ids")
+            if positions is None or end >= labels.shape[1] or int(positions[0, end]):
+                self._refuse(
+                    "sequences that accelerate has added to the last batch would count, and can't "
+                    "be found in its row: no position 0 follows the others' tokens; use TRL's or "
+                    "transformers' collator"
+                )
+            added[:, end:] = True
+        return {**given, "labels": labels.masked_fill(added, -100)}
 
     def _gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather as accelerate does: in a batch's block, the values of all ranks.
@@ -234,7 +262,7 @@ class RingTrainerMixin(_Trainer):
             found = gather(t)
             if self.accelerator.num_processes > 1:
                 found = self._of_first_ranks(found).flatten(0, 1)
-            return found[:last] if t.ndim and last > 0 else found
+            return found[:last] if last > 0 else found
 
         if use_gather_object:
             self._refuse("eval_use_gather_object must be False: objects would count once per rank")
@@ -309,6 +337,13 @@ class RingTrainerMixin(_Trainer):
     def _shard(self, whole: Mapping[str, Any]) -> ShardedBatch:
         """Return this rank's part of a batch of whole sequences."""
         given = {name: t for name, t in whole.items() if name not in _OF_KERNELS and t is not None}
+        if images := [name for name in given if name.startswith(_OF_IMAGES)]:
+            self._refuse(
+                f"{', '.join(images)} are of whole images, which trainers don't spread; do so in a "
+                "loop of your own: shard_batch(merged(model, batch)), then text_states(model, "
+                "inputs), both of ring_attention_pytorch.integrations.multimodal, which has the "
+                "example"
+            )
         if getattr(given.get("labels"), "ndim", 2) < 2:
             self._refuse(
                 "labels are one a sequence, and its batches are cut into tokens; for a model that "
@@ -405,6 +440,15 @@ def _base_of(model: Any) -> Any:
 def _keeps_labels(model: Any) -> bool:
     """Return whether a model predicts masked tokens instead of the next ones."""
     return getattr(_base_of(model), "loss_type", None) in ("ForMaskedLM", "ForTokenClassification")
+
+
+def _with_lengths(collator: Any, samples: list[Any]) -> dict[str, Any]:
+    """Make a batch; if all samples are in one row of it, with the length of each."""
+    batch = dict(collator(samples))
+    if len(samples) > 1 and "input_ids" in batch and len(batch["input_ids"]) == 1:
+        lengths = [len(sample["input_ids"]) for sample in samples]
+        batch[_LENGTHS] = torch.tensor(lengths)
+    return batch
 
 
 def _documents(whole: Mapping[str, Any]) -> dict[str, Any]:

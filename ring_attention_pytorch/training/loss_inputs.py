@@ -9,8 +9,8 @@ therefore an error at once only on CPU. On a GPU the device finds it:
 """
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,11 +64,38 @@ class Head(NamedTuple):
         _check_alike("head", self.weight, [None, x.shape[2]], x)
         if self.bias is not None:
             _check_alike("bias", self.bias, [len(self.weight)], x)
+        self._check_complete()
         most = torch.finfo(accumulation_dtype(x.dtype)).max
         if self.scale is not None and not 0 < abs(self.scale) <= most:
             raise ValueError(f"scale must be finite and not 0, got {self.scale}")
         if self.softcap is not None and not 1 / most < self.softcap <= most:
             raise ValueError(f"softcap must be None, or positive and finite, got {self.softcap}")
+
+    def _check_complete(self) -> None:
+        """Raise ValueError if the weight's model has further terms, which were not given."""
+        assert self.weight is not None
+        for terms_of in _terms_of:
+            missing = [
+                f"{name}={value}" if isinstance(value, float) else name
+                for name, value in terms_of(self.weight).items()
+                if name in ("bias", "scale", "softcap") and getattr(self, name) is None
+            ]
+            if missing:
+                raise ValueError(
+                    f"head is the weight of a model whose logits also have {', '.join(missing)}; "
+                    "give them, as by **head_of(model); scale=1.0 if x is scaled already"
+                )
+
+
+_terms_of: list[Callable[[Tensor], Mapping[str, Any]]] = []
+
+
+def heads_by(terms_of: Callable[[Tensor], Mapping[str, Any]]) -> None:
+    """Set a function that returns the terms by which a model of its own makes logits of a weight.
+
+    An integration knows its package's models.
+    """
+    _terms_of[:] = [terms_of]
 
 
 def _check_alike(name: str, t: Tensor, shape: list[int | None], x: Tensor) -> None:

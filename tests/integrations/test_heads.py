@@ -118,3 +118,30 @@ def losses_by_heads(size: int) -> dict[str, float]:
 def test_losses_by_a_head_are_those_of_the_model(pools):
     for found in pools(4).run(losses_by_heads, 3):
         assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_weight_without_the_other_terms_of_its_model_is_refused(name):
+    register()
+    model, labels = made(name, "ring"), torch.zeros(1, 3, dtype=torch.long)
+    terms = head_of(model)
+    hidden = torch.randn(1, 3, terms["head"].shape[1], dtype=terms["head"].dtype)
+    ring_cross_entropy(hidden, labels, **terms)
+    batch = shard_batch({"input_ids": labels + FIRST, "labels": labels})
+    for missing in {"softcap", "scale", "bias"} & {*terms}:
+        given = {key: value for key, value in terms.items() if key != missing}
+        with pytest.raises(ValueError, match=f"logits also have {missing}"):
+            ring_cross_entropy(hidden, labels, **given)
+        with pytest.raises(ValueError, match=f"logits also have {missing}"):
+            ring_token_logprobs(hidden, batch, **given)
+        if missing == "scale":  # hidden states that are scaled already
+            ring_cross_entropy(hidden, labels, **given, scale=1.0)
+
+
+def test_a_weight_of_no_known_head_needs_no_other_terms():
+    register()
+    gemma, bert = made("Gemma2ForCausalLM", "ring"), model_of(family_of("BertForMaskedLM"), "ring")
+    decoder, labels = bert.get_output_embeddings(), torch.zeros(1, 3, dtype=torch.long)
+    for weight in (gemma.lm_head.weight.detach().clone(), decoder.weight):
+        hidden = torch.randn(1, 3, weight.shape[1], dtype=weight.dtype)
+        ring_cross_entropy(hidden, labels, head=weight)

@@ -16,9 +16,11 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 
 from ring_attention_pytorch import shard_batch
 from ring_attention_pytorch.integrations import latents
-from ring_attention_pytorch.integrations.transformers import register, ring_forward
+from ring_attention_pytorch.integrations.transformers import RingHFCache, register, ring_forward
 from tests.support import families
-from tests.support.tiny_models import family_of, model_of
+from tests.support.hf import ring_of
+from tests.support.reference import relative_error
+from tests.support.tiny_models import FIRST, PAD, WORDS, family_of, model_of
 
 KINDS = [
     modeling_deepseek_v2.DeepseekV2Attention,
@@ -133,3 +135,80 @@ def test_a_method_that_is_not_known_is_left_alone_and_said(caplog):
     latents.prepare([Other()])
     assert Other.expand_kv is theirs
     assert "Other expands latents in a way that is not known" in caplog.text
+
+
+Generated = tuple[list[list[int]], torch.Tensor]  # tokens, and logits of all steps
+
+
+def generated(model: nn.Module, padded: bool, cache: RingHFCache | None = None) -> Generated:
+    """Six tokens after a prompt, by transformers' cache or by ours."""
+    ids = torch.randint(FIRST, WORDS, (2, 41), generator=torch.Generator().manual_seed(2))
+    mask = (torch.arange(41) >= torch.tensor([[9], [0]])).long() if padded else None
+    given = dict(input_ids=ids if mask is None else ids.where(mask > 0, PAD), attention_mask=mask)
+    if cache is not None:
+        cache.prefill(model, **given, chunk_size=19)
+        given |= {"past_key_values": cache}
+    given |= dict(max_new_tokens=6, eos_token_id=None, pad_token_id=PAD, output_logits=True)
+    with families.widened():
+        found = model.generate(**given, return_dict_in_generate=True)
+    return found.sequences.tolist(), torch.stack(found.logits)
+
+
+def generated_by_a_ring(
+    name: str, size: int, padded: bool
+) -> tuple[Generated, tuple[int, int, int]]:
+    """For a pool: the same by our cache, and the sizes of its keys and values."""
+    register()
+    model = model_of(family_of(name), "ring")
+    cache = RingHFCache(model.config, page=4, group=ring_of(size))
+    found = generated(model, padded, cache)
+    assert cache.keys is not None
+    return found, (cache.keys.key_heads, cache.keys.head_dim, cache.keys.value_dim)
+
+
+def generate_alike(pools, name: str, size: int, padded: bool) -> None:
+    model = model_of(family_of(name), "eager")
+    want, config = generated(model, padded), model.config
+    for got, sizes in pools(4).run(generated_by_a_ring, name, size, padded):
+        assert got[0] == want[0]
+        assert relative_error(got[1], want[1]) < 1e-6
+        assert sizes == (1, config.kv_lora_rank + config.qk_rope_head_dim, config.kv_lora_rank)
+
+
+@pytest.mark.parametrize(("size", "padded"), [(3, False), (2, True)])
+def test_a_cache_of_latents_generates_what_one_process_does(size, padded, pools):
+    generate_alike(pools, "DeepseekV3ForCausalLM", size, padded)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["DeepseekV2ForCausalLM", "KimiLinearForCausalLM"])
+def test_so_do_caches_of_others(name, pools):
+    generate_alike(pools, name, 2, False)
+
+
+def test_latents_are_not_cached_in_8_bits():
+    model = tiny()
+    with pytest.raises(ValueError, match="latents can't be kept in torch"):
+        generated(model, False, RingHFCache(model.config, dtype=torch.float8_e4m3fn))
+
+
+def changes(kind: Any) -> Any:
+    """Make a layer's keys others than those of its latents."""
+    theirs = kind.expand_kv
+
+    def expand_kv(layer: nn.Module, *latents: torch.Tensor) -> Any:
+        k, v = theirs(layer, *latents)
+        return k * 2, v
+
+    return mock.patch.object(kind, "expand_kv", expand_kv)
+
+
+def test_a_cache_refuses_keys_that_are_not_those_of_its_latents():
+    model, kind = tiny(), modeling_deepseek_v3.DeepseekV3Attention
+    with changes(kind), pytest.raises(ValueError, match="something that is not known"):
+        generated(model, False, RingHFCache(model.config))
+    for module in model.modules():
+        if hasattr(module, "kv_b_proj"):
+            module.kv_b_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="no plain projection, and the cache"):
+        generated(model, False, RingHFCache(model.config))

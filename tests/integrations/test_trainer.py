@@ -3,8 +3,10 @@
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -178,6 +180,24 @@ def test_adapters_take_the_steps_of_one_process(name, adapter, ring, pools):
         check(difference_of_rings(got, want, 4 // ring))
 
 
+@pytest.mark.skipif(not HAS_TRL, reason="needs TRL")
+def test_sequences_that_accelerate_adds_to_a_row_do_not_count(pools):
+    """The last batch of two rings has one of four sequences too many, all of a ring in one row."""
+    flat = partial(trainers.trained, "SFTTrainer", padding_free=True, max_length=None)
+    want = flat(0, 2, (8, 7))
+    for got in pools(4).run(flat, 2, 2, (8, 7)):
+        check(trainers.difference(got, want))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [of_trl("RewardTrainer"), of_trl("DPOTrainer")])
+def test_two_rings_log_what_two_processes_of_ddp_do(name, pools):
+    """Both count sequences that accelerate adds."""
+    want = pools(2).run(trainers.trained, name, 0, 4, (16, 5))[0]
+    for got in pools(4).run(trainers.trained, name, 2, 4, (16, 5)):
+        check(trainers.difference(got, want))
+
+
 @pytest.mark.parametrize(
     "name", ["Trainer, masked tokens", of_trl("RewardTrainer"), of_trl("DPOTrainer")]
 )
@@ -255,6 +275,12 @@ def test_labels_of_sequences_name_the_trainer_to_take():
         RingTrainerMixin()._shard(whole)
 
 
+@pytest.mark.parametrize("name", ["pixel_values", "image_grid_thw", "pixel_values_videos"])
+def test_images_are_refused_with_the_way_that_spreads_them(name):
+    with pytest.raises(ValueError, match=rf"{name} are of whole images.*merged\(model, batch\)"):
+        RingTrainerMixin()._shard({"input_ids": torch.zeros(1, 3), name: torch.zeros(2, 3)})
+
+
 def test_accelerates_own_context_parallelism_is_refused():
     class Mixed(RingTrainerMixin):
         """A trainer whose mesh is accelerate's own."""
@@ -300,12 +326,21 @@ def test_what_a_ring_has_counts_once_in_metrics():
     gathered = Gathering()._gather_for_metrics(torch.tensor([0, 1]))
     assert gathered.tolist() == [0, 1, 20]  # three samples remain
     assert Gathering()._gather_for_metrics(torch.tensor(5)).tolist() == [5, 25]
+    with mock.patch.object(Gathering.accelerator.gradient_state, "remainder", 1):
+        assert Gathering()._gather_for_metrics(torch.tensor(5)).tolist() == [5]  # as accelerate
 
 
-def test_samples_that_fill_up_a_batch_have_no_labels():
+def test_sequences_that_fill_up_a_batch_have_no_labels():
     labels = torch.arange(6).reshape(2, 3)
-    found = Gathering()._without_repeats({"labels": labels})["labels"]
+    found = Gathering()._without_added({"labels": labels})["labels"]
     assert found.tolist() == [[0, 1, 2], [-100] * 3]
+    labels, lengths = torch.arange(5)[None], torch.tensor([3, 2])
+    row = {"labels": labels, "lengths_in_row": lengths, "position_ids": torch.arange(5)[None] % 3}
+    found = Gathering()._without_added(row)
+    assert found["labels"].tolist() == [[0, 1, 2, -100, -100]]
+    assert found.keys() == {"labels", "position_ids"}
+    with pytest.raises(ValueError, match="would count"):
+        Gathering()._without_added(row | {"position_ids": torch.arange(5)[None]})
 
 
 @pytest.mark.skipif(not HAS_TRL, reason="needs TRL")

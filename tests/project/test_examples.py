@@ -275,6 +275,28 @@ def test_curves_mark_what_differs():
     assert pictures.curves({"a": [2.0]}).count("●") == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("train_embeddings", ["--pool=mean"]),
+        ("train_embeddings", ["--pool=last"]),
+        ("train_reranker", []),
+        ("distill", []),
+    ],
+)
+def test_losses_over_four_ranks_are_those_of_one_process(name, options):
+    pytest.importorskip("transformers")
+    file = ROOT / "examples" / f"{name}.py"
+    assert sum(map(bool, file.read_text().splitlines())) <= 60
+    found = []
+    for ranks in (1, 4):
+        done = launched(str(file), *options, ranks=ranks)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found.append([float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert len({*found[0]}) == 3  # each step has its own
+
+
 @in_ci
 def test_training_on_documents_is_that_of_one_process(tmp_path):
     many, one, curves = (tmp_path / name for name in ("many.json", "one.json", "curves.svg"))

@@ -275,7 +275,7 @@ def trained(
     name: str, ring: int = 0, steps: int = STEPS, sizes: tuple[int, int] = (14, 6),
     adapter: str = "", **options: Any,
 ) -> Told:  # fmt: skip
-    """Train by a trainer; ring is how many ranks share a sequence, 0 is its package alone.
+    """Train by a trainer; ring is how many ranks share a sequence, 0 is its package alone (DDP).
 
     Of its data so many samples are for training, so many for evaluation. An adapter is "given" with
     the model, or made by the trainer as it is "asked" to; it has no reference model beside it.
@@ -286,7 +286,7 @@ def trained(
     row, attention = TRAINERS[name], "ring" if ring else "sdpa"
     own = {n: options.pop(n) for n in [*options] if n.startswith("ring_")}
     kind = trainer_class(name, ring > 0, **own)
-    places = (dist.get_world_size() if dist.is_initialized() else 1) // ring if ring else 1
+    places = (dist.get_world_size() if dist.is_initialized() else 1) // (ring or 1)
     options = {**row.options, **options}
     if adapter and "GRPO" in name:
         options["beta"] = 0.1  # else it has no reference
