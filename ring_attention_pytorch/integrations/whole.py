@@ -93,9 +93,7 @@ def _of_whole_sequences(out: Any, batch: ShardedBatch) -> Any:
     wide = out.log_probs.dtype
     rows = torch.stack([t.to(wide) for t in mine.values()], dim=2)
     whole = batch.unshard(rows)[:, :-1].movedim(2, 0)  # the last token predicts nothing
-    whole = (
-        whole.contiguous()
-    )  # DDP copies them so; sums of other strides would round in other ways
+    whole = whole.contiguous()  # as DDP copies them: sums of other strides round differently
     pairs = zip(mine.items(), whole, strict=True)
     return type(out)(**{name: each.to(t.dtype) for (name, t), each in pairs})  # without its loss
 
