@@ -260,6 +260,8 @@ class RingTrainerMixin(_Trainer):
 
         def of_rings(t: Tensor) -> Tensor:
             found = gather(t)
+            if found.ndim == 0:  # of one process, gathered as it is
+                return found
             if self.accelerator.num_processes > 1:
                 found = self._of_first_ranks(found).flatten(0, 1)
             return found[:last] if last > 0 else found

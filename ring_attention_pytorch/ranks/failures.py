@@ -81,7 +81,7 @@ def ranks_of(ranks: Sequence[int]) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape what a terminal would act on, and what can't be encoded: peers may have sent it.
+    """Escape control characters and those that can't be encoded: peers may have sent them.
 
     >>> printable("one\\x1b[2Jtwo")
     'one\\\\x1b[2Jtwo'

@@ -71,7 +71,7 @@ class Steps:
 
     @property
     def number(self) -> int:
-        """The number of the last call: what a call that differentiates it is `back_of`."""
+        """The number of the last call; a call that differentiates it is `back_of` this number."""
         return Step.number(self._since, self.calls)
 
     def begin(self, operation: str, plan: int, back_of: int | None) -> Self:

@@ -11,7 +11,7 @@ from ring_attention_pytorch.comm.exchange import all_to_all
 from ring_attention_pytorch.nn.sharding import ShardConfig, report_to_group_of_module
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutName
 from ring_attention_pytorch.ranks.agreement import typed
-from ring_attention_pytorch.ranks.ring import Group
+from ring_attention_pytorch.ranks.ring import Caller, Group
 from ring_attention_pytorch.routing.attention import (
     HeavyAttention,
     base_for,
@@ -211,7 +211,9 @@ def mean_token(x: Tensor, plan: RoutingPlan) -> Tensor:
         mine = mine.masked_fill(~plan.mask.unsqueeze(-1), 0.0)
     mine = mine.sum(1)
     ranks, shape = plan.ring.size, tuple(mine.shape)
-    parts = all_to_all([mine] * ranks, [shape] * ranks, plan.caller("mean token"))
+    parts = all_to_all(
+        [mine] * ranks, [shape] * ranks, Caller(plan.ring, "mean token", plan.number)
+    )
     total = torch.stack(parts).sum(0)
     real = plan.real.sum(-1, keepdim=True)
     return (total / real.clamp(min=1)).to(x.dtype)

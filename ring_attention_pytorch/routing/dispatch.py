@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.exchange import scatter_rows
 from ring_attention_pytorch.geometry.layouts import all_segments, count, segment_positions
+from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.routing.plan import RoutingPlan
 
 
@@ -78,7 +79,12 @@ class Dispatch:
         flat = x.flatten(0, 1 + by_route)
         pieces = [flat.index_select(0, index) for index in indices]
         empty = x.new_ones((self.positions.numel(), *width))
-        filled = scatter_rows(pieces, self.lands, empty, self.plan.caller("tokens to their slots"))
+        filled = scatter_rows(
+            pieces,
+            self.lands,
+            empty,
+            Caller(self.plan.ring, "tokens to their slots", self.plan.number),
+        )
         return filled.view(*self.positions.shape, *width)
 
     def home(self, y: Tensor, base: Tensor) -> Tensor:
@@ -88,6 +94,6 @@ class Dispatch:
         """
         flat = y.flatten(0, 2)
         pieces = [flat.index_select(0, land) for land in self.lands]
-        caller = self.plan.caller("results to their tokens")
+        caller = Caller(self.plan.ring, "results to their tokens", self.plan.number)
         filled = scatter_rows(pieces, self.sends, base.flatten(0, 1), caller)
         return filled.view(base.shape)

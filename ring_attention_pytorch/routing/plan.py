@@ -139,10 +139,6 @@ class RoutingPlan:
                 f"the plan was made for tokens {want}, got {list(x.shape)}; make one for these"
             )
 
-    def caller(self, name: str) -> Caller:
-        """Return a caller by this plan."""
-        return Caller(self.ring, name, self.number)
-
     @property
     def length(self) -> int:
         """Number of tokens of the whole sequence."""
@@ -156,7 +152,9 @@ class RoutingPlan:
     def whole(self, x: Tensor) -> Tensor:
         """Gather all ranks' x `[b, ..., n]` as `[b, ..., N]`, in position order; no gradient."""
         lengths = map(count, self.segments)
-        by_rank = all_gather_along(-1, x.detach(), lengths, self.caller("routing"))
+        by_rank = all_gather_along(
+            -1, x.detach(), lengths, Caller(self.ring, "routing", self.number)
+        )
         return by_rank.index_select(-1, self.order)
 
     def homes(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from ring_attention_pytorch.arguments import check_least, checked
 from ring_attention_pytorch.nn.sharding import ShardConfig, report_to_group_of_module
 from ring_attention_pytorch.plan.option_types import LayoutName
 from ring_attention_pytorch.ranks.agreement import typed
-from ring_attention_pytorch.ranks.ring import Group
+from ring_attention_pytorch.ranks.ring import Caller, Group
 from ring_attention_pytorch.routing.descent_triton import TRITON
 from ring_attention_pytorch.routing.dispatch import Dispatch, dealt
 from ring_attention_pytorch.routing.passes import PLAIN, Passes
@@ -363,7 +363,9 @@ class CoordinateDescentRouter(nn.Module):
         wide = hidden = scores.double()
         if padding is not None:
             hidden = wide.masked_fill(padding, -torch.inf)
-        a = threshold(hidden, solution, window, plan.caller("routing"), self.passes.slope)
+        a = threshold(
+            hidden, solution, window, Caller(plan.ring, "routing", plan.number), self.passes.slope
+        )
         if a.shape[-1] > 1:  # with one a for all, index_select would add gradients one by one
             decisive = (window - int(causal)).clamp(min=0)
             a = a.index_select(-1, decisive)

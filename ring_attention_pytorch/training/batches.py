@@ -193,7 +193,7 @@ class ShardedBatch(MutableMapping[str, Any]):
         return self
 
     def _kinds(self) -> dict[str, object]:
-        """Return what ranks compare before values: the length, the layout and the tensors."""
+        """Return the length, the layout and the tensors, which ranks compare before values."""
         tensors = [
             f"{name}: {[*t.shape[:1]]} of {t.dtype}"
             for name, t in self.tensors.items()

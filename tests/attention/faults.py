@@ -8,16 +8,16 @@ ATTENTION = [
         "sinks[: q.shape[2]]",
     ),
     Mutant(
-        "gradients divided by the ring", "attention.py:backward", "= (total.finalize() for",
-        "= (total.finalize() / plan.ring.size for",
+        "gradients divided by the ring", "attention.py:backward", "*(total.finalize() for",
+        "*(total.finalize() / plan.ring.size for",
     ),
     Mutant(
-        "gradients are zero", "attention.py:backward", "= (total.finalize() for",
-        "= (total.finalize() * 0 for",
+        "gradients are zero", "attention.py:backward", "*(total.finalize() for",
+        "*(total.finalize() * 0 for",
     ),
     Mutant(
-        "dk and dv swapped", "attention.py:backward", "for total in (*own,",
-        "for total in (own[0], own[2], own[1],",
+        "dk and dv swapped", "attention.py:backward", "for total in own)",
+        "for total in (own[0], own[2], own[1]))",
     ),
     Mutant(
         "the negative bit is of no matter", "runtime/resolved.py:resolved",
@@ -71,7 +71,7 @@ SECOND_ORDER = [
     ),
     Mutant(
         "tangents of gradients lack the cotangents'", "attention.py:RingGradients.jvp",
-        "(*moves, of_dout, of_dlse)", "(*moves, None, None)",
+        "(*along[:-4], *along[-2:])", "(*along[:-4], None, None)",
     ),
 ]  # fmt: skip
 
@@ -86,7 +86,7 @@ COMPILED = [
     ),
     Mutant(
         "a graph forgets the cotangent of lse", "operators.py:_run_backward",
-        "lse, dout, dlse)", "lse, dout, None)",
+        "lse, dout, dlse, back_of", "lse, dout, None, back_of",
     ),
     Mutant(
         "the cotangent of lse stays where it is", "operators.py:_swapped",

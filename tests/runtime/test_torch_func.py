@@ -1,5 +1,6 @@
 """Questions about derivatives, and Functions under torch.func and outside of it."""
 
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -8,7 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime import torch_func
+
+PLAN = SimpleNamespace(ring=Ring.alone())
 
 
 class Cube(torch_func.Function):
@@ -22,11 +26,11 @@ class Cube(torch_func.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        torch_func.keep(ctx, "a plan", *inputs)
+        torch_func.keep(ctx, PLAN, *inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        assert ctx.plan == "a plan"
+        assert ctx.plan is PLAN
         Cube.first_order.append(torch_func.is_first_order())
         (x,) = ctx.saved_tensors
         return None if grad is None else 3 * x**2 * grad

@@ -89,7 +89,7 @@ def test_a_swap_of_heads_is_given_what_its_graph_may_read() -> None:
     for name, value in dict(recordings=Recorded(), together=swap.ring, number=0).items():
         object.__setattr__(ranks, name, value)
     x = [make(torch.randn(1, 4, 2, 4)) for make in (negative, unwaited, torch.clone)]
-    Ulysses.exchange(ranks, way, *x)
+    Ulysses.exchange(ranks, way, *x, back_of=None)
     assert [type(t) for t in given] == [Tensor] * 3
     assert not any(t.is_neg() for t in given)
     assert all(torch.equal(a, b) for a, b in zip(given, x))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ring_attention_pytorch.geometry.layouts import all_segments, segment_positions
-from ring_attention_pytorch.ranks.ring import Ring
+from ring_attention_pytorch.ranks.ring import Caller, Ring
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.summaries.cells import Cells, Places
 from ring_attention_pytorch.summaries.edge import Edge
@@ -46,7 +46,7 @@ def test_each_query_sees_its_cell_up_to_its_window(rule, size, layout, masked) -
             mask[:, at] if masked else None, torch.device("cpu"),
         )  # fmt: skip
         assert edge is not None
-        out, lse = edge.attend(q[:, at], k[:, at], v[:, at], TERMS, ring)
+        out, lse = edge.attend(q[:, at], k[:, at], v[:, at], TERMS, Caller(ring, "edge", 0))
         for token, got, of_keys in zip(edge.queries.tolist(), out, lse):
             sample, query = token // len(at), int(at[token % len(at)])
             want = by_hand(rule, q[sample], k[sample], v[sample], mask[sample], query)
