@@ -173,7 +173,7 @@ ALONE: dict[str, str] = {
     "mla_attn_with_cache.cache": _CACHE,
     "RingLatentAttention.decode.cache": _CACHE,
     "ring_attn_with_cache.cache": _CACHE,
-    "tree_attn_decode.eps": "ranks agree once on a head size, and not for each token",
+    "tree_attn_decode": "ranks agree once on a head size, and not for each token",
     "shard_batch.rank": "with a rank ranks compare nothing before the batch's block",
 }
 
