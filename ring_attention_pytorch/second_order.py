@@ -40,7 +40,7 @@ def gathered_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute the plan's (out, lse) in plain PyTorch, from keys gathered of all ranks.
 
-    Shapes are those of `attention.forward`, and `back_of` is as for `Ring.call`. All ranks of the
+    Shapes are as in `attention.forward`, and `back_of` is as for `Ring.call`. All ranks of the
     plan call this together.
     """
     name, wide = f"ring attention{plan.agreed.of_layer}, gathered", accumulation_dtype(q.dtype)
@@ -75,7 +75,7 @@ def gathered_attention(
 def gathered_gradients(plan: RingPlan, back_of: int, *given: Tensor | None) -> Results:
     """Compute the gradients of (q, k, v, sinks, params) from these and (dout, dlse).
 
-    They are as those of `attention.backward`, and can be differentiated any number of times.
+    They equal the results of `attention.backward`, and can be differentiated any number of times.
     """
     *inputs, dout, dlse = given
     return pulled_back(lambda *t: gathered_attention(plan, back_of, *t), inputs, (dout, dlse))

@@ -291,7 +291,7 @@ class Ring:
     ) -> AbstractContextManager[object]:
         """Return a block for this operation of all ranks of the ring; a ring of one does nothing.
 
-        Its messages match only those of the same operation, plan and call.
+        Its messages match only messages of the same operation, plan and call.
 
         Args:
             operation: its name in errors, with its direction and layer.

@@ -294,7 +294,7 @@ FAILING = [
 SECOND_ORDER = [
     Mutant(
         "Ulysses keeps its gradients' gradients", "comm/ulysses.py:_Differentiable.backward",
-        "*_Differentiable.apply(ctx.ranks, ctx.way.back, *grads)",
-        "*ctx.ranks.exchange(ctx.way.back, *(g.detach() for g in grads))",
+        "*_Differentiable.apply(ctx.ranks, way, ctx.number, *grads)",
+        "*ctx.ranks.exchange(way, *(g.detach() for g in grads), back_of=ctx.number)",
     ),
 ]  # fmt: skip
