@@ -59,7 +59,7 @@ ATTENTION = [
 SECOND_ORDER = [
     Mutant(
         "hidden keys have tangents", "second_order.py:gathered_attention",
-        ".masked_fill(hidden, 0.0)", "",
+        "scores.masked_fill(hidden, -torch.inf)", "scores",
     ),
     Mutant(
         "scores are not clamped", "second_order.py:gathered_attention",

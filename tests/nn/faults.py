@@ -5,8 +5,8 @@ from tests.faults.mutant import Mutant
 SECOND_ORDER = [
     Mutant(
         "gathering keeps its gradients' gradients", "comm/exchange.py:_AllGather.backward",
-        "_SumOnOwners.apply(ctx.ring, ctx.call, *grads)",
-        "_sum_on_owners(grads, ctx.ring, ctx.call)",
+        "_SumOnOwners.apply(ctx.caller, *grads)",
+        "_sum_on_owners(grads, ctx.caller)",
     ),
 ]  # fmt: skip
 
