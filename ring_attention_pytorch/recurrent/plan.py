@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ring_attention_pytorch.arguments import check_least, checked, checks_of
 from ring_attention_pytorch.geometry.documents import (
@@ -302,7 +303,7 @@ class RunPlan:
 
         def check() -> None:
             check_plain(name, t)
-            if self.ring.size > 1 and torch._C._functorch.is_functorch_wrapped_tensor(t):
+            if self.ring.size > 1 and is_functorch_wrapped_tensor(t):
                 raise ValueError(
                     f"{name} is transformed by torch.func, which recurrent layers don't take; use "
                     "backward() or torch.autograd.grad"
