@@ -71,7 +71,7 @@ def battery() -> Iterator[Callable[[], object]]:
     yield test_trainer.test_trainers_with_losses_of_their_own_are_refused
     yield test_known_trainers.test_a_subclass_of_both_may_have_a_loss_of_its_own
     yield test_trainer.test_what_a_ring_has_counts_once_in_metrics
-    yield test_trainer.test_samples_that_fill_up_a_batch_have_no_labels
+    yield test_trainer.test_sequences_that_fill_up_a_batch_have_no_labels
     yield test_trainer.test_settings_that_would_be_wrong_are_refused
     yield test_whole.test_scores_of_a_ring_are_gathered
     yield test_trainer.test_accelerates_own_context_parallelism_is_refused
