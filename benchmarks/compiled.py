@@ -95,13 +95,8 @@ def steps(work: Work) -> dict[str, Step]:
     """Make the step in each way in which it can be run here."""
     plans = work.plan if isinstance(work.plan, tuple) else (work.plan,)
     found = {"eager": work.step(work.run, work.plan)}
-    if plans[0].replay.graph:
-        graphs = tuple(plan.in_graphs() for plan in plans)
-        graphs = graphs if isinstance(work.plan, tuple) else graphs[0]
-        found["in_graphs()"] = work.step(work.run, graphs)
     found["compiled"] = work.step(torch.compile(work.run, fullgraph=True), work.plan)
-    if plans[0].replay.graph:
-        found["compiled, in_graphs()"] = work.step(torch.compile(work.run, fullgraph=True), graphs)
+    if plans[0].capturable:
         overhead = torch.compile(work.run, fullgraph=True, mode="reduce-overhead")
         found["reduce-overhead"] = work.step(overhead, work.plan)
     return found

@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 2 -m benchmarks few --device cpu --tokens 64 --heads 4 2
 
 Both are measured whichever a plan would take, by the plan's kernel: name one to compare the two
-ways alone. They are launched one by one, and with `--graphs` as CUDA graphs; "replayed" is a plan
-`in_graphs()`. Times are medians of rounds of the slowest rank; backward is both less forward.
+ways alone. They are launched one by one, and with `--graphs` as CUDA graphs. Times are medians of
+rounds of the slowest rank; backward is both less forward.
 "host_us" is how long the host takes to launch both, the device being idle. Without shared memory
 there is only what the plan takes.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.lib import peers
 from benchmarks.lib.options import parser
-from benchmarks.lib.results import GRAPH, REPLAYED, Row, Run, Subject, by_pass, microseconds
+from benchmarks.lib.results import GRAPH, Row, Run, Subject, by_pass, microseconds
 from benchmarks.lib.rings import (
     Runs,
     Shape,
@@ -75,8 +75,6 @@ def ours(shape: Shape, kernel: str | None, documents: str | None, graphs: bool) 
             subject._replace(mode=GRAPH): tuple(map(captured, runs))
             for subject, runs in found.items()
         }
-    if plan.replay.graph:
-        found[Subject("gather", name, REPLAYED)] = passes(planned(plan.in_graphs()), tensors)
     return found
 
 

@@ -65,11 +65,11 @@ def subjects(device: str, n: int, h: int, h_kv: int, d: int) -> dict[str, Subjec
     leaves = [t.clone().requires_grad_() for t in given]
     how = dict(causal=True, kernel="sdpa-cudnn" if device == "cuda" else None)
     plan, untaped = (replaced(RingPlan.make(*given, **how)) for _ in range(2))
-    object.__setattr__(untaped, "recordings", None)
+    object.__setattr__(untaped, "tapes", None)
     whole = (attention.forward, *given, None)
     for _ in range(4):
         plan.run("forward", *whole, back_of=None)
-    replay = next(tape.replay for tape in plan.recordings._recordings.values() if tape.replay)
+    replay = next(tape.replay for tape in plan.tapes.by_kind.values() if tape.replay)
 
     def new_plan() -> RingPlan:
         plan_cache.forget()
@@ -82,7 +82,7 @@ def subjects(device: str, n: int, h: int, h_kv: int, d: int) -> dict[str, Subjec
     return {
         "SDPA": partial(sdpa, *given),
         "operations": partial(replay, *given, None),
-        "finding the tape": partial(plan.recordings.run, attention.forward, plan, *given, None),
+        "finding the tape": partial(plan.tapes.run, attention.forward, plan, *given, None),
         "the call": partial(attention.attention, plan, *given, None),
         "a call with a plan": partial(with_plan, *given),
         "a call without tapes": partial(ring_attn, *given, plan=untaped),

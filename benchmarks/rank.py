@@ -8,7 +8,7 @@ FLOPs are those of visible pairs, the mean of all ranks, backward 2.5 times forw
 dealt evenly. "theory" is the kernel over the whole sequence, its time divided by the ranks; shares
 are of it. "gather" is all that a rank does, with its own memory read in place of the others', and
 barriers that nobody is late for. "calls alone" leaves out what moves keys and gradients. In mode
-"graph" forward and backward are captured as one CUDA graph, "replayed" is a plan `in_graphs()`.
+"graph" forward and backward are captured as one CUDA graph.
 Times are medians of rounds that take turns, for clocks change; "us" is both passes. "host_us" is
 how long the host takes to launch both, the device being idle.
 """
@@ -20,7 +20,6 @@ from benchmarks.lib.imagined import Imagined
 from benchmarks.lib.options import parser
 from benchmarks.lib.results import (
     GRAPH,
-    REPLAYED,
     Row,
     Run,
     Subject,
@@ -69,14 +68,10 @@ def subjects(shape: Shape, mask: Mask, kernel: str, rank: int, ranks: int) -> Ru
     }
     if shape.device.type == "cpu":  # others' memory is only read where it can be shared
         return found
-    gather = Subject("gather", kernel)
-    replayed = passes(planned(plan.in_graphs()), tensors)
-    graphs = {
-        subject._replace(mode=GRAPH): tuple(map(captured, runs))
-        for subject, runs in (found | {gather: replayed}).items()
+    found[Subject("gather", kernel)] = passes(planned(plan), tensors)
+    return found | {
+        subject._replace(mode=GRAPH): tuple(map(captured, runs)) for subject, runs in found.items()
     }
-    found[gather] = passes(planned(plan), tensors)
-    return found | graphs | {gather._replace(mode=REPLAYED): replayed}
 
 
 def rows(about: Row, flops: float, ranks: int, times: dict[Subject, Times]) -> Iterator[Row]:

@@ -22,7 +22,7 @@ from benchmarks.lib.options import Parser
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 DOCS = HERE.parent / "docs"
-ALONE, ONE_BY_ONE, GRAPH, REPLAYED = "theory", "one by one", "graph", "replayed"
+ALONE, ONE_BY_ONE, GRAPH = "theory", "one by one", "graph"
 SHAPE: dict[str, object] = {
     "heads": [32, 8],
     "head_dim": 128,
@@ -112,13 +112,12 @@ def four_gpus() -> Table:
                 one("ring", subject="ring", **single),
                 one("ring", subject="calls alone", **(graph if power < 15 else single)),
                 one("ring", subject="gather", **single),
-                one("ring", subject="gather", **dict(base, mode=REPLAYED)),
                 one("ring", subject="gather", **graph),
                 one("ring", subject="gather", **dict(single, load="lasting")),
             ]
             lines.append(((KERNELS[kernel], thousands(1 << power)), cells))
     head = ("kernel", "tokens a GPU", "kernel alone", "ring", "calls alone", "gather",
-            "gather, replayed", "gather, in a graph", "gather, sustained load")  # fmt: skip
+            "gather, in a graph", "gather, sustained load")  # fmt: skip
     return filled(head, lines)
 
 
@@ -131,9 +130,8 @@ H200 = dict(SHAPE, gpus=4, mask="causal", mode=ONE_BY_ONE, device="NVIDIA H200")
 def peers() -> Table:
     """Other libraries beside ours, and which of them is the fastest at each length."""
     gathers = {
-        f"ours, {KERNELS[kernel]}{told}": ("ring", "gather", kernel, mode)
+        f"ours, {KERNELS[kernel]}": ("ring", "gather", kernel, ONE_BY_ONE)
         for kernel in ("flash-attn-4", "sdpa-cudnn", "triton")
-        for told, mode in (("", ONE_BY_ONE), (", replayed", REPLAYED))
     }
     same = {
         f"ours, {KERNELS[kernel]}, in TransformerEngine's run": (
@@ -353,9 +351,9 @@ def predictions(gpus: int, file: str = "predicted", mask: str = "causal") -> Tab
     lines = []
     for kernel, subject, tokens in sorted(ways, key=_by_kernel):
         way = dict(run, kernel=kernel, subject=subject, tokens=tokens)
-        cells = [one(file, mode=mode, **way) for mode in (ONE_BY_ONE, REPLAYED, GRAPH)]
+        cells = [one(file, mode=mode, **way) for mode in (ONE_BY_ONE, GRAPH)]
         lines.append(((KERNELS[kernel], subject if gpus > 1 else "none", thousands(tokens)), cells))
-    head = "kernel", "transport", "tokens a GPU", "one by one", "replayed", "in a graph"
+    head = "kernel", "transport", "tokens a GPU", "one by one", "in a graph"
     return filled(head, lines, off)
 
 

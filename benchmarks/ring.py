@@ -11,7 +11,7 @@ FLOPs are those of the visible half under a causal mask, backward 2.5 times forw
 errors are as `lib/rings.py` says. "theory" is the same kernel on one GPU over the whole sequence,
 divided by the ranks; shares are of it. "calls alone" are the kernel's calls of a gather that
 overlaps, where nothing travels. Those of mode "graph" are captured once and replayed as a CUDA
-graph; "replayed" are those of a plan `in_graphs()`, and are compared with theory in a graph.
+graph.
 Launched one by one, few tokens come together, in other calls.
 "predicted" is the TF/s that the cost model of the plan says, on GPUs.
 """
@@ -31,7 +31,6 @@ from benchmarks.lib.options import parser
 from benchmarks.lib.results import (
     GRAPH,
     ONE_BY_ONE,
-    REPLAYED,
     Row,
     Run,
     Subject,
@@ -72,15 +71,10 @@ Results = dict[Subject, Result | str]  # or what went wrong
 
 
 def modes(plan: RingPlan, graphs: bool) -> Iterator[tuple[str, RingPlan]]:
-    """Yield the ways to launch a plan; what is to be captured is a plan that is meant for it."""
+    """Yield the ways to launch a plan."""
     yield ONE_BY_ONE, plan
-    if not graphs:
-        return
-    capturable = plan.replay.graph
-    ready = plan.in_graphs() if capturable else plan
-    yield GRAPH, ready
-    if capturable:
-        yield REPLAYED, ready
+    if graphs:
+        yield GRAPH, plan
 
 
 def ours(shape: Shape, asked: argparse.Namespace, like: list[Tensor], errors: Errors) -> Results:

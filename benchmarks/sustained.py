@@ -48,7 +48,6 @@ def subjects(shape: Shape, kernel: str, graphs: bool) -> tuple[Runs, dict[Subjec
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tensors, whole = shape.tensors(shape.tokens, rank), shape.tensors(shape.tokens * ranks, 0)
     plan = make_plan(shape, tensors, layout=shape.layout, kernel=kernel, transport="gather")
-    plan = plan.in_graphs() if graphs and ranks > 1 else plan
     named = {
         THEORY: passes(alone(shape, kernel, whole), whole),
         ALONE: passes(still(plan), tensors),

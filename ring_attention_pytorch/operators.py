@@ -80,7 +80,7 @@ Ranks = Ring | TracedRing
 
 def _of(plan: RingPlan, operator: Any) -> Any:
     """Return an operator's overload for the plan: with or without messages."""
-    return operator.default if plan.replay.graph else operator.messages
+    return operator.default if plan.capturable else operator.messages
 
 
 def _plan(handle: int) -> RingPlan:
@@ -94,7 +94,7 @@ def _forward(
     plan = _plan(handle)
     out, lse = attend(plan, q, k, v, sinks, return_lse=True)
     # a CUDA graph repeats calls without new numbers, and records no tensors of the host
-    by_graph = plan.replay.graph
+    by_graph = plan.capturable
     number = (
         q.new_zeros((), dtype=torch.int64) if by_graph else torch.tensor(plan.ring.steps.number)
     )
@@ -104,7 +104,7 @@ def _forward(
 def _backward(*given: Any) -> tuple[Tensor, ...]:
     *tensors, number, handle = given
     plan, like = _plan(handle), given[0]
-    back_of = 0 if plan.replay.graph else int(number)
+    back_of = 0 if plan.capturable else int(number)
     swap = plan.ulysses
     if swap is None:
         found = _run_backward(plan, tensors, back_of)

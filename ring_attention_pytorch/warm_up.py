@@ -1,4 +1,4 @@
-"""Warm a plan up: compile, record and capture before the first step.
+"""Warm a plan up: compile and record before the first step.
 
 It calls attention a few times, so it is above it. `RingPlan.warm_up` is its only caller.
 """

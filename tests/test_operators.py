@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from ring_attention_pytorch import RingPlan, operators, ring_attn
 from ring_attention_pytorch.operators import SAVED
 from ring_attention_pytorch.runtime import handles
-from ring_attention_pytorch.runtime.replay import ALWAYS
 from tests.support import threads
 from tests.support.sampling import grid
 
@@ -148,7 +147,7 @@ def test_what_travels_in_messages_is_left_out_of_cuda_graphs():
     for op in (ops.forward, ops.backward, ops.total):
         assert torch.Tag.cudagraph_unsafe in op.messages.tags
         assert torch.Tag.cudagraph_unsafe not in op.default.tags
-        assert operators._of(SimpleNamespace(replay=ALWAYS), op) is op.default
+        assert operators._of(SimpleNamespace(capturable=True), op) is op.default
 
 
 def kept_by(context):

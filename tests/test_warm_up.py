@@ -12,11 +12,9 @@ from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, ring_attn, warm_up
 from ring_attention_pytorch.plan import plan_cache
-from ring_attention_pytorch.runtime import graphs, launches
-from ring_attention_pytorch.runtime.graphs import with_graphs
+from ring_attention_pytorch.runtime import launches
 from tests.support import threads
 from tests.support.cases import over_shared_memory
-from tests.support.graphs import stand_in
 
 HOW: dict[str, Any] = dict(causal=True, layout="zigzag")
 
@@ -41,11 +39,11 @@ def step(plan: RingPlan, given: list[Tensor], *shared: Tensor, **more: Tensor) -
 
 def replays(plan: RingPlan, given: list[Tensor], *shared: Tensor, **more: Tensor) -> list[Tensor]:
     """Do a step, by the tapes that there are."""
-    known = [tape.replay for tape in plan.recordings._recordings.values()]
+    known = [tape.replay for tape in plan.tapes.by_kind.values()]
     assert all(known)
     found = step(plan, given, *shared, **more)
     assert [
-        tape.replay for tape in plan.recordings._recordings.values()
+        tape.replay for tape in plan.tapes.by_kind.values()
     ] == known  # what is recorded comes in the place of another
     return found
 
@@ -82,7 +80,7 @@ def test_shared_keys_are_warmed_up_beside_a_swap_of_heads() -> None:
         given = shards()
         plan = RingPlan.make(*given, group=ring, ulysses=2, shared_keys=(*given[1:],), **HOW)
         plan.warm_up()
-        tapes = plan.shared.recordings._recordings.values()
+        tapes = plan.shared.tapes.by_kind.values()
         assert [tape.replay is not None for tape in tapes] == [True, True]
 
     threads.run(2, main)
@@ -92,7 +90,7 @@ def test_without_gradients_only_forward_is_warm() -> None:
     with torch.no_grad():
         plan = RingPlan.make(*shards(), causal=True)
         plan.warm_up()
-    assert [kind[0].__name__ for kind in plan.recordings._recordings] == ["forward"]
+    assert [kind[0].__name__ for kind in plan.tapes.by_kind] == ["forward"]
 
 
 def test_ranks_warm_up_together_and_are_told_what_is_wrong_with_one() -> None:
@@ -111,19 +109,6 @@ def test_ranks_warm_up_together_and_are_told_what_is_wrong_with_one() -> None:
     (told,) = {*threads.run(2, main)[0]}
     assert "n=19" in told
     assert told.endswith("(on rank 1)")
-
-
-def test_graphs_are_captured_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch)
-    captured, number = graphs.captured, []
-    monkeypatch.setattr(graphs, "captured", lambda *how: number.append(1) or captured(*how))
-    given = shards()
-    fresh = RingPlan.make(*given, causal=True)
-    plan = with_graphs(fresh)
-    plan.warm_up()
-    assert len(number) == 2
-    assert all(torch.equal(*pair) for pair in zip(step(plan, given), step(fresh, given)))
-    assert len(number) == 2
 
 
 def one_rank_of_each_host_compiles_first(patch: pytest.MonkeyPatch) -> None:

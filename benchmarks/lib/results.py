@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 RESULTS = Path(__file__).parents[1] / "results"
 PASSES = ("forward", "backward", "both")
-ONE_BY_ONE, GRAPH, REPLAYED = "one by one", "graph", "replayed"
+ONE_BY_ONE, GRAPH = "one by one", "graph"
 WHO = ("ranks", "rank", "batch", "tokens", "mask", "head_dim", "subject", "kernel", "mode")
 UNSHOWN = (*WHO, "pass", "heads", "dtype", "load", "losses")
 Row = dict[str, Any]

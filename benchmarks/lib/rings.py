@@ -155,7 +155,7 @@ def planned(plan: RingPlan) -> Attend:
 def predicted_seconds(plan: RingPlan, mode: str) -> float | None:
     """Predict a GPU's seconds forward and backward, the slowest rank's: None on CPUs.
 
-    Launched one by one, or replayed, it is those of the host, if they are more.
+    Launched one by one, it is those of the host, if they are more.
     """
     if plan.device.type != "cuda":
         return None

@@ -10,7 +10,7 @@
 A gather's program and Ulysses' copy plans decide, as ints, the tensors and their order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -19,7 +19,6 @@ from ring_attention_pytorch.comm.all_to_all import CopyPlan
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
-from ring_attention_pytorch.runtime.replay import Replay
 from ring_attention_pytorch.schedule.steps import Program, Transfer
 
 KVGrads = tuple[GradAccumulator, GradAccumulator]
@@ -65,8 +64,17 @@ class Fabric(Protocol):
         ...
 
     @property
-    def replay(self) -> Replay:
-        """Which recordings can replay it."""
+    def sends_messages(self) -> bool:
+        """True if calls wait for the host, so that no CUDA graph can capture them."""
+        ...
+
+    @property
+    def taped(self) -> bool:
+        """True if a tape can record calls: all is on the current stream, and nothing waits."""
+        ...
+
+    def follow_stream(self) -> Hashable:
+        """Wait for earlier calls on other streams; return a key of the shared memory."""
         ...
 
     def drain(self) -> None:

@@ -19,7 +19,6 @@ from ring_attention_pytorch.comm.fabric_shared import SharedChannel, SharedMemor
 from ring_attention_pytorch.comm.symmetric_memory import Mark
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.runtime.interfaces import KVBlock
-from ring_attention_pytorch.runtime.replay import Replay
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_
 from ring_attention_pytorch.runtime.streams import side_stream_after_others
 from ring_attention_pytorch.schedule.pieces import (
@@ -44,8 +43,8 @@ class CopyEngines(SharedMemory):
     idle: bool = False
 
     @property
-    def replay(self) -> Replay:
-        return super().replay._replace(tape=self.idle)
+    def taped(self) -> bool:
+        return self.idle
 
     @property
     def return_path(self) -> str:

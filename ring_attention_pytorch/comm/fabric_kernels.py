@@ -21,7 +21,6 @@ from ring_attention_pytorch.comm.fabric_shared import SharedChannel, SharedMemor
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.observe import are_timed
-from ring_attention_pytorch.runtime.replay import Replay
 from ring_attention_pytorch.runtime.rowwise import wire_dtype
 from ring_attention_pytorch.schedule.arrangement import Arrangement, Move, moves
 from ring_attention_pytorch.schedule.steps import Program, Transfer
@@ -41,9 +40,8 @@ class OneStream(SharedMemory):
     return_path = ", added where they lie"
 
     @property
-    def replay(self) -> Replay:
-        """Which recordings can replay it: tapes, too, because all is on one stream."""
-        return super().replay._replace(tape=True)
+    def taped(self) -> bool:
+        return True
 
     def moves(self, program: Program) -> tuple[Move, ...]:
         """Return this rank's pulls, the same forward and backward; cached."""

@@ -20,7 +20,6 @@ from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.ranks.ring import Exchange, Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
-from ring_attention_pytorch.runtime.replay import ALWAYS, NEVER, Replay
 from ring_attention_pytorch.runtime.rowwise import wire_dtype
 from ring_attention_pytorch.schedule.pieces import Chunks, of_owner, places, tokens
 from ring_attention_pytorch.schedule.steps import KEYS, Program, Transfer
@@ -84,8 +83,15 @@ class Messages:
     name = return_path = ""
 
     @property
-    def replay(self) -> Replay:
-        return ALWAYS if self.idle else NEVER
+    def sends_messages(self) -> bool:
+        return not self.idle
+
+    @property
+    def taped(self) -> bool:
+        return self.idle
+
+    def follow_stream(self) -> None:
+        pass
 
     def drain(self) -> None:
         pass

@@ -19,7 +19,6 @@ from ring_attention_pytorch.comm.symmetric_memory import SymmetricWorkspace
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
-from ring_attention_pytorch.runtime.replay import Replay
 from ring_attention_pytorch.runtime.rowwise import wire_dtype
 from ring_attention_pytorch.runtime.spans import disjoint_spans
 from ring_attention_pytorch.schedule.pieces import joined_places, places, tokens
@@ -62,14 +61,13 @@ class SharedMemory:
     )
 
     name = "shared memory"
+    sends_messages = False
 
     @property
-    def replay(self) -> Replay:
-        """Which recordings can replay it: a CUDA graph, which can hold barriers and copies."""
-        return Replay(graph=True, follow=self.follow_stream)
+    def taped(self) -> bool:
+        return False
 
     def follow_stream(self) -> Hashable:
-        """Wait for earlier calls on other streams; return the current buffers."""
         self.space.follow_stream()
         return self.space.keys, self.space.grads, self.space.swaps
 

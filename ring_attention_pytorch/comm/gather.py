@@ -60,7 +60,7 @@ class Gather(ScheduledTransport):
 
         False, too, on one stream, where nothing can overlap a call.
         """
-        return len(self.schedule.forward.blocks) == 2 and not self.fabric.replay.tape
+        return len(self.schedule.forward.blocks) == 2 and not self.fabric.taped
 
     def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> "GatherCall":
         back = totals is not None

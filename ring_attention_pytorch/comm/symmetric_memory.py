@@ -19,7 +19,7 @@ from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.ranks.steps import Steps
 from ring_attention_pytorch.runtime.graph_pool import outside_graph_pool
 from ring_attention_pytorch.runtime.rowwise import has_triton
-from ring_attention_pytorch.runtime.streams import captures_for_good, capturing, current_stream
+from ring_attention_pytorch.runtime.streams import capturing, current_stream
 from ring_attention_pytorch.runtime.tape import opaque, prepared
 from ring_attention_pytorch.schedule.relays import members
 
@@ -84,7 +84,7 @@ class SymmetricBuffer:
 
     def local_view(self, form: Form) -> list[Tensor]:
         """Return this rank's tensors in the current slot, to write."""
-        self.captured = self.captured or captures_for_good(self.device)
+        self.captured = self.captured or capturing(self.device)
         return self.peer_view(self.rank, form)
 
     @opaque

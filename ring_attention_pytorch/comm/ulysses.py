@@ -24,10 +24,9 @@ from ring_attention_pytorch.geometry.segments import Segment, Segments, count
 from ring_attention_pytorch.ranks.ring import Ring, SubRing
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.observe import spanned
-from ring_attention_pytorch.runtime.replay import Recordings
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
-from ring_attention_pytorch.runtime.tape import Tape
+from ring_attention_pytorch.runtime.tape import Tapes
 from ring_attention_pytorch.runtime.torch_func import Function
 
 Heads = tuple[tuple[int, ...], ...]  # the heads that each place gets
@@ -176,12 +175,11 @@ class Ulysses:
     by: Fabric  # of the neighbours
     number: int = 0  # the number that all ranks have for it, used by its exchanges
     of_layer: str = ""  # as in the names of the plan's calls
-    recordings: Recordings | None = field(init=False, compare=False, repr=False)
+    tapes: Tapes | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        replay = self.by.replay
-        recordings = Recordings(Tape, replay.follow) if replay.tape else None
-        object.__setattr__(self, "recordings", recordings)
+        tapes = Tapes(self.by.follow_stream) if self.by.taped else None
+        object.__setattr__(self, "tapes", tapes)
 
     @classmethod
     def make(
@@ -269,7 +267,7 @@ class Ulysses:
     def exchange(
         self, way: "AllToAll", *tensors: Tensor, back_of: int | None
     ) -> tuple[Tensor, ...]:
-        """Exchange tensors `[b, n, h, ...]` with the neighbours, by a recording if there is one.
+        """Exchange tensors `[b, n, h, ...]` with the neighbours, by a tape if there is one.
 
         `back_of` is as for `Ring.call`.
         """
@@ -278,9 +276,9 @@ class Ulysses:
         device = tensors[0].device
         call = self.together.call(name, self.number, back_of)
         with call, spanned(f"ring attention, {name}", device):
-            if self.recordings is None:
+            if self.tapes is None:
                 return way(self, *tensors)
-            return self.recordings.run(way, self, *tensors)
+            return self.tapes.run(way, self, *tensors)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
 _SLOW = {  # advice, by device
     "cpu": "ranks wait for cores: end other programs, or take fewer processes by --nproc",
     "cuda": "see nvidia-smi for other programs on these GPUs and for their clocks; if GPUs idle, "
-    "with plan.in_graphs(): spares the host's time; docs/guide/profiling.md shows each wait",
+    "capture the step in a CUDA graph (docs/guide/graphs.md); docs/guide/profiling.md shows waits",
 }
 _SIGNS = {"ok": ("ok  ", 32), "note": ("note", 33), "bad": ("BAD ", 31)}  # with ANSI colours
 

@@ -45,10 +45,9 @@ from ring_attention_pytorch.nn.sharding import (
     report_to_group_of_module,
 )
 from ring_attention_pytorch.nn.shared_tokens import check_shared_tokens, shared_options
-from ring_attention_pytorch.plan.checks import check_in_graphs, check_over_ring
+from ring_attention_pytorch.plan.checks import check_over_ring
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutOption, TransportName
 from ring_attention_pytorch.plan.packing import local_packing
-from ring_attention_pytorch.plan.plan_cache import GraphCache
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import agree, reporting, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring
@@ -88,12 +87,9 @@ class RingAttention(HeadProjections):
         kernel, transport, ulysses, memory: as for `ring_attn`; all but kernel need the ring.
         dropout: as for `ring_attn`, in training only. Layers that share a plan need
             `plan.for_layer(i)` each, to drop differently.
-        in_graphs: use CUDA graphs (`RingPlan.in_graphs`) where possible: for batches without mask
-            and documents, from the second batch with the same cache key on. The last four graphs
-            are cached. Not with dropout.
         attn_summaries: `Summaries(window, stride, ...)`: tokens beyond the window are seen in
             summary (docs/guide/summaries.md). Needs causal, without max_lookback_seq_len, dropout,
-            in_graphs, ulysses and force_regular_attn.
+            ulysses and force_regular_attn.
 
     Raises:
         ValueError: arguments are invalid or contradict one another.
@@ -133,7 +129,6 @@ class RingAttention(HeadProjections):
         memory: int | None = None,
         rotary_restart: bool = False,
         dropout: float | int = 0.0,
-        in_graphs: bool = False,
         attn_summaries: SummaryOptions | None = None,
     ):
         super().__init__()
@@ -143,13 +138,9 @@ class RingAttention(HeadProjections):
         check_kernel(kernel, use_cuda_kernel, force_regular_attn, dropout)
         check_unused(eps, rotary_embed, rotary_restart, rotary_embed_theta)
         check_over_ring(ring_attn and not force_regular_attn, heads, **over_ring)
-        if in_graphs:
-            check_in_graphs(force_regular_attn, dropout, transport)
         check_dropout(dropout, None)
         if attn_summaries:
-            check_summaries(
-                causal, max_lookback_seq_len, dropout, in_graphs, ulysses, force_regular_attn
-            )
+            check_summaries(causal, max_lookback_seq_len, dropout, ulysses, force_regular_attn)
         self.spread: ShardConfig = ShardConfig.make(
             ring_attn, auto=auto_shard_seq, causal=causal, ring_seq_size=ring_seq_size,
             layout=layout, striped=striped_ring_attn, group=group,
@@ -162,7 +153,6 @@ class RingAttention(HeadProjections):
         self.kernel: KernelOption | None = "triton" if use_cuda_kernel else kernel
         self.force_regular_attn: bool = force_regular_attn
         self.bucket_size: int = bucket_size
-        self.kept: GraphCache | None = GraphCache() if in_graphs else None
 
         self.rotary_restart: bool = rotary_restart
         self.rotary_embed: RingRotaryEmbedding | None = None
@@ -380,12 +370,11 @@ class RingAttention(HeadProjections):
     ) -> Any:
         usual: dict[str, Any] = dict(layout=self.spread.layout, cross=False)
         make: Any = RingPlan.make if self.summaries is None else self.summaries.plan
-        plan = make(
+        return make(
             q, k, v, causal=self.causal, window=self.window, key_mask=seen,
             softclamp=self.softclamp, group=ring, kernel=self.kernel, dropout=self.rate,
             bucket_size=self.bucket_size, **self.over_ring, **(usual | options),
         )  # fmt: skip
-        return plan if self.kept is None else self.kept.in_place_of(plan)
 
     def _rotation(self, angles: Tensor | None) -> dict[str, Any]:
         """Return how tokens are rotated, by name, which must be the same on all ranks."""

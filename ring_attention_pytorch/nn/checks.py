@@ -108,18 +108,16 @@ def check_summaries(
     causal: bool,
     lookback: int | None,
     dropout: float,
-    graphs: bool,
     ulysses: int | None,
     regular: bool,
 ) -> None:
     """Raise ValueError if options don't work with summaries."""
     plain = lookback is None and dropout == 0 and ulysses in (None, 1)
-    if not causal or not plain or graphs or regular:
+    if not causal or not plain or regular:
         raise ValueError(
-            "attn_summaries needs causal=True and has a window of its own, no dropout, no CUDA "
-            f"graphs and no Ulysses; got causal={causal}, max_lookback_seq_len={lookback}, "
-            f"dropout={dropout}, in_graphs={graphs}, ulysses={ulysses}, "
-            f"force_regular_attn={regular}"
+            "attn_summaries needs causal=True and has a window of its own, no dropout and no "
+            f"Ulysses; got causal={causal}, max_lookback_seq_len={lookback}, dropout={dropout}, "
+            f"ulysses={ulysses}, force_regular_attn={regular}"
         )
 
 

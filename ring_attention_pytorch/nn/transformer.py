@@ -135,7 +135,6 @@ class RingTransformer(Generation, nn.Module):
         memory: int | None = None,
         rotary_restart: bool = False,
         attn_dropout: float | int = 0.0,
-        in_graphs: bool = False,
         attn_summaries: SummaryOptions | None = None,
         layers: str | Sequence[str] | None = None,
     ):
@@ -170,7 +169,7 @@ class RingTransformer(Generation, nn.Module):
                 num_grouped_query_heads=num_grouped_query_heads, bucket_size=bucket_size,
                 force_regular_attn=force_regular_attn, use_cuda_kernel=use_cuda_kernel,
                 softclamp=softclamp, kernel=kernel, transport=transport, ulysses=ulysses,
-                memory=memory, dropout=attn_dropout, in_graphs=in_graphs,
+                memory=memory, dropout=attn_dropout,
                 attn_summaries=attn_summaries, **self.spread.of_layers(),
             )  # fmt: skip
             attn.rotate_summaries(self.rotary_emb, rotary_restart)

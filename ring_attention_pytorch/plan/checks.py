@@ -278,15 +278,6 @@ def check_over_ring(
     check_transport(transport, memory)
 
 
-def check_in_graphs(regular: bool, dropout: float, transport: str | None) -> None:
-    """Raise ValueError if a module's calls can never be captured and replayed."""
-    if regular or dropout != 0 or transport == "ring":
-        raise ValueError(
-            "in_graphs=True needs force_regular_attn=False, dropout=0 and another transport than "
-            f'"ring"; got {regular}, {dropout} and {transport!r}'
-        )
-
-
 def check_same_way(
     has: Mapping[str, Any], *, transport: str | None, ulysses: int | None, memory: int | None
 ) -> None:

@@ -11,12 +11,10 @@ from ring_attention_pytorch.plan.over_machines import is_relayed, of_machines
 from ring_attention_pytorch.plan.picture import picture as drawn
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.codec import groups_of_a_call
-from ring_attention_pytorch.runtime.graphs import graphs_refusal, has_graphs
 from ring_attention_pytorch.schedule.cost import (
     Cost,
     host_seconds,
     predict,
-    replay_seconds,
     swap_launch_seconds,
     swap_seconds,
 )
@@ -74,16 +72,13 @@ class Prediction(NamedTuple):
 
 
 def predicted(plan: RingPlan) -> Prediction:
-    """Predict the time of a call as the plan launches it: one by one, or by its own graphs."""
+    """Predict the time of a call as the plan launches it: one by one, or by tapes."""
     degree, shape, machine = plan.degree, plan.chosen.shape, plan.chosen.machine
     all_heads = shape._replace(heads=shape.heads * degree, key_heads=shape.key_heads * degree)
     own = count(plan.query_segments[plan.ring.rank])
-    if has_graphs(plan):
-        host = replay_seconds(machine)
-    else:
-        host = host_seconds(plan.schedule, plan.replay.tape, machine)
+    host = host_seconds(plan.schedule, plan.tapes is not None, machine)
     if (swap := plan.ulysses) is not None:
-        host += swap_launch_seconds(swap.by.replay.tape, has_graphs(swap), machine)
+        host += swap_launch_seconds(swap.by.taped, machine)
     relays = plan.transport.fabric.ring.machines if is_relayed(plan) else ()
     return Prediction(
         predict(plan.schedule, plan.place, shape, machine.every(degree), relays),
@@ -94,10 +89,10 @@ def predicted(plan: RingPlan) -> Prediction:
 
 def _of_host(plan: RingPlan, prediction: Prediction) -> list[str]:
     """Return a line if the host takes longer than the GPU."""
-    if plan.device.type != "cuda" or has_graphs(plan) or prediction.host <= prediction.gpu:
+    if plan.device.type != "cuda" or prediction.host <= prediction.gpu:
         return []
     line = f"launched one by one it takes the host longer, about {1e3 * prediction.host:.2g} ms"
-    return [line] if graphs_refusal(plan) else [f"{line}; in_graphs() spares that"]
+    return [f"{line}; a CUDA graph of your step spares that"] if plan.capturable else [line]
 
 
 def _prediction(plan: RingPlan, prediction: Prediction) -> str:
@@ -119,8 +114,6 @@ def _head(plan: RingPlan) -> list[str]:
         f"rank {ring.rank} of {ring.size}: {own} of {length} tokens, {plan.layout}, "
         f"{_mask(plan)}, kernel {plan.kernel.name}"
     )
-    if has_graphs(plan):
-        line += ", in CUDA graphs"
     lines = [line]
     if by_kernel := plan.chosen.by_kernel:
         few, many = (f"{1e3 * taken:.3g} ms by {name}" for name, taken in by_kernel.items())

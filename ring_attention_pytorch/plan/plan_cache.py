@@ -6,7 +6,6 @@ Each owner of plans has a `PlanCache`:
     this process (`find`)                        calls without a plan         8 kinds
     a plan                                       its layers                   256
     a batch's block (`find`, too)                calls in it without a plan   all, until it ends
-    a module with `in_graphs=True`               batches, with graphs         4 kinds
     a cache, a batch's block, a routing plan,    all that use it              all, while it exists
     a chunk of a prompt, a group that decodes
 
@@ -34,10 +33,8 @@ from ring_attention_pytorch.plan.proposal import Proposal, memory_left
 from ring_attention_pytorch.ranks.agreement import with_type_name
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.codec import Codec
-from ring_attention_pytorch.runtime.graphs import graphs_refusal
 
 _KINDS = 8
-_WITH_GRAPHS = 4
 _SETTINGS = ("RING_ATTENTION_CHECK", "TRITON_INTERPRET")  # of the environment
 
 
@@ -68,39 +65,6 @@ class PlanCache(OrderedDict[Hashable, _Plan]):
     def __reduce__(self) -> tuple[type["PlanCache[_Plan]"], tuple[()]]:
         """Copy and pickle as an empty cache: plans refer to the memory of their owner."""
         return type(self), ()
-
-
-class GraphCache(PlanCache[Any]):
-    """A module's cache of plans with graphs, for the last few kinds of batches.
-
-    A kind gets graphs from its second batch on, because many lengths occur once. Batches with a
-    mask, documents or dropout get none: these differ in each batch.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._where: Hashable = None
-
-    def in_place_of(self, plan: Any) -> Any:
-        """Return a plan equal to this one: with graphs, if possible and useful."""
-        varies = (plan.key_mask, plan.packing, plan.terms.dropout) != (None, None, None)
-        if varies or graphs_refusal(plan):
-            return plan
-        ring, swap = plan.ring, plan.ulysses
-        swapped = None if swap is None else (repr(swap.queries), repr(swap.keys))  # token orders
-        where = ring.group, plan.device
-        if ring.group is not None and self._where != where:
-            self.clear()  # this may free the old memory
-            self._where = where
-        key = (
-            plan.signature, plan.blocks, swapped, plan.terms, plan.kernel.name,
-            plan.chosen.name, plan.chosen.at_once, plan.device, ring.group, ring.first, ring.size,
-            torch.is_inference_mode_enabled(),
-        )  # fmt: skip
-        if key not in self:
-            self.keep(key, None, _WITH_GRAPHS)  # nothing yet: it may occur only once
-            return plan
-        return self.of(key, plan.in_graphs)
 
 
 # proposals, without tensors, and their plans

@@ -40,13 +40,11 @@ from ring_attention_pytorch.ranks.agreement import agree, in_the_same_call, repo
 from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.codec import Codec
 from ring_attention_pytorch.runtime.dropout import Dropout
-from ring_attention_pytorch.runtime.graphs import graphs_refusal, has_graphs, with_graphs
 from ring_attention_pytorch.runtime.handles import check_layer, handle_of_layer, new_handle
 from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles, Transport
 from ring_attention_pytorch.runtime.observe import Record, spanned, switch, watched
-from ring_attention_pytorch.runtime.replay import Recordings, Replay
 from ring_attention_pytorch.runtime.statistics import Statistics, statistics_of
-from ring_attention_pytorch.runtime.tape import Tape
+from ring_attention_pytorch.runtime.tape import Tapes
 from ring_attention_pytorch.runtime.uncopied import replaced, uncopied
 from ring_attention_pytorch.schedule.pieces import Workload
 from ring_attention_pytorch.schedule.steps import Schedule
@@ -89,20 +87,15 @@ class RingPlan:
     agreed: Agreed = field(default=Agreed(), compare=False)
     shared: "RingPlan | None" = field(default=None, compare=False, repr=False)  # of keys on all
     handle: int = field(init=False, compare=False, repr=False)  # its number in traced graphs
-    replay: Replay = field(init=False, compare=False, repr=False)  # how its calls can be replayed
-    recordings: Recordings | None = field(init=False, compare=False, repr=False)
+    tapes: Tapes | None = field(init=False, compare=False, repr=False)  # None: can't be recorded
     _shared: Worked = field(default_factory=Worked, compare=False, repr=False)
     _own: Own = field(default_factory=Own, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", new_handle(self))
-        taped = self.kernel.traits.taped and self.terms.mask_mod is None
-        replay = self.transport.fabric.replay.both(
-            Replay(self.expected.device.type == "cuda" and self.codec is None, taped)
-        )
-        recordings = Recordings(Tape, replay.follow) if replay.tape else None
-        object.__setattr__(self, "replay", replay)
-        object.__setattr__(self, "recordings", recordings)
+        fabric = self.transport.fabric
+        taped = fabric.taped and self.kernel.traits.taped and self.terms.mask_mod is None
+        object.__setattr__(self, "tapes", Tapes(fabric.follow_stream) if taped else None)
 
     @classmethod
     @typed(report_to_group("ring attention", ring_of=attention_ring), apart=True)
@@ -237,31 +230,14 @@ class RingPlan:
     def _of_layer(self, number: int, dropout: Dropout) -> "RingPlan":
         terms, name = self.terms._replace(dropout=dropout), f" of layer {number}"
         swap = self.ulysses and replace(self.ulysses, of_layer=name)
-        plan = replaced(self, terms=terms, ulysses=swap, agreed=self.agreed._replace(of_layer=name))
-        return plan.in_graphs() if has_graphs(self) else plan
-
-    @checked
-    def in_graphs(self) -> "RingPlan":
-        """Return this plan, but from the second call on CUDA graphs replay it.
-
-        For few tokens per GPU, where Python takes longer than the kernels. Layers may share it:
-        each replay gets the addresses of the call's tensors. These are copied only if they are not
-        contiguous, or not aligned. Nothing is exchanged.
-
-        Raises:
-            ValueError: tensors are not on CUDA, keys travel in messages, or the driver is older
-                than CUDA 12.4.
-        """
-        if why := graphs_refusal(self):
-            raise ValueError(why)
-        return with_graphs(self)
+        return replaced(self, terms=terms, ulysses=swap, agreed=self.agreed._replace(of_layer=name))
 
     def warm_up(self, *qkv: Tensor, sinks: Tensor | None = None) -> None:
         """Make now all that first calls would make, so that the first step is a normal one.
 
-        Kernels are compiled, tapes recorded, graphs captured if it is `in_graphs()`, and the
-        barriers of shared memory passed. It makes some calls, forward and backward, or only forward
-        if gradients are off. All ranks of the ring must call this together.
+        Kernels are compiled, tapes recorded, and the barriers of shared memory passed. It makes
+        some calls, forward and backward, or only forward if gradients are off. All ranks of the
+        ring must call this together.
 
         Args:
             qkv: tensors with the strides of later ones; values don't matter and are not changed;
@@ -290,16 +266,16 @@ class RingPlan:
         *given: Tensor | None,
         back_of: int | None,
     ) -> _Results:
-        """Run a function of the plan and of tensors, by a recording if there is one.
+        """Run a function of the plan and of tensors, by a tape if there is one.
 
         `back_of` is as for `Ring.call`.
         """
         with self.call(direction, back_of, given[0] if back_of is None else None):
             if switch.on:
                 return watched(self, direction, function, given)
-            if self.recordings is None:
+            if self.tapes is None:
                 return function(self, *given)
-            return self.recordings.run(function, self, *given)
+            return self.tapes.run(function, self, *given)
 
     @checked
     def statistics(self) -> Statistics:
@@ -356,6 +332,12 @@ class RingPlan:
             blocks = self.schedule.positions(back, self.place)
             known[back] = sum(bool(self.tiles(keys)[0][1]) for keys in blocks)
         return known[back]
+
+    @property
+    def capturable(self) -> bool:
+        """True if a CUDA graph can capture calls: nothing in them waits for the host."""
+        on_gpu = self.expected.device.type == "cuda" and self.codec is None
+        return on_gpu and not self.transport.fabric.sends_messages
 
     @property
     def codec(self) -> Codec | None:

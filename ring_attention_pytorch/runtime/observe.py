@@ -21,7 +21,6 @@ from torch.profiler import record_function
 
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.runtime.deferred import Deferred
-from ring_attention_pytorch.runtime.graphs import has_graphs
 from ring_attention_pytorch.runtime.streams import capturing, wait_side_streams
 from ring_attention_pytorch.schedule.pieces import KVShape
 from ring_attention_pytorch.schedule.steps import KEYS, Part, Program, Transfer
@@ -240,8 +239,6 @@ def watched(
     """Return `function(plan, *given)`, and store a record of it in the plan."""
     plan.records.pop(direction, None)
     with _Range(f"ring attention, {direction}", plan.device):
-        if has_graphs(plan):
-            return plan.recordings.run(function, plan, *given)
         if plan.device.type == "cuda" and capturing(plan.device):
             return function(plan, *given)
         with Record(plan, direction) as record:

@@ -84,7 +84,7 @@ def statistics_of(records: Mapping[str, Record]) -> Statistics:
     if not records:
         raise ValueError(
             "plan.statistics: no call of this plan was observed; make one inside "
-            "`with observe():`, with plan=plan and without in_graphs()"
+            "`with observe():`, with plan=plan"
         )
     found = {name: _direction(record) for name, record in records.items()}
     return Statistics(found.get("forward"), found.get("backward"))

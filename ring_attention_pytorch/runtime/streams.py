@@ -9,8 +9,7 @@ gradients of the others' keys, and while those are fetched there is compute left
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -36,14 +35,7 @@ class _Pending(threading.local):
         self.ends: dict[tuple[torch.cuda.Stream, int], torch.cuda.Event] = {}
 
 
-class _Captures(threading.local):
-    """A thread's flag: a graph that it captures need not outlive the shared memory."""
-
-    passing = False
-
-
 _side_streams: dict[torch.cuda.Stream, _SideStreams] = {}
-_captures = _Captures()
 _pending = _Pending()
 _no_stream = nullcontext()
 
@@ -100,21 +92,6 @@ def capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device.index):
         return torch.cuda.is_current_stream_capturing()
-
-
-@contextmanager
-def passing_capture() -> Iterator[None]:
-    """Mark graphs that this thread captures in this block: they are dropped with shared memory."""
-    _captures.passing = True
-    try:
-        yield
-    finally:
-        _captures.passing = False
-
-
-def captures_for_good(device: torch.device) -> bool:
-    """True if a user captures a graph, which can be replayed as long as the ranks exist."""
-    return capturing(device) and not _captures.passing
 
 
 def _returning(device: torch.device) -> list[torch.cuda.Event]:

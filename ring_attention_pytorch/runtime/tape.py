@@ -1,9 +1,10 @@
 """Tapes: the operations of a call, to be repeated without the Python that decided on them.
 
-With few tokens, deciding takes the host longer than the operations do. The second and the third
-call with a cache key are therefore recorded while they run. If both ran the same operations, they
-become the lines of a function, which from then on replaces such calls (one recording will do if
-another plan's two had the same lines but for numbers: documents differ in each step of training):
+With few tokens, deciding takes the host longer than a GPU takes for the operations. The second and
+the third call with a cache key are therefore recorded while they run. If both ran the same
+operations, they become the lines of a function, which from then on replaces such calls (one
+recording will do if another plan's two had the same lines but for numbers: documents differ in each
+step of training):
 
     def replay(a0, a1, a2):
         t3 = permute(a0, [0, 2, 1, 3])
@@ -26,9 +27,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, has_torch_function
 
-from ring_attention_pytorch.runtime.replay import Function, Tensors
 from ring_attention_pytorch.runtime.streams import capturing
 
+Tensors = tuple[Tensor | Any, ...]  # or None, after the first
+Function = Callable[..., Tensors]
+_KINDS = 16  # tapes that a plan keeps at most
 _NUMBER = re.compile(r"\b\d+\b")  # in a line; names have a letter before theirs
 _MOST_KINDS = 1024
 _P = ParamSpec("_P")
@@ -110,13 +113,59 @@ def prepared(operation: Callable[..., Any]) -> Callable[[Callable[..., Any]], No
 _agreed_kinds: set[Hashable] = set()
 
 
+def _nothing() -> None:
+    """Return None: no memory is shared."""
+
+
+class Tapes:
+    """The tapes of a plan, or of its swaps of heads: one for each function and cache key.
+
+    Attributes:
+        follow: called before a replay. It makes the current stream wait for other streams' use of
+            shared memory, and returns a key of that memory. If it returns another key, all tapes
+            are dropped, because every rank has moved to other shared memory.
+    """
+
+    def __init__(self, follow: Callable[[], Hashable] = _nothing) -> None:
+        self.follow: Callable[[], Hashable] = follow
+        self.by_kind: dict[Hashable, Tape] = {}
+        self._memory: Hashable = None
+
+    def __reduce__(self) -> tuple[type["Tapes"], tuple[Any, ...]]:
+        """Copy or pickle without tapes: the copy makes its own."""
+        return Tapes, (self.follow,)
+
+    def run(self, function: Function, owner: Any, *given: Tensor | Any) -> Any:
+        """Return `function(owner, *given)`, replayed by a tape once there is one.
+
+        The function's decisions must depend only on the owner, a plan or swap (which fixes the
+        tensors' shapes), and on the cache key: `Tape.key` of the tensors, and global settings.
+        """
+        memory, of_tensors = self.follow(), Tape.key(given)
+        if of_tensors is None:
+            return function(owner, *given)
+        if memory != self._memory:
+            self.by_kind.clear()
+            self._memory = memory
+        key = (
+            function,
+            torch._C._get_deterministic_algorithms(),
+            torch._C._get_float32_matmul_precision(),
+            *of_tensors,
+        )
+        tape = self.by_kind.get(key)
+        if tape is None:
+            if len(self.by_kind) >= _KINDS:
+                self.by_kind.clear()
+            tape = self.by_kind[key] = Tape()
+        return tape.run(function, owner, given)
+
+
 class Tape:
     """A tape of calls with one cache key: made from the second and the third, if they agree.
 
     From the second alone, if it is of a kind of which two have agreed before.
     """
-
-    memory = False
 
     def __init__(self) -> None:
         self.replay: Function | None = None

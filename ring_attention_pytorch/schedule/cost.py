@@ -31,12 +31,12 @@ from ring_attention_pytorch.schedule.steps import (
 )
 
 # host time, in launches of small operations: of a part or a transfer by a tape, or by the Python
-# that decides on its operations; of the rest of a call, with autograd's thread; of a CUDA graph
-# whose addresses are set to other tensors (one and two H100, 2k and 4k tokens each)
-_TAPED, _DECIDED, _AROUND, _REPLAY = 16, 80, 40, 15
+# that decides on its operations; of the rest of a call, with autograd's thread (one and two H100,
+# 2k and 4k tokens each)
+_TAPED, _DECIDED, _AROUND = 16, 80, 40
 # the same of all swaps of heads, forward and backward: by Python (two and four H100; not measured
-# with messages), by tapes, by graphs (four H100; 2k tokens each)
-_SWAPS, _SWAPS_TAPED, _SWAPS_REPLAYED = 280, 110, 80
+# with messages), by tapes (four H100; 2k tokens each)
+_SWAPS, _SWAPS_TAPED = 280, 110
 # share of `call` that stays where other calls use the units that one leaves idle
 _OVERLAPPED_CALL_SHARE = 0.4
 _ALL_TILES = 0.2  # the same of one call for all tiles: Triton, four H100, 2k and 4k tokens each
@@ -272,17 +272,9 @@ def host_seconds(schedule: Schedule, taped: bool, machine: Hardware = H200) -> f
     return (steps * (_TAPED if taped else _DECIDED) + _AROUND) * machine.launch
 
 
-def replay_seconds(machine: Hardware) -> float:
-    """Return the seconds the host takes to replay a call's graphs, forward and backward."""
-    return (2 * _REPLAY + _AROUND) * machine.launch
-
-
-def swap_launch_seconds(taped: bool, replayed: bool, machine: Hardware = H200) -> float:
+def swap_launch_seconds(taped: bool, machine: Hardware = H200) -> float:
     """Return the seconds the host takes to swap heads for sequence, forward and backward."""
-    launches = _SWAPS_TAPED if taped else _SWAPS
-    if replayed:
-        launches = _SWAPS_REPLAYED
-    return launches * machine.launch
+    return (_SWAPS_TAPED if taped else _SWAPS) * machine.launch
 
 
 def swap_seconds(tokens: int, shape: KVShape, degree: int, machine: Hardware = H200) -> float:

@@ -8,7 +8,6 @@ from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
 from ring_attention_pytorch.geometry.segments import segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask
 from ring_attention_pytorch.runtime.interfaces import KVBlock
-from ring_attention_pytorch.runtime.replay import ALWAYS, NEVER
 from ring_attention_pytorch.schedule.pieces import Workload, rounds_of
 from ring_attention_pytorch.schedule.steps import KEYS, Block, gather
 from tests.support import threads
@@ -56,5 +55,6 @@ def test_keys_come_as_the_program_says_and_no_others(layout, mask):
 
 
 def test_only_what_sends_nothing_can_be_replayed():
-    assert Messages(None).replay == NEVER
-    assert Messages(None, idle=True).replay == ALWAYS
+    for idle in (False, True):
+        fabric = Messages(None, idle=idle)
+        assert (fabric.taped, fabric.sends_messages) == (idle, not idle)

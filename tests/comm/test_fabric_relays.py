@@ -11,7 +11,6 @@ from ring_attention_pytorch.comm.fabric_relays import Relays
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
-from ring_attention_pytorch.runtime.replay import NEVER
 from ring_attention_pytorch.schedule.relays import crossing
 from tests.support import threads
 from tests.support.cases import Attention, check, check_in_threads, errors, oracle, shard
@@ -41,7 +40,8 @@ def test_bytes_that_cross_are_those_of_the_schedule(how, machines):
     case = Attention(**CAUSAL | dict(length=48, batch=1, key_heads=1) | how)
     plan = planned(case, machines)
     assert type(plan.transport.fabric) is Relays
-    assert plan.transport.fabric.replay == NEVER
+    assert plan.transport.fabric.sends_messages
+    assert not plan.transport.fabric.taped
     hub = check_in_threads(case, len(machines), machines)
     crossed = sum(n for (a, b), n in hub.ways.items() if machines[a] != machines[b])
     assert crossed == crossing(plan.schedule, machines, plan.chosen.shape, relayed=True).total

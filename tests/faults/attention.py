@@ -74,8 +74,7 @@ def battery() -> Iterator[Case]:
     yield from no_ring_is_left_alone()
     yield from streams_wait_for_one_another()
     yield from calls_go_side_by_side_where_they_may()
-    yield from graphs_are_replayed_with_what_is_given()
-    yield from graphs_are_told_of_tensors()
+    yield from results_are_in_memory_that_is_given()
     yield mismatches_are_errors
     yield plans_are_checked
     yield from keys_come_in_stages_where_they_are_late()
@@ -279,52 +278,13 @@ def streams_wait_for_one_another() -> Iterator[Case]:
         yield partial(test_accumulate.test_a_sum_of_parts_waits_for_them, dtype)
 
 
-def graphs_are_replayed_with_what_is_given() -> Iterator[Case]:
-    """Plans that can be are replayed as graphs, with the tensors that they are given."""
+def results_are_in_memory_that_is_given() -> Iterator[Case]:
+    """Swaps, gathers and accumulators write where they are told to."""
     from tests.comm import test_fabric_copies, test_fabric_kernels
-    from tests.runtime import test_graphs
-    from tests.stories import test_graphs_of_modules
-    from tests.support import graphs
-    from tests.support.streams import stood_in
+    from tests.runtime import test_accumulate
 
-    def on_cpu(check: Callable[[pytest.MonkeyPatch], None]) -> Case:
-        return patched(lambda patch: (graphs.stand_in(patch), check(patch)))
-
-    def with_driver(check: Callable[[None], None]) -> Case:
-        return on_cpu(lambda _: check(None))
-
-    shared = test_graphs.test_layers_that_share_graphs_get_what_is_theirs
-    second = test_graphs.test_the_first_call_goes_as_ever_and_the_second_is_captured
-    other = test_graphs.test_graphs_of_other_memory_or_other_kernels_are_not_replayed
-    yield test_graphs.test_what_travels_in_messages_is_refused
-    yield on_cpu(lambda _: test_graphs.swaps_are_captured(4))
     yield patched(test_fabric_kernels.swaps_in_shared_memory)
-    yield on_cpu(lambda _: test_graphs.messages_between_neighbours_are_no_graphs())
-    yield with_driver(test_graphs.test_what_a_graph_holds_overlaps)
-    yield patched(test_graphs.a_call_is_captured_twice_and_its_graph_told_of_tensors)
-    yield with_driver(test_graphs.test_layers_that_drop_otherwise_have_graphs_of_their_own)
-    yield on_cpu(lambda _: shared(None, own_low_priority=True))
-    yield on_cpu(lambda patch: second(None, patch))
-    yield patched(test_graphs.tensors_are_read_where_they_are)
-    yield patched(test_graphs.observed_calls_are_replayed_too)
-    yield patched(test_graphs.older_drivers_are_refused)
-    yield on_cpu(lambda _: test_graphs.another_plan_has_no_graphs_of_this_one())
     yield test_fabric_copies.test_a_gathers_graphs_are_of_the_buffers_at_hand
-    yield patched(test_graphs_of_modules.batches_alike_share_graphs)
-    yield patched(test_graphs_of_modules.what_is_changed_on_a_module_counts)
-    yield patched(test_graphs_of_modules.others_lengths_make_another_kind)
-    yield on_cpu(lambda patch: other(None, patch, "memory"))
-    yield patched(lambda patch: test_graphs.replays_wait_for_those_before(stood_in(patch), patch))
-
-
-def graphs_are_told_of_tensors() -> Iterator[Case]:
-    """By addresses in their nodes; and what they make is in memory that is given."""
-    from tests.runtime import test_accumulate, test_graph_nodes
-
-    yield patched(test_graph_nodes.all_that_is_an_address_is_set)
-    yield patched(test_graph_nodes.nodes_of_what_stays_are_left_alone)
-    yield patched(test_graph_nodes.what_can_not_be_read_is_refused)
-    yield patched(test_graph_nodes.what_the_driver_refuses_is_said)
     merges = test_accumulate.test_a_kernel_that_merges_writes_wide_but_in_its_last_call
     for calls in (None, 3):
         yield partial(merges, calls, placed=True)

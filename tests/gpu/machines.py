@@ -51,7 +51,6 @@ from ring_attention_pytorch.kernels import refusal
 from ring_attention_pytorch.plan import plan_cache
 from ring_attention_pytorch.plan.over_machines import is_relayed, plan_crossing
 from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.runtime.graphs import with_graphs
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.schedule import relays
 from tests.support.late_streams import delays
@@ -379,24 +378,6 @@ def graphs(asked: argparse.Namespace, device: torch.device, attempt: Attempts) -
         attempt(f"{name}, in a graph", partial(step_in_graph, bench, name))
 
 
-def own(asked: argparse.Namespace, device: torch.device, attempt: Attempts) -> None:
-    """Say what becomes of a plan with graphs of its own, which `in_graphs` refuses here."""
-    if device.type == "cuda":
-        bench = Bench(device, asked.tokens[0], 8)
-        attempt("gather by relays, in_graphs", partial(in_own_graphs, bench, "gather by relays"))
-
-
-def in_own_graphs(bench: Bench, name: str) -> str:
-    """Let a plan have graphs of its own in spite of its messages; say what becomes of it."""
-    plan = with_graphs(bench.plan(name, **OPTIONS[name]))
-    try:
-        worst = max(bench.error(plan) for _ in range(4))
-    except RuntimeError as error:
-        raise ValueError(f"refused: {error}") from error
-    took, _ = timed(partial(bench.step, plan), bench.device, 3)
-    return f"error {most(worst, bench.device):.1e}, {took:.2f} ms"
-
-
 def messages_in_graph(device: torch.device) -> str:
     """Capture an exchange with the rank half a ring away, on the other machine; replay it twice."""
     me, size = dist.get_rank(), dist.get_world_size()
@@ -468,7 +449,6 @@ PARTS: dict[str, Callable[[argparse.Namespace, torch.device, Attempts], None]] =
     "times": times,
     "decode": decode,
     "graphs": graphs,
-    "own": own,
 }
 
 

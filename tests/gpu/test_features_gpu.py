@@ -52,7 +52,7 @@ class Trial(NamedTuple):
     layout: str = "contiguous"
     transport: str | None = None
     ulysses: int = 1
-    graphs: bool = False
+    taped: bool = False
 
 
 def faults(trial: Trial, ring: Ring | None = None) -> dict[str, str]:
@@ -63,7 +63,7 @@ def faults(trial: Trial, ring: Ring | None = None) -> dict[str, str]:
     poison()
     # what was captured has gone by the third call: who reads it still finds NaN
     replayed = partial(problem.shard_replayed, between=poison)
-    shard = replayed if trial.graphs else problem.shard
+    shard = replayed if trial.taped else problem.shard
     got = shard(ring, trial.layout, trial.kernel, transport=trial.transport, ulysses=trial.ulysses)
     if "dsinks" in got:  # ranks have a part each
         got["dsinks"] = got["dsinks"].double()
@@ -97,10 +97,10 @@ def test_every_feature_on_one_gpu(names, kernel, dtype):
 
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("kernel", [*KERNELS])
-def test_every_feature_in_graphs(name, kernel):
+def test_every_feature_taped(name, kernel):
     if kernel == "flex" and name != "mask_mod":
         pytest.skip("compiles for each predicate what others have")
-    assert not faults_alone(Trial((name,), kernel, torch.bfloat16, graphs=True))
+    assert not faults_alone(Trial((name,), kernel, torch.bfloat16, taped=True))
 
 
 # --- rings ---
@@ -126,14 +126,14 @@ TRIALS = [
 ]
 
 
-TRIALS += [t._replace(graphs=True) for t in trials(None, "gather")]
+TRIALS += [t._replace(taped=True) for t in trials(None, "gather")]
 
 
 @pytest.mark.parametrize(
     "trial",
     TRIALS,
     ids=lambda t: (
-        f"{t.kernel}-{t.transport}-{t.ulysses}-{' + '.join(t.names)}" + "-graphs" * t.graphs
+        f"{t.kernel}-{t.transport}-{t.ulysses}-{' + '.join(t.names)}" + "-taped" * t.taped
     ),
 )
 def test_every_feature_over_nccl(nccl, trial):

@@ -105,21 +105,6 @@ def test_shared_keys_on_one_gpu(kernel: str | None, causal: bool) -> None:
     assert not shared(Ring.alone(), kernel, None, 1, causal)
 
 
-def test_graphs_replay_the_rings_part_beside_shared_keys() -> None:
-    leaves = [t.bfloat16() for t in drawn((B, N, H, D), *[(B, N, G, D)] * 2, *[(B, S, G, D)] * 2)]
-    plan = RingPlan.make(
-        *leaves[:3], shared_keys=(leaves[3], leaves[4]), causal=True, group=Ring.alone()
-    )
-    graphed = plan.in_graphs()
-    for number in range(4):
-        found = []
-        for each in (plan, graphed):
-            given = [(t + number).requires_grad_() for t in leaves]
-            out = ring_attn(*given[:3], shared_keys=(given[3], given[4]), plan=each)
-            found.append([out, *torch.autograd.grad(out.square().sum(), given)])
-        assert all(relative_error(a, b) < 1e-2 for a, b in zip(*found)), number
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kernel", ["sdpa-cudnn", "sdpa-flash", "triton"])
 def test_parts_of_kernels_that_know_no_gradient_of_lse(kernel: str, dtype: torch.dtype) -> None:

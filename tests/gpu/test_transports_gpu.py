@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attention_pytorch import RingPlan, RingTransformer, explain_plan, positions, ring_attn
+from ring_attention_pytorch import RingPlan, explain_plan, positions, ring_attn
 from ring_attention_pytorch.comm.fabric_kernels import OneStream
 from ring_attention_pytorch.comm.symmetric_memory import shared_by
 from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.runtime.graphs import has_graphs
 from tests.support.gpu_rings import BOUNDS, FEW, PARTS, WAYS, able_of, plan_for, say, wanted, whole
 from tests.support.late_streams import delays
 from tests.support.ranks import gpu_ranks
@@ -51,15 +50,6 @@ def replayed(run: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
     return replay
 
 
-def in_graphs(plan: RingPlan) -> RingPlan:
-    """The plan itself where there can be no graphs, which it says."""
-    if plan.replay.graph:
-        return plan.in_graphs()
-    with pytest.raises(ValueError, match="memory that GPUs share"):
-        plan.in_graphs()
-    return plan
-
-
 def one(
     length: int, batch: int, dtype: torch.dtype, causal: bool, masked: bool, how: dict
 ) -> float:
@@ -82,30 +72,25 @@ def one(
         others = len(plan.blocks.keys) > 1
         assert isinstance(plan.transport.fabric, OneStream) == (others and how.get("few", False))
 
-    def run(plan: RingPlan = plan) -> list[Tensor]:
+    def run() -> list[Tensor]:
         out = ring_attn(*mine, plan=plan)
         return [out.detach(), *torch.autograd.grad(out, mine, cotangent)]
 
     cotangent = dout[:, at].to(device)
-    replay, captured, first = None, in_graphs(plan), {}
-    for turn in range(12):
-        way = (plan, captured)[turn % 2]
-        got = replay() if turn % 4 == 2 else run(way)
+    replay, first = None, None
+    for turn in range(8):
+        got = replay() if turn % 4 == 2 else run()
         replay = replay or replayed(run)
-        want = first.setdefault(id(way.transport), got)  # few tokens' graphs have another
-        assert all(torch.equal(a, b) for a, b in zip(want, got)), (how, turn, "not repeated")
-    kept = [] if plan.recordings is None else plan.recordings._recordings.values()
-    assert any(known.replay for known in kept) == plan.transport.fabric.replay.tape, (
+        first = first or got
+        assert all(torch.equal(a, b) for a, b in zip(first, got)), (how, turn, "not repeated")
+    kept = [] if plan.tapes is None else plan.tapes.by_kind.values()
+    assert any(known.replay for known in kept) == plan.transport.fabric.taped, (
         "what can be taped is"
     )
     with delays():
-        for turn in range(6):
-            way = (plan, captured)[turn % 2]
-            again = zip(first[id(way.transport)], run(way))
-            assert all(torch.equal(a, b) for a, b in again), (how, turn, "too early")
-    return max(
-        relative_error(g, w[:, at.to(device)]) for got in first.values() for g, w in zip(got, wants)
-    )
+        for turn in range(4):
+            assert all(map(torch.equal, first, run())), (how, turn, "too early")
+    return max(relative_error(g, w[:, at.to(device)]) for g, w in zip(first, wants))
 
 
 def five_hundred(how: dict) -> None:
@@ -140,9 +125,8 @@ def calls_side_by_side(kernel: str, how: dict) -> float:
             ([t.requires_grad_() for t in mine[:3]], mine[3], [w[:, at] for w in wants])
         )
     plan = plan_for(*problems[0][0], causal=True, layout="zigzag", kernel=kernel, **how)
-    captured = in_graphs(plan)
 
-    def run(i: int, plan: RingPlan = plan) -> list[Tensor]:
+    def run(i: int) -> list[Tensor]:
         mine, cotangent, _ = problems[i]
         out = ring_attn(*mine, plan=plan)
         return [out.detach(), *torch.autograd.grad(out, mine, cotangent)]
@@ -152,8 +136,7 @@ def calls_side_by_side(kernel: str, how: dict) -> float:
         runs = [replayed(lambda i=i: run(i)) for i in range(3)]
         for turn in range(24):
             i = turn % 3
-            way = (run, run, lambda i: run(i, captured), lambda i: runs[i]())[turn % 4]
-            got = [t.clone() for t in way(i)]
+            got = [t.clone() for t in (runs[i]() if turn % 4 == 3 else run(i))]
             for t in got:
                 torch.full_like(t, torch.nan)  # of the current stream's memory, freed at once
             errors.append((got, problems[i][2]))
@@ -208,7 +191,7 @@ def other_heads_and_documents(kernel: str, few: bool) -> float:
 
 
 def small(
-    ulysses: int = 1, kernel: str = "eager", graphs: bool = False
+    ulysses: int = 1, kernel: str = "eager"
 ) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
     """A gather of few tokens, and what it gives."""
     rank, size, device = dist.get_rank(), dist.get_world_size(), torch.cuda.current_device()
@@ -216,7 +199,6 @@ def small(
     q, k, v, dout = (t.to(device) for t in shards)
     mine = [t.requires_grad_() for t in (q, k, v)]
     plan = RingPlan.make(*mine, causal=True, kernel=kernel, transport="gather", ulysses=ulysses)
-    plan = plan.in_graphs() if graphs else plan
 
     def run() -> list[Tensor]:
         out = ring_attn(*mine, plan=plan)
@@ -227,15 +209,13 @@ def small(
 
 def graphs_outlive_larger_buffers(ulysses: int) -> None:
     run, want = small(ulysses)
-    replay, (again, wanted) = replayed(run), small(ulysses, graphs=True)
-    again()
+    replay = replayed(run)
     size, device = dist.get_world_size(), torch.cuda.current_device()
     q = torch.randn(1, 2**16 // size, 8, 64, device=device, dtype=torch.bfloat16)
     mine = [t.requires_grad_() for t in (q, q[:, :, :2].clone(), q[:, :, :2].clone())]
     for _ in range(2):
         ring_attn(*mine, causal=True, transport="gather", ulysses=ulysses).sum().backward()
-        for first, got in ((want, replay()), (wanted, again())):
-            assert all(torch.equal(a, b) for a, b in zip(first, got)), "not what was captured"
+        assert all(map(torch.equal, want, replay())), "not what was captured"
 
 
 def training_follows_inference() -> None:
@@ -265,17 +245,12 @@ def parts_of_a_projection(kernel: str, ulysses: int) -> None:
     mine = [t.contiguous().requires_grad_() for t in fused.split(widths, dim=2)]
     out = ring_attn(*mine, plan=plan)
     grads = torch.autograd.grad(out, mine, torch.ones_like(out))
-    want, graphs = [out.detach(), torch.cat(grads, dim=2)], plan.in_graphs()
-    as_captured = plan.by(graphs.transport)
-    for again in (plan, as_captured, graphs, graphs, graphs):
+    want = [out.detach(), torch.cat(grads, dim=2)]
+    for _ in range(5):
         leaf = fused.clone().requires_grad_()
-        out = ring_attn(*leaf.split(widths, dim=2), plan=again)
+        out = ring_attn(*leaf.split(widths, dim=2), plan=plan)
         out.sum().backward()
-        got = [out.detach(), leaf.grad]
-        if again is as_captured:
-            assert max(map(relative_error, got, want)) < BOUNDS[torch.bfloat16]
-            want = got
-        assert same(want, got, kernel), (kernel, ulysses, "strided")
+        assert same(want, [out.detach(), leaf.grad], kernel), (kernel, ulysses, "strided")
 
 
 def same(want: list[Tensor], got: list[Tensor], kernel: str) -> bool:
@@ -285,9 +260,9 @@ def same(want: list[Tensor], got: list[Tensor], kernel: str) -> bool:
     return max(map(relative_error, got, want)) < BOUNDS[torch.bfloat16]
 
 
-def any_device_may_be_current(kernel: str, graphs: bool) -> None:
+def any_device_may_be_current(kernel: str) -> None:
     """Where buffers are made that are larger than those before, too."""
-    run, want = small(kernel=kernel, graphs=graphs)
+    run, want = small(kernel=kernel)
     here = torch.cuda.current_device()
     other = (here + 1) % torch.cuda.device_count()
     with torch.cuda.device(other):
@@ -302,9 +277,9 @@ def any_device_may_be_current(kernel: str, graphs: bool) -> None:
     assert same(want, got, kernel), (kernel, "on another device")
 
 
-def any_stream_may_be_current(ulysses: int, kernel: str, graphs: bool) -> None:
+def any_stream_may_be_current(ulysses: int, kernel: str) -> None:
     """One call after the other, on streams that don't wait for one another."""
-    run, want = small(ulysses, kernel, graphs)
+    run, want = small(ulysses, kernel)
     streams, got = [torch.cuda.Stream() for _ in range(2)], []
     torch.cuda.synchronize()
     with delays():
@@ -314,33 +289,6 @@ def any_stream_may_be_current(ulysses: int, kernel: str, graphs: bool) -> None:
     torch.cuda.synchronize()
     for again in got:
         assert same(want, again, kernel), (kernel, "on another stream")
-
-
-def models_replay(kernels: list[str]) -> None:
-    """Batches alike, whose attention is captured by the second, and others between them."""
-    rank, device = dist.get_rank(), torch.cuda.current_device()
-    how = dict(
-        num_tokens=64, dim=64, depth=2, dim_head=64, heads=4, num_grouped_query_heads=2,
-        causal=True, ring_attn=True, auto_shard_seq=False, layout="zigzag", transport="gather",
-    )  # fmt: skip
-    draw = torch.Generator(device).manual_seed(rank)
-    for kernel in kernels:
-        torch.manual_seed(0)
-        model, replays = (
-            RingTransformer(**how, kernel=kernel, in_graphs=on).to(device) for on in (False, True)
-        )
-        replays.load_state_dict(model.state_dict())
-        for length in (256, 256, 96, 256, 256, 96):
-            ids = torch.randint(0, 64, (1, length), generator=draw, device=device)
-            found = []
-            for each in (model, replays):
-                with torch.autocast("cuda", torch.bfloat16):
-                    loss = each(ids, return_loss=True)
-                found.append([loss.detach(), *torch.autograd.grad(loss, [*each.parameters()])])
-            worst = max(map(relative_error, *found[::-1]))
-            assert worst < BOUNDS[torch.bfloat16], (kernel, length, "replayed in a model", worst)
-        plans = [plan for attn, _ in replays.layers for plan in attn.kept.values()]
-        assert all(map(has_graphs, plans)), "nothing was captured"
 
 
 def speeds() -> str:
@@ -395,16 +343,15 @@ def every_kernel(kernels: list[str]) -> None:
 
 
 def surroundings(able: list[str]) -> None:
-    """Graphs, streams, devices, strides and models around calls."""
+    """Graphs, streams, devices and strides around calls."""
     for ulysses in (1, 2):
         graphs_outlive_larger_buffers(ulysses)
-        for kernel, graphs in product(("eager", *able[:1]), (False, True)):
-            any_stream_may_be_current(ulysses, kernel, graphs)
-    for kernel, graphs in product(("eager", *able), (False, True)):
-        any_device_may_be_current(kernel, graphs)
+        for kernel in ("eager", *able[:1]):
+            any_stream_may_be_current(ulysses, kernel)
+    for kernel in ("eager", *able):
+        any_device_may_be_current(kernel)
     for kernel, ulysses in product(("eager", *able), (1, 2)):
         parts_of_a_projection(kernel, ulysses)
-    models_replay(["eager", *able])
     training_follows_inference()
     say(speeds())
 

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.kernels import flash_attn_4
-from ring_attention_pytorch.runtime.replay import Recordings
-from ring_attention_pytorch.runtime.tape import Tape
+from ring_attention_pytorch.runtime.tape import Tapes
 from tests.support.stand_ins import module, wrong_over_stand_in
 
 
@@ -38,7 +37,7 @@ def test_tapes_repeat_what_flash_attn_4_launches_and_not_its_python(monkeypatch)
     def function(_: object, q: Tensor) -> tuple[Tensor, ...]:
         return flash_attn_4._attend(q, out=torch.empty(q.shape))
 
-    tapes = Recordings(Tape)
+    tapes = Tapes()
     for _ in range(6):
         q = torch.randn(5)
         out, room = tapes.run(function, None, q)

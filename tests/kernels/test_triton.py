@@ -209,12 +209,12 @@ def _taped() -> list[bool]:
         given = [torch.randn(1, 8, h, 16, requires_grad=True) for h in (2, 1, 1)]
         made = RingPlan.make(*given, causal=True, layout="zigzag", kernel="triton", group=ring)
         plan, direct = (over_shared_memory(made, given, ring, 9, own_apart=True) for _ in range(2))
-        object.__setattr__(direct, "recordings", None)
+        object.__setattr__(direct, "tapes", None)
         found = []
         for each in (plan, plan, plan, plan, direct):
             out, lse = ring_attn(*given, plan=each, return_lse=True)
             found.append([out, *torch.autograd.grad(out.sum() + lse.sum(), given)])
-        taped = all(known.replay for known in plan.recordings._recordings.values())
+        taped = all(known.replay for known in plan.tapes.by_kind.values())
         return taped and all(torch.equal(*pair) for pair in zip(*found[-2:]))
 
     alone, launch = threading.Lock(), KernelCall.launch

@@ -15,7 +15,6 @@ from ring_attention_pytorch.plan.prepare import _of_documents, _with_calls_of
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
-from ring_attention_pytorch.runtime.replay import NEVER
 from ring_attention_pytorch.schedule import policy
 from ring_attention_pytorch.schedule.cost import seconds_by
 from ring_attention_pytorch.schedule.hardware import H200, hardware
@@ -46,7 +45,7 @@ def few_may_be_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(policy, "_SMALL", -1)
     for own_low_priority in (False, True):
         plan_cache.forget()
-        fabric = SimpleNamespace(name="", ring=Ring.alone(), replay=NEVER)
+        fabric = SimpleNamespace(name="", ring=Ring.alone(), taped=False, sends_messages=True)
         few, made = (
             SimpleNamespace(schedule=SimpleNamespace(own_low_priority=on), fabric=fabric)
             for on in (False, own_low_priority)

@@ -20,7 +20,7 @@ from tests.support.scripts import ROOT, WAIT, Script, linux
 STEPS, EVERY = 24, 5
 TINY = [
     f"--steps={STEPS}", f"--checkpoint-every={EVERY}", "--length=48", "--batch=6", "--dim=16",
-    "--heads=2", "--depth=1", "--timeout=60",
+    "--heads=2", "--depth=1", "--timeout=600",
 ]  # fmt: skip
 
 

@@ -80,31 +80,6 @@ ATTENTION = [
         "self._waits.pop()",
     ),
     Mutant(
-        "what is captured is made for tensors of before", "runtime/graphs.py:_capture",
-        "into=results)", "into=None)",
-    ),
-    Mutant(
-        "a layer's results become the next one's", "runtime/graphs.py:Graph.run",
-        "_like(self._results)", "self.__dict__.setdefault('made', _like(self._results))",
-    ),
-    Mutant(
-        "nobody listens to the driver", "runtime/graph_nodes.py:_call",
-        'raise _error(f"{name}: CUDA error {code}")', "pass",
-    ),
-    Mutant(
-        "kernels that hide what they are given have no memory",
-        "runtime/graph_nodes.py:_there",
-        "raise _error(f\"kernel {_name(params)} hides what it is given\")", "return 0",
-    ),
-    Mutant(
-        "one graph whatever is given", "runtime/graphs.py:Graph.key",
-        "tuple([None if t is None else t.dtype for t in given])", "()",
-    ),
-    Mutant(
-        "what is made once is made in a graph", "runtime/graphs.py:Graph.run",
-        "found = function(owner, *given)", "found = _like(given)",
-    ),
-    Mutant(
         "one table for whatever is swapped", "comm/fabric_shared.py:SharedMemory.swap",
         "key = me, self.ranks, tuple(way.key for way in ways), forms[me]", "key = 0",
     ),
@@ -115,14 +90,6 @@ ATTENTION = [
     Mutant(
         "each plan has tables of its own", "comm/all_to_all.py:CopyPlan.key",
         "self.given, self.got, repr(self.moves)", "id(self)",
-    ),
-    Mutant(
-        "graphs leave out what swaps heads", "runtime/graphs.py:with_graphs",
-        "_recorded(replace(swap), swap.by.replay)", "swap",
-    ),
-    Mutant(
-        "graphs of one batch's mask are another's", "plan/plan_cache.py:GraphCache.in_place_of",
-        "(plan.key_mask, plan.packing, plan.terms.dropout)", "(None, plan.packing, None)",
     ),
     Mutant(
         "no delta", "runtime/interfaces.py:Residuals.delta",
@@ -175,11 +142,6 @@ SILENT = [
         "runtime/accumulate.py:GradAccumulator.finalize",
         "self._parts[0][1][0].dtype == self._end", "True",
     ),
-    Mutant(
-        "another layout's graphs", "plan/plan_cache.py:GraphCache.in_place_of",
-        "(repr(swap.queries), repr(swap.keys))",
-        "(swap.queries.lengths, swap.keys.lengths)",
-    ),
 ]  # fmt: skip
 
 KEPT = [
@@ -189,7 +151,7 @@ KEPT = [
         "return self.space.keys, self.space.grads, self.space.swaps", "return None",
     ),
     Mutant(
-        "deterministic algorithms take any tape", "runtime/replay.py:Recordings.run",
+        "deterministic algorithms take any tape", "runtime/tape.py:Tapes.run",
         "torch._C._get_deterministic_algorithms(),", "",
     ),
     Mutant(

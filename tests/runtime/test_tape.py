@@ -1,9 +1,12 @@
 """Tapes: what they replay is what was computed, to the bit; what can't be replayed is not."""
 
+import copy
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ring_attention_pytorch import RingPlan, ring_attn
 from ring_attention_pytorch.kernels import sdpa
 from ring_attention_pytorch.plan import plan_cache
+from ring_attention_pytorch.runtime import tape
 from ring_attention_pytorch.runtime.interfaces import Traits
-from ring_attention_pytorch.runtime.replay import Recordings
-from ring_attention_pytorch.runtime.tape import Tape, opaque
+from ring_attention_pytorch.runtime.tape import Tapes, opaque
 from ring_attention_pytorch.runtime.uncopied import replaced
 from tests.support import threads
 from tests.support.cases import over_shared_memory
@@ -69,7 +72,7 @@ def test_a_tape_does_what_was_recorded(case: str, kernel: str | None) -> None:
                 assert torch.equal(taped, computed)
                 assert taped.stride() == computed.stride()
         assert replayed(plan) == ["backward", "forward"]
-        assert direct.recordings is None
+        assert direct.tapes is None
 
 
 def test_sinks_are_given_anew() -> None:
@@ -88,9 +91,9 @@ def test_sinks_are_given_anew() -> None:
 
 def taped(function: Callable, *given: Tensor, times: int = 5) -> tuple[list, list[str]]:
     """Call a function by one plan's tapes; return its results, and the lines of its tape."""
-    tapes, plan = Recordings(Tape), torch.empty(0)
+    tapes, plan = Tapes(), torch.empty(0)
     found = [tapes.run(lambda_of(function), plan, *given) for _ in range(times)]
-    (known,) = tapes._recordings.values()
+    (known,) = tapes.by_kind.values()
     return found, getattr(known.replay, "source", "").splitlines()
 
 
@@ -142,7 +145,7 @@ def few_tokens_have_tapes(how: str) -> None:
         given = tensors("causal", torch.float64)
         made = RingPlan.make(*given, causal=True, layout="zigzag", group=ring)
         plan, direct = (over_shared_memory(made, given, ring, 9, **{how: True}) for _ in range(2))
-        object.__setattr__(direct, "recordings", None)
+        object.__setattr__(direct, "tapes", None)
 
         def grow() -> None:
             plan.transport.fabric.space.reserve(None, keys=1 << 16, grads=1 << 16)
@@ -165,10 +168,10 @@ def swaps_have_tapes(ulysses: int) -> None:
         given = tensors("causal", torch.float64)
         made = RingPlan.make(*given, causal=True, layout="zigzag", group=ring, ulysses=ulysses)
         plan, direct = (over_shared_memory(made, given, ring, 9) for _ in range(2))
-        object.__setattr__(direct.ulysses, "recordings", None)
+        object.__setattr__(direct.ulysses, "tapes", None)
 
         def tapes() -> int:
-            return sum(bool(known.replay) for known in plan.ulysses.recordings._recordings.values())
+            return sum(bool(known.replay) for known in plan.ulysses.tapes.by_kind.values())
 
         def grow() -> None:
             for each in (plan, direct):
@@ -190,7 +193,7 @@ def test_a_plan_of_one_call_records_nothing() -> None:
     given = tensors("causal", torch.float32)
     plan = RingPlan.make(*given)
     ring_attn(*given, plan=plan)
-    assert all(known._before is None for known in plan.recordings._recordings.values())
+    assert all(known._before is None for known in plan.tapes.by_kind.values())
 
 
 def test_a_tape_is_a_line_for_each_operation_and_frees_what_it_needs_no_more() -> None:
@@ -233,10 +236,10 @@ def test_tensors_laid_out_otherwise_have_a_tape_of_their_own() -> None:
         rows = x.view(-1) if x.is_contiguous() else x.flatten()
         return (rows + 1,)
 
-    tapes, dense = Recordings(Tape), torch.arange(4.0).view(2, 2)
+    tapes, dense = Tapes(), torch.arange(4.0).view(2, 2)
     for x in [dense] * 4 + [dense.t()] * 4:
         assert torch.equal(tapes.run(function, dense, x)[0], x.flatten() + 1)
-    assert len(tapes._recordings) == 2
+    assert len(tapes.by_kind) == 2
 
 
 def test_views_that_nothing_needs_are_left_out_and_writes_through_them_are_not() -> None:
@@ -307,7 +310,7 @@ class Steps:
 
     def entered(self, called: Callable) -> int:
         """Call it six times by tapes of its own, check each result; return how often it ran."""
-        tapes, again = Recordings(Tape), Steps(self.by, *self.numbers, more=self.more)
+        tapes, again = Tapes(), Steps(self.by, *self.numbers, more=self.more)
         for _ in range(6):
             x = torch.randn(3, dtype=torch.float64)
             (wanted,) = again(x)
@@ -337,7 +340,7 @@ def test_what_looks_at_values_may_be_one_operation() -> None:
     def function(_: object, x: Tensor) -> tuple[Tensor]:
         return (doubled_if_positive(x + 1),)
 
-    tapes = Recordings(Tape)
+    tapes = Tapes()
     found = [
         tapes.run(function, torch.empty(0), torch.full((2,), v)) for v in (1.0, 1.0, 1.0, -3.0)
     ]
@@ -361,13 +364,13 @@ def doubled_where_deterministic(plan: None, t: Tensor) -> tuple[Tensor]:
 
 
 def deterministic_algorithms_have_tapes_of_their_own() -> None:
-    tapes, t = Recordings(Tape), torch.randn(3)
+    tapes, t = Tapes(), torch.randn(3)
     for _ in range(3):
         for deterministic in [False] * 3 + [True] * 5 + [False]:
             torch.use_deterministic_algorithms(deterministic)
             (found,) = tapes.run(doubled_where_deterministic, None, t)
             assert torch.equal(found, t * (1 + deterministic))
-    assert len([known for known in tapes._recordings.values() if known.replay]) == 2
+    assert len([known for known in tapes.by_kind.values() if known.replay]) == 2
 
 
 def test_deterministic_algorithms_have_tapes_of_their_own(restore_determinism: None) -> None:
@@ -443,3 +446,94 @@ def test_second_order_is_that_of_no_tape() -> None:
     )
     for taped_one, computed in zip(twice, torch.autograd.grad(grads[0].square().sum(), given)):
         assert torch.equal(taped_one, computed)
+
+
+X = torch.zeros(2, 3)
+
+
+class Counted:
+    """A tape of calls of the same shapes, which counts how often it was run."""
+
+    made: ClassVar[list["Counted"]] = []
+
+    def __init__(self) -> None:
+        self.runs = 0
+        Counted.made.append(self)
+
+    @staticmethod
+    def key(given: tuple) -> tuple | None:
+        return None if given[0].dtype == torch.int64 else tuple(t.shape for t in given)
+
+    def run(self, function: Any, owner: Any, given: tuple) -> Any:
+        self.runs += 1
+        return self, function(owner, *given)
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> Tapes:
+    Counted.made.clear()
+    monkeypatch.setattr(tape, "Tape", Counted)
+    return Tapes()
+
+
+def double(owner: object, t: torch.Tensor) -> torch.Tensor:
+    return 2 * t
+
+
+def negate(owner: object, t: torch.Tensor) -> torch.Tensor:
+    return -t
+
+
+def test_calls_of_a_kind_share_a_tape_and_others_have_their_own(tapes):
+    first, out = tapes.run(double, None, X + 1)
+    assert torch.equal(out, X + 2)
+    assert tapes.run(double, None, X)[0] is first
+    assert tapes.run(negate, None, X)[0] is not first
+    assert tapes.run(double, None, X[:1])[0] is not first
+    assert first.runs == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("_get_deterministic_algorithms", True), ("_get_float32_matmul_precision", "another")],
+)
+def test_global_settings_are_part_of_the_kind(tapes, setting, value):
+    first, _ = tapes.run(double, None, X)
+    with mock.patch.object(torch._C, setting, return_value=value):
+        assert tapes.run(double, None, X)[0] is not first
+    assert tapes.run(double, None, X)[0] is first
+
+
+def test_what_is_of_no_kind_is_not_recorded(tapes):
+    assert torch.equal(tapes.run(double, None, X.long()), X.long())
+    assert Counted.made == []
+
+
+def test_other_memory_drops_all_tapes(tapes):
+    memory = ["one"]
+    tapes.follow = lambda: memory[0]
+    first, _ = tapes.run(double, None, X)
+    memory[0] = "another"
+    second, _ = tapes.run(double, None, X)
+    assert second is not first
+    memory[0] = "one"  # it was left by the other ranks, too
+    assert tapes.run(double, None, X)[0] not in (first, second)
+
+
+def test_no_more_than_so_many_kinds_are_kept(tapes):
+    given = [torch.zeros(n) for n in range(tape._KINDS + 1)]
+    first, _ = tapes.run(double, None, given[0])
+    for t in given[1 : tape._KINDS]:
+        tapes.run(double, None, t)
+    assert tapes.run(double, None, given[0])[0] is first
+    tapes.run(double, None, given[tape._KINDS])
+    assert tapes.run(double, None, given[0])[0] is not first
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))]
+)
+def test_a_copy_has_none(tapes, copied):
+    first, _ = tapes.run(double, None, X)
+    again = copied(tapes)
+    assert again.run(double, None, X)[0] is not first

@@ -86,7 +86,7 @@ def test_a_swap_of_heads_is_given_what_its_graph_may_read() -> None:
             return tensors
 
     ranks = object.__new__(Ulysses)
-    for name, value in dict(recordings=Recorded(), together=swap.ring, number=0).items():
+    for name, value in dict(tapes=Recorded(), together=swap.ring, number=0).items():
         object.__setattr__(ranks, name, value)
     x = [make(torch.randn(1, 4, 2, 4)) for make in (negative, unwaited, torch.clone)]
     Ulysses.exchange(ranks, way, *x, back_of=None)

@@ -40,7 +40,7 @@ def test_a_layer_is_the_reference_of_its_projections(restart: bool) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [dict(causal=False), dict(dropout=0.1), dict(max_lookback_seq_len=3), dict(in_graphs=True)],
+    [dict(causal=False), dict(dropout=0.1), dict(max_lookback_seq_len=3)],
 )
 def test_layers_refuse_what_summaries_cannot_do(given: dict) -> None:
     with pytest.raises(ValueError, match="attn_summaries needs causal=True"):

@@ -164,7 +164,6 @@ CALLS: dict[str, Callable[[], Call]] = {
     "zig_zag_shard": to(zig_zag_attention.zig_zag_shard, t=ONE),
     "RingPlan.make": to(R.RingPlan.make, **QKV),
     "RingPlan.for_layer": of(plan, "for_layer", number=0),
-    "RingPlan.in_graphs": lambda: Call(plan().in_graphs, {}, alone=False),
     "RingPlan.positions": of(plan, "positions"),
     "RingPlan.statistics": lambda: Call(plan().statistics, {}, alone=False),
     "explain_plan": lambda: Call(R.explain_plan, dict(plan=plan())),

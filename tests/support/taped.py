@@ -9,7 +9,7 @@ from ring_attention_pytorch.plan import plan_cache
 
 def replayed(plan: RingPlan) -> list[str]:
     """List the functions of a plan that have a tape."""
-    kept = plan.recordings._recordings.items()
+    kept = plan.tapes.by_kind.items()
     return sorted(kind[0].__name__ for kind, known in kept if known.replay)
 
 
@@ -17,7 +17,7 @@ def untaped(given: list[Tensor], **options: object) -> RingPlan:
     """Make a plan whose calls are never taped."""
     plan_cache.forget()
     plan = RingPlan.make(*given, **options)
-    object.__setattr__(plan, "recordings", None)
+    object.__setattr__(plan, "tapes", None)
     plan_cache.forget()
     return plan
 
