@@ -155,7 +155,7 @@ def machines() -> list[Entry]:
     return [
         Entry("machines", "", times, 300, alone=True),
         Entry("machines, latent keys", "latents", latents, 240, alone=True),
-        Entry("machines, decoding", "", f"{MACHINES} --only decode graphs own", 180, alone=True),
+        Entry("machines, decoding", "", f"{MACHINES} --only decode graphs", 180, alone=True),
     ]
 
 

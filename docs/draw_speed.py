@@ -37,7 +37,6 @@ LINES = (
          COLOURS[4], "9 5", "flash-attn-4"),
     Line("cuDNN alone on one GPU, all tokens", "theory", "one by one", INK, "1 4", KERNEL),
     Line("cuDNN, gather, all in one CUDA graph", "gather", "graph", COLOURS[0], "", KERNEL),
-    Line("cuDNN, gather, replayed", "gather", "replayed", COLOURS[0], "2 4", KERNEL),
     Line("cuDNN, gather, one by one", "gather", "one by one", COLOURS[0], "9 5", KERNEL),
     Line("Triton, gather, one by one", "gather", "one by one", COLOURS[3], "9 5", "triton"),
     Line("TransformerEngine, cuDNN, best mode", "TransformerEngine", "one by one",
