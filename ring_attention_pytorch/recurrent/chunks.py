@@ -98,4 +98,4 @@ class Returned(NamedTuple):
     dh: Tensor
     dv: Tensor
     do: Tensor
-    local: tuple[Tensor, ...]
+    local: Tensor | None  # gradients of scores within chunks, for a rule of channels

@@ -5,9 +5,11 @@
                exchange them ─► fla's backward, from the gradients of the states after
 
 Each direction costs one more walk through the states than fla alone. The kernels compute pieces of
-runs (`cuts.py`), of which no other rank knows.
+runs (`cuts.py`), of which no other rank knows. What a rank computes before and after an exchange is
+a stage, a function of tensors alone: on GPUs tapes repeat it.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +27,10 @@ from ring_attention_pytorch.recurrent.plan import RunPlan
 from ring_attention_pytorch.recurrent.runs import gathers
 from ring_attention_pytorch.recurrent.scan import scanned, scanned_as_gathered
 from ring_attention_pytorch.recurrent.state_maps import gradients_of, store_maps
+from ring_attention_pytorch.runtime.launches import launches_recorded
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.runtime.streams import capturing
+from ring_attention_pytorch.runtime.tape import Tapes, Tensors
 from ring_attention_pytorch.runtime.torch_func import refuse_second_order
 
 
@@ -103,22 +108,21 @@ class _TwoPasses(Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *given: Any) -> tuple[Tensor, Tensor | None]:
         *tensors, initial = given
-        rule, how = rule_of(tensors[3]), _cuts(call).how
         q, k, v, g, beta = map(_in_one_row, tensors)
-        x, tokens = Inputs(q, k, v, g, beta, call.scale), v.shape[1]
-        norms: tuple[Tensor, ...] = ()
-        if tokens:
-            x, norms = _prepared(x, call, how)
-        work = rule.chunks(x, how) if tokens else _nothing(x)
+        of_q = of_k = None
+        work = Chunks(q, k, v.new_empty(1, 0, v.shape[2], k.shape[3]), v, g, ())
+        if v.shape[1]:
+            q, k, g, of_q, of_k, *chunks = _run(_chunked, call, q, k, v, g, beta)
+            work = Chunks(q, chunks[0], chunks[1], chunks[2], g, tuple(chunks[3:]))
         scan = _scanned(work, call, initial)
-        ctx.call, ctx.scan, ctx.normed = call, scan, bool(norms)
+        ctx.call, ctx.scan = call, scan
         ctx.given = [(t.shape, t.dtype) for t in tensors]
-        ctx.save_for_backward(*x[:5], *norms, *work.kept)
+        ctx.save_for_backward(q, k, v, g, beta, of_q, of_k, *work.kept)
         last = None if scan.last is None else scan.last.detach().clone()
-        if not tokens:
+        if not v.shape[1]:
             return tensors[2].clone(), last
-        h, values = _states(work, scan.before, how)
-        out = rule.outputs(x, values, h, work, how).to(tensors[2].dtype)
+        before = scan.before.detach().contiguous()
+        (out,) = _run(_read, call, q, k, v, g, beta, before, *work[1:4], *work.kept)
         # of a view PyTorch would refuse changes in place
         return torch.ops.aten._unsafe_view(out, tensors[2].shape), last
 
@@ -130,27 +134,98 @@ class _TwoPasses(Function):
 
     @staticmethod
     def _backward(ctx: Any, do: Tensor, dlast: Tensor | None) -> tuple[Any, ...]:
-        call, scan, how = ctx.call, ctx.scan, ctx.scan.pieces.cuts.how
-        q, k, v, g, beta, *kept = ctx.saved_tensors
-        norms, kept = kept[: 2 * ctx.normed], tuple(kept[2 * ctx.normed :])
-        x, rule = Inputs(q, k, v, g, beta, call.scale), rule_of(g)
-        if not v.shape[1]:
-            dinitial = None
-            if scan.before.requires_grad:
-                _, dinitial = scan.back(torch.zeros_like(scan.before), dlast, call)
+        call, scan = ctx.call, ctx.scan
+        crosses = scan.before.requires_grad
+        if not ctx.given[2][0].numel():
+            dinitial = scan.back(torch.zeros_like(scan.before), dlast, call)[1] if crosses else None
             return None, *(do.new_zeros(shape, dtype=kind) for shape, kind in ctx.given), dinitial
-        do, work = _in_one_row(do), rule.again(x, kept, how)
-        h, values = _states(work, scan.before, how)
-        dv, local = rule.local(x, values, do, work, how)
-        after, dinitial = None, None
-        if scan.before.requires_grad:
-            own = gradients_of(work, do, dv, how.spans, call.scale)
-            after, dinitial = scan.back(own, dlast, call)
-        dh, dv = _state_gradients(work, x, after, do, dv, how)
-        returned = Returned(h, values, dh, dv, do, local)
-        grads = _unprepared(rule, x, work, returned, tuple(norms), how)
+        q, k, v, g, beta, *norms_and_kept = ctx.saved_tensors
+        given, do = (q, k, v, g, beta), _in_one_row(do)
+        before = scan.before.detach().contiguous()
+        stage = _local_and_states if crosses else _local
+        *computed, own = _run(stage, call, *given, before, do, *norms_and_kept[2:])
+        after, dinitial = scan.back(own, dlast, call) if crosses else (None, None)
+        after = None if after is None else after.contiguous()
+        grads = _run(_gradients, call, *given, do, after, *norms_and_kept[:2], *computed)
         of_given = (t.to(dtype).view(shape) for t, (shape, dtype) in zip(grads, ctx.given))
         return None, *of_given, dinitial
+
+
+def _chunked(call: Call, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensors:
+    """Return q, k, and sums of gates as kernels take them, two norms or None, and chunks."""
+    how = _how(call)
+    x, norms = _prepared(Inputs(q, k, v, g, beta, call.scale), call, how)
+    work = rule_of(x.g).chunks(x, how)
+    return x.q, x.k, x.g, *(norms or (None, None)), work.k, work.w, work.u, *work.kept
+
+
+def _read(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, before: Tensor,
+    of_k: Tensor, w: Tensor, u: Tensor, *kept: Tensor,
+) -> Tensors:  # fmt: skip
+    """Return the outputs of tokens, from the states before pieces."""
+    x, work, how = Inputs(q, k, v, g, beta, call.scale), Chunks(q, of_k, w, u, g, kept), _how(call)
+    h, values = _states(work, before, how)
+    return (rule_of(g).outputs(x, values, h, work, how).to(v.dtype),)
+
+
+def _local_and_states(call: Call, *given: Tensor, crosses: bool = True) -> Tensors:
+    """Return what `_gradients` needs, then gradients of the states before pieces.
+
+    These are of these pieces' outputs alone; None if no state crosses.
+    """
+    q, k, v, g, beta, before, do, *kept = given
+    x, rule, how = Inputs(q, k, v, g, beta, call.scale), rule_of(g), _how(call)
+    work = rule.again(x, tuple(kept), how)
+    h, values = _states(work, before, how)
+    dv, local = rule.local(x, values, do, work, how)
+    own = gradients_of(work, do, dv, how.spans, call.scale) if crosses else None
+    return h, values, dv, local, *work[:4], *kept, own
+
+
+def _local(call: Call, *given: Tensor) -> Tensors:
+    return _local_and_states(call, *given, crosses=False)
+
+
+def _gradients(call: Call, *given: Tensor | Any) -> Tensors:
+    """Return the gradients of q, k, v, g and beta, from those of the states after pieces."""
+    q, k, v, g, beta, do, after, of_q, of_k, h, values, dv, local, *rest = given
+    x, rule, how = Inputs(q, k, v, g, beta, call.scale), rule_of(g), _how(call)
+    work = Chunks(rest[0], rest[1], rest[2], rest[3], g, tuple(rest[4:]))
+    dh, dv = _state_gradients(work, x, after, do, dv, how)
+    norms = (of_q, of_k) if call.normalize else ()
+    return _unprepared(rule, x, work, Returned(h, values, dh, dv, do, local), norms, how)
+
+
+class _Stage:
+    """A stage of calls alike, repeated by a tape, which has no results that are arguments."""
+
+    def __init__(self, stage: Callable[..., Tensors]) -> None:
+        self.stage = stage
+        self.tapes = Tapes()
+        self.same: dict[int, int] = {}  # results that are arguments
+
+    def __call__(self, call: Call, *given: Tensor | Any) -> Tensors:
+        results, same = self.tapes.run(self._apart, call, *given), self.same
+        return tuple([given[same[i]] if i in same else t for i, t in enumerate(results)])
+
+    def _apart(self, call: Call, *given: Tensor | Any) -> Tensors:
+        with launches_recorded():
+            results = [*self.stage(call, *given)]
+        for i, t in enumerate(results):
+            for number, argument in enumerate(given):
+                if t is not None and t is argument:
+                    results[i], self.same[i] = None, number
+        return tuple(results)
+
+
+def _run(stage: Callable[..., Tensors], call: Call, *given: Tensor | Any) -> Tensors:
+    """Return `stage(call, *given)`, on GPUs by a tape once there is one."""
+    if not given[0].is_cuda or capturing(given[0].device):
+        return stage(call, *given)
+    kinds = tuple([None if t is None else (t.shape, t.dtype) for t in given])
+    key = stage, call.scale, call.normalize, call.final, kinds
+    return call.plan.once(key, lambda: _Stage(stage))(call, *given)
 
 
 def _in_one_row(x: Tensor) -> Tensor:
@@ -162,10 +237,8 @@ def _cuts(call: Call) -> Cuts:
     return call.plan.once(("pieces", call.final), lambda: Cuts.of(call.plan, call.final))
 
 
-def _nothing(x: Inputs) -> Chunks:
-    """Return the chunks of a rank without tokens."""
-    wide = x.v.new_empty(1, 0, x.v.shape[2], x.k.shape[3])
-    return Chunks(x.q, x.k, wide, x.v, x.g, ())
+def _how(call: Call) -> How:
+    return _cuts(call).how
 
 
 def _prepared(x: Inputs, call: Call, how: How) -> tuple[Inputs, tuple[Tensor, ...]]:
@@ -226,7 +299,7 @@ def _of_all(x: Tensor, held: Tensor, rows: int) -> Tensor:
 def _states(work: Chunks, before: Tensor, how: How) -> tuple[Tensor, Tensor]:
     """Return the states before chunks, and values after the delta rule."""
     h, values, _ = part("ops.common.chunk_delta_h.chunk_gated_delta_rule_fwd_h")(
-        k=work.k, w=work.w, u=work.u, initial_state=before.detach().contiguous(),
+        k=work.k, w=work.w, u=work.u, initial_state=before,
         output_final_state=False, **work.gates, **how.stepped,
     )  # fmt: skip
     return h, values
@@ -236,7 +309,6 @@ def _state_gradients(
     work: Chunks, x: Inputs, after: Tensor | None, do: Tensor, dv: Tensor, how: How
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of states and values; `after` are of states after pieces, None is 0."""
-    after = None if after is None else after.contiguous()
     dh, _, dv = part("ops.common.chunk_delta_h.chunk_gated_delta_rule_bwd_dhu")(
         q=work.q, k=work.k, w=work.w, h0=None, dht=after, do=do, dv=dv, scale=x.scale,
         **work.gates, **how.stepped,

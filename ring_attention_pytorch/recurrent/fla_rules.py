@@ -29,7 +29,7 @@ class Rule(Protocol):
     def outputs(self, x: Inputs, v: Tensor, h: Tensor, work: Chunks, how: How) -> Tensor: ...
     def local(
         self, x: Inputs, v: Tensor, do: Tensor, work: Chunks, how: How
-    ) -> tuple[Tensor, tuple[Tensor, ...]]: ...
+    ) -> tuple[Tensor, Tensor | None]: ...
     def gradients(self, x: Inputs, work: Chunks, r: Returned, how: How) -> tuple[Tensor, ...]: ...
 
 
@@ -55,10 +55,10 @@ class OfHeads:
 
     def local(
         self, x: Inputs, v: Tensor, do: Tensor, work: Chunks, how: How
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, Tensor | None]:
         return part("ops.common.chunk_o.chunk_bwd_dv_local")(
             q=x.q, k=x.k, g=x.g, do=do, scale=x.scale, **how.sized
-        ), ()
+        ), None
 
     def gradients(self, x: Inputs, work: Chunks, r: Returned, how: How) -> tuple[Tensor, ...]:
         if on_hopper():
@@ -96,11 +96,11 @@ class OfChannels:
 
     def local(
         self, x: Inputs, v: Tensor, do: Tensor, work: Chunks, how: How
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, Tensor | None]:
         d_scores, dv = part("ops.kda.chunk_bwd.chunk_kda_bwd_dAv")(
             q=x.q, k=x.k, v=v, do=do, A=work.kept[0], scale=x.scale, **how.sized
         )
-        return dv, (d_scores,)
+        return dv, d_scores
 
     def gradients(self, x: Inputs, work: Chunks, r: Returned, how: How) -> tuple[Tensor, ...]:
         dq, dk, dv, db, dg, d_system = part("ops.kda.chunk_bwd.chunk_kda_bwd_wy_dqkg_fused")(
@@ -108,7 +108,7 @@ class OfChannels:
             dh=r.dh, dv=r.dv, scale=x.scale, **how.stepped,
         )  # fmt: skip
         dq, dk, db, dg = part("ops.kda.chunk_intra.chunk_kda_bwd_intra")(
-            q=x.q, k=x.k, g=x.g, beta=x.beta, dAqk=r.local[0], dAkk=d_system, dq=dq, dk=dk, db=db,
+            q=x.q, k=x.k, g=x.g, beta=x.beta, dAqk=r.local, dAkk=d_system, dq=dq, dk=dk, db=db,
             dg=dg, **how.sized,
         )  # fmt: skip
         share = x.v.shape[2] // x.q.shape[2]

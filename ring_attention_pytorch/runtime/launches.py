@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial, wraps
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class Launch:
         made = self.kernel[(self.programs,)](*args, *self.fixed, **self.constants, **self.options)
         if made is not None:  # the interpreter compiles nothing
             self._rest = (*_addressed(self.fixed), *self.constants.values())
-            self._compiled = _launcher(made, self.programs)
+            self._compiled = _launcher(made, (self.programs,))
 
 
 _ALIGNMENT = 16  # bytes: Triton compiles another variant for addresses that are no multiples
@@ -78,7 +79,10 @@ def launch_alike(kernel: Any, programs: int, *args: Any, **options: Any) -> None
         (arg.dtype, arg.data_ptr() % _ALIGNMENT) if isinstance(arg, Tensor) else type(arg)
         for arg in args
     ]
-    _launch_of(kernel, programs, args[0].device, *kinds, **options)(*args)
+    launch: Any = _launch_of(kernel, programs, args[0].device, *kinds, **options)
+    if recording():
+        launch = opaque(launch)
+    launch(*args)
 
 
 @lru_cache(maxsize=1024)
@@ -90,7 +94,7 @@ def _addressed(args: tuple[Any, ...]) -> list[Any]:
     return [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
 
 
-def _launcher(made: Any, programs: int) -> Callable[..., None]:
+def _launcher(made: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """Return a function that launches a compiled kernel as Triton does, without profiler hooks.
 
     Hooks take a third of a launch's time, even if none is set.
@@ -99,9 +103,10 @@ def _launcher(made: Any, programs: int) -> Callable[..., None]:
 
     device, stream_of = driver.active.get_current_device(), driver.active.get_current_stream
     run, function, metadata = made.run, made.function, made.packed_metadata
+    x, y, z = (*grid, 1, 1)[:3]
 
     def launch(*args: Any) -> None:
-        run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *args)
+        run(x, y, z, stream_of(device), function, metadata, None, None, None, *args)
 
     return launch
 
@@ -132,17 +137,21 @@ class KernelCall(NamedTuple):
     """A launch of a Triton kernel, with all its arguments."""
 
     kernel: Any
-    programs: int
+    programs: int | tuple[int, ...]  # or the grid
     args: Sequence[Any]  # numbers, tensors, tuples of them, descriptors
     constants: dict[str, Any]  # the kernel's last parameters, and the compiler's options
 
+    @property
+    def grid(self) -> tuple[int, ...]:
+        return self.programs if isinstance(self.programs, tuple) else (self.programs,)
+
     def launch(self) -> Any:
         """Launch it on the current stream by Triton; return the compiled kernel, if any."""
-        return self.kernel[(self.programs,)](*self.args, **self.constants)
+        return self.kernel[self.grid](*self.args, **self.constants)
 
     def compile(self) -> Any:
         """Compile the kernel of a launch unless it is cached; return it, or a future of it."""
-        return self.kernel.warmup(*self.args, grid=(self.programs,), **self.constants)
+        return self.kernel.warmup(*self.args, grid=self.grid, **self.constants)
 
 
 def compile_together(calls: Sequence[KernelCall]) -> None:
@@ -274,6 +283,37 @@ def _launch_or_hold(call: KernelCall) -> None:
         _thread.held.setdefault((id(call.kernel), *call.constants.items()), call)
 
 
+@contextmanager
+def launches_recorded() -> Iterator[None]:
+    """Let a tape see each launch of Triton in this block, by other packages, too.
+
+    A launch's numbers are constants of the tape: they must depend on its cache key alone.
+    """
+    if not recording():
+        yield
+        return
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def recorded(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if warmup or not recording():  # another thread's
+            return run(kernel, *args, grid=grid, warmup=warmup, **options)
+        named = {name: options.pop(name) for name in kernel.arg_names if name in options}
+        bound = kernel.signature.bind(*args, **named)
+        bound.apply_defaults()
+        programs = tuple(grid(bound.arguments) if callable(grid) else grid)
+        call = KernelCall(kernel, programs, [*bound.arguments.values()], options)
+        given = [arg for arg in call.args if isinstance(arg, Tensor)]
+        return opaque(PreparedLaunch(call, given))(*given)
+
+    with _recorded_one_by_one, mock.patch.object(JITFunction, "run", recorded):
+        yield
+
+
+_recorded_one_by_one = threading.Lock()
+
+
 def _on(t: Tensor) -> AbstractContextManager[Any]:
     """Make the device of t current: Triton launches there, even if tensors are elsewhere."""
     return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
@@ -370,7 +410,7 @@ class PreparedLaunch:
         for at, slot in self._moving:
             args[at] = slot.tensor(given)
         if (made := self._call._replace(args=args).launch()) is not None:
-            self._compiled = _launcher(made, self._call.programs)
+            self._compiled = _launcher(made, self._call.grid)
 
 
 def _slot(arg: Any, numbers: dict[int, int]) -> Any:

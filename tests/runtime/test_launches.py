@@ -51,7 +51,7 @@ def test_each_call_gives_its_own_tensors() -> None:
     with mock.patch.object(launches, "_launcher", return_value=compiled) as launcher:
         x, y, moved = second = [torch.zeros(2), torch.zeros(2), torch.zeros(2, 4)]
         launch(*second)  # as Triton launches, with tensors
-        launcher.assert_called_once_with("compiled", 7)
+        launcher.assert_called_once_with("compiled", (7,))
         ((got, pair, descriptor, held, n),) = kernel.launched
         assert got is x
         assert pair[0] is y
