@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.lib.imagined import Imagined
 from benchmarks.lib.rings import captured
 from ring_attention_pytorch import (
     RunPlan,
@@ -21,7 +22,7 @@ from ring_attention_pytorch import (
     ring_short_conv,
 )
 from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.recurrent import cuts
+from ring_attention_pytorch.recurrent import cuts, fla_passes
 from tests.support import threads
 from tests.support.recurrent_reference import sequential
 from tests.support.reference import relative_error
@@ -217,3 +218,36 @@ def test_mamba_2() -> None:
         wide[0], wide[1], wide[2] * wide[3][..., None], wide[3] * wide[4], None, begins
     )
     assert relative_error(got, want) < 1e-2
+
+
+@needs_fla
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("rule", [ring_gated_delta_rule, ring_kda])
+def test_tapes_repeat_stages_to_the_bit(rule, normalize: bool) -> None:
+    """With other tensors in each call, beside the stages themselves."""
+    channels = rule is ring_kda
+
+    def drawn(seed: int) -> list[Tensor]:
+        draw = torch.Generator("cuda").manual_seed(seed)
+        shapes = [(4 << channels, 64)] * 2 + [(8, 64), (8, 64) if channels else (8,), (8,)]
+        q, k, v, g, beta = (
+            torch.randn(1, 1024, *shape, device="cuda", generator=draw) for shape in shapes
+        )
+        k = torch.nn.functional.normalize(k, dim=-1)
+        given = [*(t.bfloat16() for t in (q / 8, k, v)), -g.abs() / 10, beta.sigmoid().bfloat16()]
+        return [t.requires_grad_() for t in given]
+
+    def stages_themselves(stage, call, *given):
+        return stage(call, *given)
+
+    plan = RunPlan.make(drawn(0)[0], layout="zigzag", group=Imagined(0, 2))
+    for seed in range(6):
+        given, found = drawn(seed), []
+        for run in (fla_passes._run, stages_themselves):
+            with mock.patch.object(fla_passes, "_run", run):
+                out, _ = rule(*given, plan=plan, normalize=normalize)
+                found.append([out, *torch.autograd.grad(out, given, out.detach().cos())])
+        assert all(map(torch.equal, *found)), seed
+    stages = [made for made in plan._made.values() if isinstance(made, fla_passes._Stage)]
+    assert len(stages) == 4
+    assert all(tape.replay for each in stages for tape in each.tapes.by_kind.values())

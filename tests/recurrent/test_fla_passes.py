@@ -206,3 +206,21 @@ def test_second_derivatives_are_an_error(monkeypatch) -> None:
                 torch.autograd.grad(loss, [*mine.values()], create_graph=True, retain_graph=True)
 
     threads.run(2, main)
+
+
+def test_a_stage_repeats_what_it_did_with_other_tensors() -> None:
+    """And gives back the arguments themselves where they are results."""
+
+    def stage(call: object, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        calls.append(call)
+        return y, x + y, None
+
+    calls: list[object] = []
+    repeated = fla_passes._Stage(stage)
+    for number in range(6):
+        x, y = torch.full((2,), float(number)), torch.ones(2)
+        same, total, nothing = repeated("call", x, y)
+        assert same is y
+        assert torch.equal(total, x + y)
+        assert nothing is None
+    assert len(calls) == 3  # the first, and two that are recorded

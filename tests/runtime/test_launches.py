@@ -1,8 +1,10 @@
 """A prepared launch gives a kernel the tensors of each call, and all else as it was."""
 
+import inspect
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.runtime import launches
 from ring_attention_pytorch.runtime.launches import KernelCall, PreparedLaunch, launch_alike
+from ring_attention_pytorch.runtime.tape import Tapes
 
 HELD = torch.zeros(2)
 
@@ -251,3 +254,43 @@ def test_where_there_is_nothing_to_compile_triton_is_not_asked_for(
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     launches.compile_together([])
+
+
+# ---- launches of other packages
+
+
+def test_a_tape_repeats_launches_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By position and by name, with grids that depend on arguments, and with defaults."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    launched = []
+
+    class Jit:  # in the place of Triton's, whose `run` needs a GPU
+        arg_names = ("x", "out", "n", "BLOCK")
+        signature = inspect.signature(lambda x, out, n, BLOCK=4: None)
+
+        def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            bound = self.signature.bind(*args, **{k: v for k, v in options.items() if k != "warps"})
+            bound.apply_defaults()
+            launched.append(grid(bound.arguments) if callable(grid) else grid)
+            bound.arguments["out"].copy_(bound.arguments["x"] + bound.arguments["n"])
+
+        def __getitem__(self, grid: Any) -> Any:
+            return partial(self.run, grid=grid, warmup=False)
+
+    monkeypatch.setattr(jit, "JITFunction", Jit)
+    kernel, calls = Jit(), []
+
+    def work(owner: object, x: Tensor) -> tuple[Tensor]:
+        calls.append(owner)
+        out = torch.empty_like(x)
+        with launches.launches_recorded():
+            kernel[lambda given: (given["BLOCK"], 2)](x, n=3, out=out, warps=1)
+        return (out,)
+
+    tapes = Tapes()
+    for number in range(6):
+        x = torch.full((2,), float(number))
+        assert torch.equal(tapes.run(work, None, x)[0], x + 3)
+    assert len(calls) == 3
+    assert launched == [(4, 2)] * 6
+    assert Jit.run.__qualname__.endswith("Jit.run")  # nothing of it is left
