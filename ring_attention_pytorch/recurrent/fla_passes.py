@@ -5,8 +5,8 @@
                exchange them ─► fla's backward, from the gradients of the states after
 
 Each direction costs one more walk through the states than fla alone. The kernels compute pieces of
-runs (`cuts.py`), of which no other rank knows. What a rank computes before and after an exchange is
-a stage, a function of tensors alone: on GPUs tapes repeat it.
+runs (`cuts.py`), of which no other rank knows. A stage is a rank's work before or after an exchange,
+a function of tensors alone: on GPUs tapes repeat it.
 """
 
 from collections.abc import Callable
@@ -170,7 +170,7 @@ def _read(
 
 
 def _local_and_states(call: Call, *given: Tensor, crosses: bool = True) -> Tensors:
-    """Return what `_gradients` needs, then gradients of the states before pieces.
+    """Return the inputs of `_gradients`, then gradients of the states before pieces.
 
     These are of these pieces' outputs alone; None if no state crosses.
     """
