@@ -5,7 +5,7 @@
                exchange them ─► fla's backward, from the gradients of the states after
 
 Each direction costs one more walk through the states than fla alone. The kernels compute pieces of
-runs (`cuts.py`), of which no other rank knows. A stage is a rank's work before or after an exchange,
+runs (`cuts.py`), of which no other rank knows. A phase is a rank's work before or after an exchange,
 a function of tensors alone: on GPUs tapes repeat it.
 """
 
@@ -142,8 +142,8 @@ class _TwoPasses(Function):
         q, k, v, g, beta, *norms_and_kept = ctx.saved_tensors
         given, do = (q, k, v, g, beta), _in_one_row(do)
         before = scan.before.detach().contiguous()
-        stage = _local_and_states if crosses else _local
-        *computed, own = _run(stage, call, *given, before, do, *norms_and_kept[2:])
+        phase = _local_and_states if crosses else _local
+        *computed, own = _run(phase, call, *given, before, do, *norms_and_kept[2:])
         after, dinitial = scan.back(own, dlast, call) if crosses else (None, None)
         after = None if after is None else after.contiguous()
         grads = _run(_gradients, call, *given, do, after, *norms_and_kept[:2], *computed)
@@ -188,7 +188,7 @@ def _local(call: Call, *given: Tensor) -> Tensors:
 
 
 def _gradients(call: Call, *given: Tensor | Any) -> Tensors:
-    """Return the gradients of q, k, v, g and beta, from those of the states after pieces."""
+    """Return the gradients of q, k, v, g and beta; `after` has the ones of states after pieces."""
     q, k, v, g, beta, do, after, of_q, of_k, h, values, dv, local, *rest = given
     x, rule, how = Inputs(q, k, v, g, beta, call.scale), rule_of(g), _how(call)
     work = Chunks(rest[0], rest[1], rest[2], rest[3], g, tuple(rest[4:]))
@@ -197,11 +197,11 @@ def _gradients(call: Call, *given: Tensor | Any) -> Tensors:
     return _unprepared(rule, x, work, Returned(h, values, dh, dv, do, local), norms, how)
 
 
-class _Stage:
-    """A stage of calls alike, repeated by a tape, which has no results that are arguments."""
+class _Phase:
+    """A phase of calls alike, repeated by a tape, which has no results that are arguments."""
 
-    def __init__(self, stage: Callable[..., Tensors]) -> None:
-        self.stage = stage
+    def __init__(self, phase: Callable[..., Tensors]) -> None:
+        self.phase = phase
         self.tapes = Tapes()
         self.same: dict[int, int] = {}  # results that are arguments
 
@@ -211,7 +211,7 @@ class _Stage:
 
     def _apart(self, call: Call, *given: Tensor | Any) -> Tensors:
         with launches_recorded():
-            results = [*self.stage(call, *given)]
+            results = [*self.phase(call, *given)]
         for i, t in enumerate(results):
             for number, argument in enumerate(given):
                 if t is not None and t is argument:
@@ -219,13 +219,13 @@ class _Stage:
         return tuple(results)
 
 
-def _run(stage: Callable[..., Tensors], call: Call, *given: Tensor | Any) -> Tensors:
-    """Return `stage(call, *given)`, on GPUs by a tape once there is one."""
+def _run(phase: Callable[..., Tensors], call: Call, *given: Tensor | Any) -> Tensors:
+    """Return `phase(call, *given)`, on GPUs by a tape once there is one."""
     if not given[0].is_cuda or capturing(given[0].device):
-        return stage(call, *given)
+        return phase(call, *given)
     kinds = tuple([None if t is None else (t.shape, t.dtype) for t in given])
-    key = stage, call.scale, call.normalize, call.final, kinds
-    return call.plan.once(key, lambda: _Stage(stage))(call, *given)
+    key = phase, call.scale, call.normalize, call.final, kinds
+    return call.plan.once(key, lambda: _Phase(phase))(call, *given)
 
 
 def _in_one_row(x: Tensor) -> Tensor:

@@ -223,8 +223,8 @@ def test_mamba_2() -> None:
 @needs_fla
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("rule", [ring_gated_delta_rule, ring_kda])
-def test_tapes_repeat_stages_to_the_bit(rule, normalize: bool) -> None:
-    """With other tensors in each call, beside the stages themselves."""
+def test_tapes_repeat_phases_to_the_bit(rule, normalize: bool) -> None:
+    """With other tensors in each call, beside the phases themselves."""
     channels = rule is ring_kda
 
     def drawn(seed: int) -> list[Tensor]:
@@ -237,17 +237,17 @@ def test_tapes_repeat_stages_to_the_bit(rule, normalize: bool) -> None:
         given = [*(t.bfloat16() for t in (q / 8, k, v)), -g.abs() / 10, beta.sigmoid().bfloat16()]
         return [t.requires_grad_() for t in given]
 
-    def stages_themselves(stage, call, *given):
-        return stage(call, *given)
+    def phases_themselves(phase, call, *given):
+        return phase(call, *given)
 
     plan = RunPlan.make(drawn(0)[0], layout="zigzag", group=Imagined(0, 2))
     for seed in range(6):
         given, found = drawn(seed), []
-        for run in (fla_passes._run, stages_themselves):
+        for run in (fla_passes._run, phases_themselves):
             with mock.patch.object(fla_passes, "_run", run):
                 out, _ = rule(*given, plan=plan, normalize=normalize)
                 found.append([out, *torch.autograd.grad(out, given, out.detach().cos())])
         assert all(map(torch.equal, *found)), seed
-    stages = [made for made in plan._made.values() if isinstance(made, fla_passes._Stage)]
-    assert len(stages) == 4
-    assert all(tape.replay for each in stages for tape in each.tapes.by_kind.values())
+    phases = [made for made in plan._made.values() if isinstance(made, fla_passes._Phase)]
+    assert len(phases) == 4
+    assert all(tape.replay for each in phases for tape in each.tapes.by_kind.values())

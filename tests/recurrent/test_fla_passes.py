@@ -208,15 +208,15 @@ def test_second_derivatives_are_an_error(monkeypatch) -> None:
     threads.run(2, main)
 
 
-def test_a_stage_repeats_what_it_did_with_other_tensors() -> None:
+def test_a_phase_repeats_what_it_did_with_other_tensors() -> None:
     """And gives back the arguments themselves where they are results."""
 
-    def stage(call: object, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def phase(call: object, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         calls.append(call)
         return y, x + y, None
 
     calls: list[object] = []
-    repeated = fla_passes._Stage(stage)
+    repeated = fla_passes._Phase(phase)
     for number in range(6):
         x, y = torch.full((2,), float(number)), torch.ones(2)
         same, total, nothing = repeated("call", x, y)
