@@ -5,8 +5,8 @@
                exchange them ─► fla's backward, from the gradients of the states after
 
 Each direction costs one more walk through the states than fla alone. The kernels compute pieces of
-runs (`cuts.py`), of which no other rank knows. A phase is a rank's work before or after an exchange,
-a function of tensors alone: on GPUs tapes repeat it.
+runs (`cuts.py`), of which no other rank knows. A phase is a rank's work before or after an
+exchange, a function of tensors alone: on GPUs tapes repeat it.
 """
 
 from collections.abc import Callable
