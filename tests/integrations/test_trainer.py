@@ -20,7 +20,7 @@ from accelerate import ParallelismConfig
 from transformers import Seq2SeqTrainer, Trainer
 
 from ring_attention_pytorch.integrations.accelerate import RingParallelismConfig
-from ring_attention_pytorch.integrations.known_trainers import AFTER_GENERATION
+from ring_attention_pytorch.integrations.known_trainers import AFTER_GENERATION, SCORES, TOKENS
 from ring_attention_pytorch.integrations.transformers import RingTrainerMixin, register
 from tests.support import hf, trainers
 from tests.support.hf import model_of, raised
@@ -146,12 +146,18 @@ def test_trainers_by_the_list_take_the_steps_of_one_process(name, pools):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [n for n in NAMES if n != NAMES[-1]])
+@pytest.mark.parametrize("name", NAMES)
 def test_two_rings_take_the_steps_of_one_process(name, pools):
     sizes = (16, 8)  # accelerate fills up smaller batches, and TRL's metrics count what it adds
-    want = trainers.trained(name, 0, trainers.STEPS, sizes)
-    for got in pools(4).run(trainers.trained, name, 2, trainers.STEPS, sizes):
+    run = partial(trainers.trained, name, steps=trainers.STEPS, sizes=sizes, **by_prompt(name))
+    want = run(0)
+    for got in pools(4).run(run, 2):
         check(difference_of_rings(got, want, 2))
+
+
+def by_prompt(name: str) -> dict[str, bool]:
+    """Each ring draws completions with a seed of its own: for others to draw the same."""
+    return {"by_prompt": True} if "GRPO" in name else {}
 
 
 def difference_of_rings(got: Any, want: Any, rings: int) -> dict[str, float]:
@@ -166,7 +172,6 @@ ADAPTED = [
     for name in ("DPOTrainer", "KTOTrainer", "RingGRPOTrainer", "RewardTrainer", "SFTTrainer")
     for adapter in ("asked", "given")
     for ring in (4, 2)
-    if ring == 4 or "GRPO" not in name  # rings draw their completions with seeds of their own
 ]
 
 
@@ -175,9 +180,10 @@ ADAPTED = [
 def test_adapters_take_the_steps_of_one_process(name, adapter, ring, pools):
     """With the model without its adapter as the reference, or a copy of the adapter."""
     pytest.importorskip("peft")
-    sizes = (16, 8)
-    want = trainers.trained(name, 0, 4, sizes, adapter)
-    for got in pools(4).run(trainers.trained, name, ring, 4, sizes, adapter):
+    more = by_prompt(name) if ring == 2 else {}
+    run = partial(trainers.trained, name, steps=4, sizes=(16, 8), adapter=adapter, **more)
+    want = run(0)
+    for got in pools(4).run(run, ring):
         check(difference_of_rings(got, want, 4 // ring))
 
 
@@ -329,6 +335,23 @@ def test_what_a_ring_has_counts_once_in_metrics():
     assert Gathering()._gather_for_metrics(torch.tensor(5)).tolist() == [5, 25]
     with mock.patch.object(Gathering.accelerator.gradient_state, "remainder", 1):
         assert Gathering()._gather_for_metrics(torch.tensor(5)).tolist() == [5]  # as accelerate
+
+
+class Counts:
+    """A trainer whose count of tokens is that of a batch on each of four ranks."""
+
+    def _track_num_input_tokens(self, inputs: dict[str, int]) -> None:
+        self.state.num_input_tokens_seen += 4 * inputs["tokens"]
+
+
+@pytest.mark.parametrize(("of", "ring", "want"), [(TOKENS, 2, 24), (SCORES, 2, 12), (SCORES, 4, 6)])
+def test_tokens_of_whole_batches_count_once_a_ring(of, ring, want):
+    """Shards count on every rank, and batches that all ranks of a ring have count once."""
+    made = type("Made", (RingTrainerMixin, Counts), {"_alike": ring})()
+    made._loss_is_of, made.state = of, SimpleNamespace(num_input_tokens_seen=0)
+    for tokens in (5, 1):
+        made._track_num_input_tokens({"tokens": tokens})
+    assert made.state.num_input_tokens_seen == want
 
 
 def test_sequences_that_fill_up_a_batch_have_no_labels():
