@@ -187,6 +187,51 @@ def test_adapters_take_the_steps_of_one_process(name, adapter, ring, pools):
         check(difference_of_rings(got, want, 4 // ring))
 
 
+def in_4_bits(model_folder: str, ring: int) -> list[float]:
+    """Losses of SFT with an adapter on a base in 4 bits; 0 is TRL alone."""
+    import peft
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from trl import SFTConfig
+
+    register()
+    mesh = {"parallelism_config": RingParallelismConfig(cp_size=ring)} if ring else {}
+    with as_launched(), tempfile.TemporaryDirectory() as folder:
+        bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            model_folder, quantization_config=bits, attn_implementation="ring" if ring else "sdpa",
+            device_map={"": "cpu"}, dtype=torch.float32,
+        )  # fmt: skip
+        args = SFTConfig(
+            folder, use_cpu=True, max_steps=8, learning_rate=0.05, per_device_train_batch_size=2,
+            logging_steps=1, report_to=[], disable_tqdm=True, bf16=False, save_strategy="no",
+            dataloader_pin_memory=False, prediction_loss_only=True, **mesh,
+        )  # fmt: skip
+        trainer = trainers.trainer_class("SFTTrainer", ring > 0)(
+            model=model, args=args, processing_class=trainers.tokenizer(),
+            train_dataset=Dataset.from_list(trainers.TRAINERS["SFTTrainer"].samples(16)),
+            peft_config=peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+        )  # fmt: skip
+        for p in trainer.model.parameters():
+            if p.requires_grad:
+                assert p.dtype == torch.bfloat16  # TRL's choice, in which sums of ranks round
+                p.data = p.data.float()
+        trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not HAS_TRL, reason="needs TRL")
+def test_adapters_on_a_base_in_4_bits_take_the_steps_of_one_process(pools, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    trainers.causal("sdpa").float().save_pretrained(tmp_path)
+    want = in_4_bits(str(tmp_path), 0)
+    assert len(want) == 8
+    for got in pools(2).run(in_4_bits, str(tmp_path), 2):
+        assert got == pytest.approx(want, rel=1e-6)
+
+
 @pytest.mark.skipif(not HAS_TRL, reason="needs TRL")
 def test_sequences_that_accelerate_adds_to_a_row_do_not_count(pools):
     """The last batch of two rings has one of four sequences too many, all of a ring in one row."""
@@ -197,9 +242,9 @@ def test_sequences_that_accelerate_adds_to_a_row_do_not_count(pools):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [of_trl("RewardTrainer"), of_trl("DPOTrainer")])
+@pytest.mark.parametrize("name", [of_trl("RewardTrainer"), of_trl("DPOTrainer"), NAMES[-1]])
 def test_two_rings_log_what_two_processes_of_ddp_do(name, pools):
-    """Both count sequences that accelerate adds."""
+    """Both count sequences that accelerate adds, and draw completions with the same seeds."""
     want = pools(2).run(trainers.trained, name, 0, 4, (16, 5))[0]
     for got in pools(4).run(trainers.trained, name, 2, 4, (16, 5)):
         check(trainers.difference(got, want))
