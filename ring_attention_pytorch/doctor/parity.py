@@ -22,6 +22,7 @@ from ring_attention_pytorch.doctor.shards import whole_tokens
 from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.alone import one_process
 from ring_attention_pytorch.ranks.failures import ranks_of
+from ring_attention_pytorch.ranks.notes import read_json
 from ring_attention_pytorch.ranks.ring import Caller, Group, Ring, as_ring
 from ring_attention_pytorch.runtime.digests import digest
 
@@ -175,8 +176,7 @@ def _compared(
     mine = {
         "loss": here.loss, "entropy": here.seen.entropy, "counted": here.seen.counted
     }  # fmt: skip
-    told = [json.loads(note.rstrip(b"\0")) for note in ring.gather_notes(_CALLER, _json(mine))]
-    ranks = [RankNumbers(**each) for each in told]
+    ranks = [RankNumbers(**each) for each in _gathered(ring, mine)]
     errors, size = _gradients(here.gradients, alone.gradients, ring)
     allowed = _ALLOWED.get(next(iter(alone.gradients.values())).dtype, 1e-3)
     case = Case(
@@ -184,8 +184,7 @@ def _compared(
     )  # fmt: skip
     logits = _logits(here.logits, alone.logits, case)
     found = {m.name: seen for m in KNOWN if (seen := m.find(case)) is not None}
-    notes = ring.gather_notes(_CALLER, _json({"logits": logits, "found": found}))
-    of_ranks = [json.loads(note.rstrip(b"\0")) for note in notes]
+    of_ranks = _gathered(ring, {"logits": logits, "found": found})
     known = [each["logits"] for each in of_ranks if each["logits"] is not None]
     return ParityReport(
         ring_size=ring.size,
@@ -208,8 +207,9 @@ def _explanations(found: list[dict[str, str]]) -> tuple[Explanation, ...]:
     return tuple(explanations)
 
 
-def _json(numbers: Mapping[str, Any]) -> bytes:
-    return json.dumps(numbers).encode()
+def _gathered(ring: Ring, mine: Mapping[str, Any]) -> list[Any]:
+    notes = ring.gather_notes(_CALLER, json.dumps(mine).encode())
+    return [read_json(_CALLER, rank, note) for rank, note in enumerate(notes)]
 
 
 def _alone(model: nn.Module, batch: Mapping[str, Any]) -> _Run:

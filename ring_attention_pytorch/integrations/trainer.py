@@ -35,6 +35,7 @@ from ring_attention_pytorch.integrations.models import RingForward, mask_of, rin
 from ring_attention_pytorch.integrations.probe import probe
 from ring_attention_pytorch.integrations.watched import opened
 from ring_attention_pytorch.integrations.whole import (
+    check_no_images,
     spread_probabilities,
     spread_scores,
     without_loss,
@@ -49,7 +50,6 @@ else:
 
 # collators add these for varlen kernels; position ids have the same information
 _OF_KERNELS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-_OF_IMAGES = ("pixel_", "image_", "video_", "mm_token_type_ids")
 _LENGTHS = "lengths_in_row"  # of the sequences that a collator put into one row
 
 
@@ -339,13 +339,7 @@ class RingTrainerMixin(_Trainer):
     def _shard(self, whole: Mapping[str, Any]) -> ShardedBatch:
         """Return this rank's part of a batch of whole sequences."""
         given = {name: t for name, t in whole.items() if name not in _OF_KERNELS and t is not None}
-        if images := [name for name in given if name.startswith(_OF_IMAGES)]:
-            self._refuse(
-                f"{', '.join(images)} are of whole images, which trainers don't spread; do so in a "
-                "loop of your own: shard_batch(merged(model, batch)), then text_states(model, "
-                "inputs), both of ring_attention_pytorch.integrations.multimodal, which has the "
-                "example"
-            )
+        check_no_images(type(self).__name__, given)
         if getattr(given.get("labels"), "ndim", 2) < 2:
             self._refuse(
                 "labels are one a sequence, and its batches are cut into tokens; for a model that "

@@ -10,7 +10,7 @@ Every rank computes the same loss from them. Gradients averaged over ranks, as D
 equal the gradients of one process.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ring_attention_pytorch.training.batches import ShardedBatch
 
 Shard = Callable[[Mapping[str, Any]], ShardedBatch]
 _TAKEN = ("input_ids", "attention_mask", "position_ids", "labels")
+_OF_IMAGES = ("pixel_", "image_", "video_", "mm_token_type_ids")
 _IDLE = ("use_cache", "fused_lm_head", "return_dict")  # they don't depend on other tokens
 
 
@@ -40,6 +41,7 @@ class _Spread:
             name for name, value in given.items()
             if name not in (*_TAKEN, *_IDLE) and value is not None and value is not False
         ]  # fmt: skip
+        check_no_images(self.name, more)
         if more:
             raise ValueError(
                 f"{self.name}: {', '.join(more)} can't be spread; leave it out of the dataset or "
@@ -57,6 +59,16 @@ class _Spread:
         forward = self.opened.pop()
         forward.__exit__(RuntimeError if failed else None)
         return forward.batch
+
+
+def check_no_images(caller: str, given: Iterable[str]) -> None:
+    """Raise ValueError if inputs of a trainer's model, by their names, are of images."""
+    if images := [name for name in given if name.startswith(_OF_IMAGES)]:
+        raise ValueError(
+            f"{caller}: {', '.join(images)} are of whole images, which trainers don't spread; do "
+            "so in a loop of your own: shard_batch(merged(model, batch)), then text_states(model, "
+            "inputs), both of ring_attention_pytorch.integrations.multimodal, which has the example"
+        )
 
 
 def spread_probabilities(model: nn.Module, shard: Shard, options: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from ring_attention_pytorch.geometry.segments import (
     count,
     segment_positions,
 )
+from ring_attention_pytorch.ranks.notes import read_json
 from ring_attention_pytorch.ranks.ring import Ring
 
 
@@ -54,7 +55,8 @@ def gather_packings(ring: Ring, packing: BatchDocuments) -> BatchDocuments:
 def exchange_json(ring: Ring, subject: str, note: Any) -> list[Any]:
     """Exchange notes; return the notes of the ring's ranks. All ranks of the group take part."""
     notes = ring.gather_notes(subject, json.dumps(note).encode())
-    return [json.loads(text) for text in notes[ring.first : ring.first + ring.size]]
+    ranks = range(ring.first, ring.first + ring.size)
+    return [read_json(subject, rank, notes[rank]) for rank in ranks]
 
 
 def whole_packing(

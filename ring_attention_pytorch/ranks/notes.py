@@ -11,6 +11,7 @@ once, whether it has links: all must be of one machine, and each must have reach
 """
 
 import ctypes
+import json
 import os
 import select
 import socket
@@ -104,6 +105,21 @@ def unreadable(caller: str, rank: int, why: object) -> Disagreement:
         f"{caller}: the note of rank {rank} can't be read: {why}; "
         "run the same version of this library on all ranks"
     )
+
+
+def read_json(caller: str, rank: int, note: bytes) -> Any:
+    """Parse the note of a rank, which is JSON.
+
+    Raises:
+        Disagreement: it is none.
+
+    >>> read_json("a call", 0, b'{"n": 4}')
+    {'n': 4}
+    """
+    try:
+        return json.loads(note)
+    except (ValueError, RecursionError) as error:
+        raise unreadable(caller, rank, error) from None
 
 
 def check_subjects(subjects: Sequence[str | None]) -> None:

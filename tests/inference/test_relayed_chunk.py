@@ -42,8 +42,9 @@ def a_cache(ring: threads.ThreadRing, batch: int, **how: Any) -> RingCache:
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("machines", [TWO, UNEVEN, SHUFFLED, HELD, (0, 1, 2)])
 def test_a_prompt_in_chunks_is_dense_attention(machines, layout):
-    """Chunks can have fewer tokens than ranks, so that some ranks have none."""
-    size, chunks, batch = len(machines), (13, 2, 8, 1), 2
+    """Chunks can have fewer tokens than ranks; by the last one results go home to every rank."""
+    size, batch = len(machines), 2
+    chunks = 13, 2, 8, 1, size
     whole = prompt(batch, sum(chunks))
     want, want_lse = dense_attention(*whole, causal=True)
 

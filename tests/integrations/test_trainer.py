@@ -20,7 +20,7 @@ from accelerate import ParallelismConfig
 from transformers import Seq2SeqTrainer, Trainer
 
 from ring_attention_pytorch.integrations.accelerate import RingParallelismConfig
-from ring_attention_pytorch.integrations.known_trainers import AFTER_GENERATION
+from ring_attention_pytorch.integrations.known_trainers import AFTER_GENERATION, SCORES, TOKENS
 from ring_attention_pytorch.integrations.transformers import RingTrainerMixin, register
 from tests.support import hf, trainers
 from tests.support.hf import model_of, raised
@@ -146,12 +146,18 @@ def test_trainers_by_the_list_take_the_steps_of_one_process(name, pools):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [n for n in NAMES if n != NAMES[-1]])
+@pytest.mark.parametrize("name", NAMES)
 def test_two_rings_take_the_steps_of_one_process(name, pools):
     sizes = (16, 8)  # accelerate fills up smaller batches, and TRL's metrics count what it adds
-    want = trainers.trained(name, 0, trainers.STEPS, sizes)
-    for got in pools(4).run(trainers.trained, name, 2, trainers.STEPS, sizes):
+    run = partial(trainers.trained, name, steps=trainers.STEPS, sizes=sizes, **by_prompt(name))
+    want = run(0)
+    for got in pools(4).run(run, 2):
         check(difference_of_rings(got, want, 2))
+
+
+def by_prompt(name: str) -> dict[str, bool]:
+    """Each ring draws completions with a seed of its own: for others to draw the same."""
+    return {"by_prompt": True} if "GRPO" in name else {}
 
 
 def difference_of_rings(got: Any, want: Any, rings: int) -> dict[str, float]:
@@ -166,7 +172,6 @@ ADAPTED = [
     for name in ("DPOTrainer", "KTOTrainer", "RingGRPOTrainer", "RewardTrainer", "SFTTrainer")
     for adapter in ("asked", "given")
     for ring in (4, 2)
-    if ring == 4 or "GRPO" not in name  # rings draw their completions with seeds of their own
 ]
 
 
@@ -175,10 +180,56 @@ ADAPTED = [
 def test_adapters_take_the_steps_of_one_process(name, adapter, ring, pools):
     """With the model without its adapter as the reference, or a copy of the adapter."""
     pytest.importorskip("peft")
-    sizes = (16, 8)
-    want = trainers.trained(name, 0, 4, sizes, adapter)
-    for got in pools(4).run(trainers.trained, name, ring, 4, sizes, adapter):
+    more = by_prompt(name) if ring == 2 else {}
+    run = partial(trainers.trained, name, steps=4, sizes=(16, 8), adapter=adapter, **more)
+    want = run(0)
+    for got in pools(4).run(run, ring):
         check(difference_of_rings(got, want, 4 // ring))
+
+
+def in_4_bits(model_folder: str, ring: int) -> list[float]:
+    """Losses of SFT with an adapter on a base in 4 bits; 0 is TRL alone."""
+    import peft
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from trl import SFTConfig
+
+    register()
+    mesh = {"parallelism_config": RingParallelismConfig(cp_size=ring)} if ring else {}
+    with as_launched(), tempfile.TemporaryDirectory() as folder:
+        bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            model_folder, quantization_config=bits, attn_implementation="ring" if ring else "sdpa",
+            device_map={"": "cpu"}, dtype=torch.float32,
+        )  # fmt: skip
+        args = SFTConfig(
+            folder, use_cpu=True, max_steps=8, learning_rate=0.05, per_device_train_batch_size=2,
+            logging_steps=1, report_to=[], disable_tqdm=True, bf16=False, save_strategy="no",
+            dataloader_pin_memory=False, prediction_loss_only=True, **mesh,
+        )  # fmt: skip
+        trainer = trainers.trainer_class("SFTTrainer", ring > 0)(
+            model=model, args=args, processing_class=trainers.tokenizer(),
+            train_dataset=Dataset.from_list(trainers.TRAINERS["SFTTrainer"].samples(16)),
+            peft_config=peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+        )  # fmt: skip
+        for p in trainer.model.parameters():
+            if p.requires_grad:
+                assert p.dtype == torch.bfloat16  # TRL's choice, in which sums of ranks round
+                p.data = p.data.float()
+        trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not HAS_TRL, reason="needs TRL")
+def test_adapters_on_a_base_in_4_bits_take_the_steps_of_one_process(pools, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    trainers.causal("sdpa").float().save_pretrained(tmp_path)
+    want = in_4_bits(str(tmp_path), 0)
+    assert len(want) == 8
+    for got in pools(2).run(in_4_bits, str(tmp_path), 2):
+        assert got == pytest.approx(want, rel=1e-6)
 
 
 @pytest.mark.skipif(not HAS_TRL, reason="needs TRL")
@@ -191,9 +242,9 @@ def test_sequences_that_accelerate_adds_to_a_row_do_not_count(pools):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [of_trl("RewardTrainer"), of_trl("DPOTrainer")])
+@pytest.mark.parametrize("name", [of_trl("RewardTrainer"), of_trl("DPOTrainer"), NAMES[-1]])
 def test_two_rings_log_what_two_processes_of_ddp_do(name, pools):
-    """Both count sequences that accelerate adds."""
+    """Both count sequences that accelerate adds, and draw completions with the same seeds."""
     want = pools(2).run(trainers.trained, name, 0, 4, (16, 5))[0]
     for got in pools(4).run(trainers.trained, name, 2, 4, (16, 5)):
         check(trainers.difference(got, want))
@@ -329,6 +380,23 @@ def test_what_a_ring_has_counts_once_in_metrics():
     assert Gathering()._gather_for_metrics(torch.tensor(5)).tolist() == [5, 25]
     with mock.patch.object(Gathering.accelerator.gradient_state, "remainder", 1):
         assert Gathering()._gather_for_metrics(torch.tensor(5)).tolist() == [5]  # as accelerate
+
+
+class Counts:
+    """A trainer whose count of tokens is that of a batch on each of four ranks."""
+
+    def _track_num_input_tokens(self, inputs: dict[str, int]) -> None:
+        self.state.num_input_tokens_seen += 4 * inputs["tokens"]
+
+
+@pytest.mark.parametrize(("of", "ring", "want"), [(TOKENS, 2, 24), (SCORES, 2, 12), (SCORES, 4, 6)])
+def test_tokens_of_whole_batches_count_once_a_ring(of, ring, want):
+    """Shards count on every rank, and batches that all ranks of a ring have count once."""
+    made = type("Made", (RingTrainerMixin, Counts), {"_alike": ring})()
+    made._loss_is_of, made.state = of, SimpleNamespace(num_input_tokens_seen=0)
+    for tokens in (5, 1):
+        made._track_num_input_tokens({"tokens": tokens})
+    assert made.state.num_input_tokens_seen == want
 
 
 def test_sequences_that_fill_up_a_batch_have_no_labels():

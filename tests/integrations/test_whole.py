@@ -34,6 +34,19 @@ def test_columns_of_rows_are_passed_on_and_others_are_named():
         model(**batch, pixels=torch.zeros(1, 3, 2, 2))
 
 
+@pytest.mark.parametrize("name", ["pixel_values", "image_grid_thw"])
+@pytest.mark.parametrize("spread", [whole.spread_scores, whole.spread_probabilities])
+def test_images_are_refused_with_the_way_that_spreads_them(name, spread):
+    register()
+    of_scores = spread is whole.spread_scores
+    model = trainers.scoring("ring") if of_scores else trainers.causal("ring")
+    spread(model, lambda given: shard_batch(given), {})
+    batch = {"input_ids": torch.tensor([[3, 4, 5, 6]]), name: torch.zeros(1, 3)}
+    text = rf"{name} are of whole images.*merged\(model, batch\)"
+    with pytest.raises(ValueError, match=text):
+        model(**batch, **({} if of_scores else {"fused_lm_head": True}))
+
+
 def test_sums_of_log_probabilities_round_as_copies_of_them_do():
     """DDP copies the policy's; a reference's must have the same sums, for margins of 0."""
     from types import SimpleNamespace

@@ -22,9 +22,11 @@ def part(at: torch.Tensor | slice) -> list[torch.Tensor]:
     return [*(t[:, at] for t in sharded), w_up]
 
 
-def generated(ring, tied: bool) -> tuple[torch.Tensor, int]:
+def generated(
+    ring, tied: bool, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, int]:
     """A prompt that all ranks have, a chunk that they share, and then a token at a time."""
-    kinds = dict(page=2, dtype=torch.float64, group=ring, tied=tied)
+    kinds = dict(page=2, dtype=dtype, group=ring, tied=tied)
     cache = RingCache(2, 1, RANK + D_ROPE, value_dim=RANK, **kinds)
     found = [mla_attn_with_cache(*part(slice(0, 5)), cache)]
     at = 5 + positions("zigzag", rank=ring.rank, ring_size=ring.size, length=8)
@@ -46,6 +48,24 @@ def test_generation_equals_attention_to_expanded_keys(size, tied):
     ranks, _ = threads.run(size, lambda ring: generated(ring, tied))
     for out, _ in ranks:
         assert relative_error(out, want) < 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_latents_in_8_bits_are_rounded_once_and_their_values_by_themselves(size):
+    """Values have a scale of their own, so an untied cache holds each latent twice."""
+    eight = RingCache(2, 1, RANK + D_ROPE, value_dim=RANK, dtype=torch.float8_e4m3fn)
+    q_nope, q_rope, latent, k_rope, w_up = given()
+    up_k, up_v = w_up.split((q_nope.shape[-1], w_up.shape[1] - q_nope.shape[-1]), dim=1)
+    q = torch.cat((torch.einsum("bnhd,hdr->bnhr", q_nope, up_k), q_rope), dim=-1)
+    k, v = (eight.rounded(t)[:, :, None] for t in (torch.cat((latent, k_rope), dim=-1), latent))
+    scale = (q_nope.shape[-1] + q_rope.shape[-1]) ** -0.5
+    out, _ = dense_attention(q, k, v, causal=True, scale=scale)
+    want = torch.einsum("bnhr,hvr->bnhv", out, up_v)
+    exact, _ = dense_attention(*expanded(dict(zip(CASE.names, given()))), causal=True)
+    assert 1e-3 < relative_error(want, exact) < 0.1
+    ranks, _ = threads.run(size, lambda ring: generated(ring, False, torch.float8_e4m3fn))
+    for found, _ in ranks:
+        assert relative_error(found, want) < 1e-5
 
 
 def test_under_autocast_no_product_is_in_fewer_bits_than_the_cache():

@@ -1,12 +1,19 @@
 """Documents of spread sequences: what ranks gather is what the whole sequence says."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from ring_attention_pytorch.geometry.documents import of_borders, of_ids
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
 from ring_attention_pytorch.geometry.segments import segment_positions
-from ring_attention_pytorch.plan.packing import gather_packings, local_packing, whole_packing
+from ring_attention_pytorch.plan.packing import (
+    exchange_json,
+    gather_packings,
+    local_packing,
+    whole_packing,
+)
 from tests.support import threads
 from tests.support.packed import PACKED, N
 
@@ -46,3 +53,10 @@ def test_each_rank_brings_documents_of_its_own_samples():
     results, _ = threads.run(2, main)
     want = tuple(of_borders(b) for b in ([0, 1, 9], [0, 9], [0, 2, 9], [0, 9]))
     assert results == [want] * 2
+
+
+@pytest.mark.parametrize("note", [b"\xff", b"no JSON", b"[" * 10**5])
+def test_a_note_that_is_no_json_is_refused_with_the_rank_that_sent_it(note):
+    told = SimpleNamespace(first=1, size=2, gather_notes=lambda *_: [b"3", b"4", note])
+    with pytest.raises(ValueError, match="documents: the note of rank 2 can't be read"):
+        exchange_json(told, "documents", [])

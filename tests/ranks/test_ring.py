@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ring_attention_pytorch import RingCache, RingPlan, ring_attn
+from ring_attention_pytorch.ranks import ring as ring_module
+from ring_attention_pytorch.ranks.failures import RingError
 from ring_attention_pytorch.ranks.ring import Ring, SubRing, as_ring
 from tests.support import threads
 
@@ -109,3 +111,11 @@ def test_gloo_is_not_given_tensors_of_gpus(monkeypatch: pytest.MonkeyPatch) -> N
         if gloo:
             with pytest.raises(ValueError, match="gloo can't send tensors of GPUs: make the group"):
                 fresh.exchange([(0, t)], [])
+
+
+def test_what_a_rank_says_of_its_devices_need_not_be_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = Ring()
+    monkeypatch.setattr(ring_module, "exchange", lambda *_: [b"\0", b"out of step \xff\x1b[2J\0"])
+    monkeypatch.setattr(ring.steps, "clear_failure", lambda _: None)
+    with pytest.raises(RingError, match=r"1: out of step \ufffd\\x1b\[2J; the ring is whole"):
+        ring.gather_notes("a call", b"")

@@ -12,11 +12,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -186,12 +187,12 @@ TRAINERS = {
     "RewardTrainer": Trains(
         _of("trl", "RewardTrainer"), _of("trl", "RewardConfig"), scoring, pairs,
         lambda _: {name: make() for name, make in _TRL.items()},
-        dict(_PLAIN, center_rewards_coefficient=0.1),
+        dict(_PLAIN, center_rewards_coefficient=0.1, include_num_input_tokens_seen="non_padding"),
     ),
     "DPOTrainer": Trains(
         _of("trl", "DPOTrainer"), _of("trl", "DPOConfig"), causal, preferences,
         lambda attention: dict(processing_class=tokenizer(), ref_model=_other(causal(attention))),
-        _PLAIN,
+        dict(_PLAIN, include_num_input_tokens_seen="non_padding"),
     ),
     "KTOTrainer": Trains(
         _of("trl", "KTOTrainer"), _of("trl", "KTOConfig"), causal, judged,
@@ -252,6 +253,29 @@ def trainer_class(name: str, spread: bool, **own: Any) -> type:
 
 
 @contextmanager
+def drawn_by_prompt() -> Iterator[None]:
+    """Inside it TRL draws each completion with a seed of its prompt, on whichever rank.
+
+    Otherwise rings and processes have seeds of their own, and draw other completions.
+    """
+    from trl import GRPOTrainer
+
+    whole = GRPOTrainer._generate_single_turn
+
+    def each(trainer: Any, prompts: list[list[int]], *given: Any, **more: Any) -> Any:
+        found = []
+        for place, ids in enumerate(prompts):
+            again = prompts[:place].count(ids)  # completions of a group differ
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(crc32(repr((ids, again)).encode()))
+                found += whole(trainer, [ids], *given, **more)[0]
+        return found, None
+
+    with mock.patch.object(GRPOTrainer, "_generate_single_turn", each):
+        yield
+
+
+@contextmanager
 def as_launched() -> Iterator[None]:
     """Inside it accelerate finds the group of this pool, as torchrun would tell it."""
     from accelerate.state import AcceleratorState
@@ -279,11 +303,13 @@ def trained(
 
     Of its data so many samples are for training, so many for evaluation. An adapter is "given" with
     the model, or made by the trainer as it is "asked" to; it has no reference model beside it.
+    Of `options` those with `ring_` are attributes of the mixin; `by_prompt` draws completions so.
     """
     from ring_attention_pytorch.integrations.accelerate import RingParallelismConfig
 
     register()
     row, attention = TRAINERS[name], "ring" if ring else "sdpa"
+    draws = drawn_by_prompt() if options.pop("by_prompt", False) else nullcontext()
     own = {n: options.pop(n) for n in [*options] if n.startswith("ring_")}
     kind = trainer_class(name, ring > 0, **own)
     places = (dist.get_world_size() if dist.is_initialized() else 1) // (ring or 1)
@@ -292,7 +318,7 @@ def trained(
         options["beta"] = 0.1  # else it has no reference
     if ring > 1:
         options["parallelism_config"] = RingParallelismConfig(cp_size=ring, dp_shard_size=places)
-    with as_launched(), in_double(), tempfile.TemporaryDirectory() as folder:
+    with as_launched(), in_double(), draws, tempfile.TemporaryDirectory() as folder:
         args = row.arguments()(
             output_dir=folder, use_cpu=True, max_steps=steps, optim="sgd", learning_rate=0.5,
             per_device_train_batch_size=BATCH // places, per_device_eval_batch_size=BATCH // places,
