@@ -43,10 +43,7 @@ Way = Callable[[Sequence[Tensor], Caller], Sequence[Tensor]]
 
 
 class _Linear(Function):
-    """(there, back, caller, tensors) -> what `there` makes of them; gradients go `back`.
-
-    `there` sends, within a call of the caller; `back` is differentiable itself.
-    """
+    """(there, back, caller, tensors) -> results of `there`; see `linear`."""
 
     @staticmethod
     def forward(there: Way, back: Way, caller: Caller, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -80,10 +77,10 @@ def linear(there: Way, back: Way, tensors: Sequence[Tensor], caller: Caller) -> 
 
 def all_to_all(
     pieces: Sequence[Tensor], shapes: Sequence[Shape], caller: Caller
-) -> Sequence[Tensor]:
+) -> tuple[Tensor, ...]:
     """Send piece i to rank i, and return the piece from each, of `shapes[i]`."""
     if caller.ring.size == 1:
-        return pieces
+        return tuple(pieces)
     given = [piece.shape for piece in pieces]
 
     def back(grads: Sequence[Tensor], caller: Caller) -> Sequence[Tensor]:
@@ -92,17 +89,17 @@ def all_to_all(
     return linear(partial(_swap, shapes), back, pieces, caller)
 
 
-def all_gather(x: Tensor, shapes: Sequence[Shape], caller: Caller) -> Sequence[Tensor]:
+def all_gather(x: Tensor, shapes: Sequence[Shape], caller: Caller) -> tuple[Tensor, ...]:
     """Return every rank's x, in the order of ranks, of `shapes[i]`."""
     if caller.ring.size == 1:
-        return [x]
+        return (x,)
     return linear(partial(_gather, shapes), sum_on_owners, [x], caller)
 
 
-def sum_on_owners(pieces: Sequence[Tensor], caller: Caller) -> Sequence[Tensor]:
+def sum_on_owners(pieces: Sequence[Tensor], caller: Caller) -> tuple[Tensor, ...]:
     """Send piece i to rank i, and return the sum of those for this rank, as a sequence of one."""
     if caller.ring.size == 1:
-        return pieces
+        return tuple(pieces)
     shapes = [piece.shape for piece in pieces]
 
     def back(grads: Sequence[Tensor], caller: Caller) -> Sequence[Tensor]:
@@ -111,24 +108,24 @@ def sum_on_owners(pieces: Sequence[Tensor], caller: Caller) -> Sequence[Tensor]:
     return linear(_sum_on_owners, back, pieces, caller)
 
 
-def sum_over_ranks(tensors: Sequence[Tensor], caller: Caller) -> Sequence[Tensor]:
+def sum_over_ranks(tensors: Sequence[Tensor], caller: Caller) -> tuple[Tensor, ...]:
     """Sum all ranks' tensors, each of one shape, in one message, so that all get the same bits."""
     if caller.ring.size == 1:
-        return tensors
+        return tuple(tensors)
     return linear(_sum, sum_over_ranks, tensors, caller)
 
 
-def replicated(tensors: Sequence[Tensor], caller: Caller) -> Sequence[Tensor]:
+def replicated(tensors: Sequence[Tensor], caller: Caller) -> tuple[Tensor, ...]:
     """Return tensors that all ranks hold alike, whose gradients are sums over ranks.
 
     Forward sends nothing, but its call has a number, which the backward's says.
     """
     if caller.ring.size == 1:
-        return tensors
+        return tuple(tensors)
     return linear(_same, sum_over_ranks, tensors, caller)
 
 
-def all_reduce(tensors: Sequence[Tensor], caller: Caller) -> Sequence[Tensor]:
+def all_reduce(tensors: Sequence[Tensor], caller: Caller) -> tuple[Tensor, ...]:
     """Sum tensors, floating, over the ring's whole group, each by an all-reduce."""
     return linear(_total, all_reduce, tensors, caller.of_group)
 
@@ -140,7 +137,9 @@ def all_gather_along(dim: int, x: Tensor, lengths: Iterable[int], caller: Caller
     return torch.cat(all_gather(x, shapes, caller), dim)
 
 
-def exchange_rows(pieces: list[Tensor], lands: Sequence[Tensor], caller: Caller) -> list[Tensor]:
+def exchange_rows(
+    pieces: Sequence[Tensor], lands: Sequence[Tensor], caller: Caller
+) -> tuple[Tensor, ...]:
     """Send rows `pieces[i]` to rank i; return the rows from each, `len(lands[i])` of them."""
     width = pieces[0].shape[1:]
     return all_to_all(pieces, [(len(land), *width) for land in lands], caller)
