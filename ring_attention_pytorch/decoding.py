@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ring_attention_pytorch.comm.exchange import gather_to_merge
+from ring_attention_pytorch.comm.collectives import gather_to_merge
 from ring_attention_pytorch.geometry.tiles import Tile
 from ring_attention_pytorch.inference import decode_plan
 from ring_attention_pytorch.inference.given_keys import GivenKeys, refuse_capture

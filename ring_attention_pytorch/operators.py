@@ -145,7 +145,7 @@ def _total(x: Tensor, back: bool, handle: int) -> Tensor:
     if ring.group is None:
         return x.clone(memory_format=torch.contiguous_format)
     # a graph has no room for the number of forward's call
-    return Caller(ring, "mean over ranks", 0, 0 if back else None).total(x)[0]
+    return Caller(ring, "mean over ranks", 0, 0 if back else None).total(x)
 
 
 def _positions(x: Tensor, in_documents: bool, handle: int) -> Tensor:

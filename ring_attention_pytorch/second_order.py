@@ -17,7 +17,7 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
-from ring_attention_pytorch.comm.exchange import all_gather_along, fill_in
+from ring_attention_pytorch.comm.collectives import all_gather_along, fill_in
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.kernels.eager import visible_parts
 from ring_attention_pytorch.plan.ring_plan import RingPlan

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.arguments import checks_of
 from ring_attention_pytorch.attention import Inputs, RingAttentionFunction, attention
-from ring_attention_pytorch.comm.exchange import sum_over_ranks
+from ring_attention_pytorch.comm.collectives import replicated
 from ring_attention_pytorch.plan.checks import check_tensors
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.plan.shared import Shared
@@ -26,7 +26,7 @@ from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.runtime.merging import merge_attention
 from ring_attention_pytorch.runtime.resolved import resolved
-from ring_attention_pytorch.runtime.torch_func import Function, is_first_order, needs_derivatives
+from ring_attention_pytorch.runtime.torch_func import needs_derivatives
 
 _CALL = "summing gradients of shared keys"
 
@@ -46,7 +46,7 @@ def attend_with_shared(
     of_ring = attention(plan, *given, return_lse=True)
     if plan.ring.size > 1 and needs_derivatives((shared_k, shared_v)):
         caller = Caller(plan.ring, _CALL, plan.number)
-        shared_k, shared_v = _Shared.apply(caller, shared_k, shared_v)
+        shared_k, shared_v = replicated((shared_k, shared_v), caller)
     # no `attention`: a batch's block would check where the batch's tokens are, and these are none
     q = resolved(given[0])
     of_shared = RingAttentionFunction.apply(plan.shared, q, shared_k, shared_v, None)
@@ -70,51 +70,3 @@ def _compare(plan: RingPlan, k: Tensor, v: Tensor) -> None:
         "the values of shared_key_mask": None if mask is None else digest(mask.to(torch.uint8)),
     }
     agree(plan.ring, "ring attention", values)
-
-
-class _Shared(Function):
-    """(caller, k, v) -> (k, v), whose gradients are summed over ranks."""
-
-    @staticmethod
-    def forward(caller: Caller, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        with caller.call():  # sends nothing, but has a number
-            return k.view_as(k), v.view_as(v)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.caller = inputs[0].back()
-
-    @staticmethod
-    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[None, Tensor, Tensor]:
-        summed = _total if is_first_order() else _Total.apply
-        of_k, of_v = summed(ctx.caller, dk, dv)
-        return None, of_k, of_v
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tk: Tensor, tv: Tensor) -> tuple[Tensor, Tensor]:
-        return tk.view_as(tk), tv.view_as(tv)
-
-
-class _Total(Function):
-    """(caller, dk, dv) -> their sums over ranks; so are the gradients of these."""
-
-    @staticmethod
-    def forward(caller: Caller, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        return _total(caller, dk, dv)
-
-    setup_context = _Shared.setup_context
-
-    @staticmethod
-    def backward(ctx: Any, a: Tensor, b: Tensor) -> tuple[None, Tensor, Tensor]:
-        return None, *_Total.apply(ctx.caller, a, b)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tdk: Tensor, tdv: Tensor) -> tuple[Tensor, Tensor]:
-        return _Total.apply(ctx.caller, tdk, tdv)
-
-
-def _total(caller: Caller, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum over ranks, in one message, so that all get the same bits."""
-    total = sum_over_ranks(torch.cat((dk.flatten(), dv.flatten())), caller)
-    dk_sum, dv_sum = total.split((dk.numel(), dv.numel()))
-    return dk_sum.view(dk.shape), dv_sum.view(dv.shape)

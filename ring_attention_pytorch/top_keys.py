@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.exchange import all_gather_along
+from ring_attention_pytorch.comm.collectives import all_gather_along
 from ring_attention_pytorch.ranks.agreement import agree, raise_together, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Caller, Group, as_ring
 

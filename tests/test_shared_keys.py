@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, explain_plan, ring_attn, ulysses_attn
+from ring_attention_pytorch.comm.collectives import replicated
 from ring_attention_pytorch.geometry.layouts import positions
 from ring_attention_pytorch.kernels import eager
 from ring_attention_pytorch.plan.placement import Placement
@@ -16,7 +17,6 @@ from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads
 from ring_attention_pytorch.runtime.uncopied import replaced
 from ring_attention_pytorch.schedule import relays
-from ring_attention_pytorch.shared_keys import _total
 from tests.support import threads
 from tests.support.over_machines import SHUFFLED, UNEVEN, far
 from tests.support.over_machines import TWO as TWO_MACHINES
@@ -147,7 +147,9 @@ def test_their_gradients_cross_to_a_machine_once(machines, monkeypatch):
     monkeypatch.setattr(relays, "_EXCHANGE", 0)
 
     def crossed(ring: threads.ThreadRing) -> int:
-        _total(Caller(ring, "a test", 0), *drawn()[SHARED])
+        shared = [t.requires_grad_() for t in drawn()[SHARED]]
+        held = replicated(shared, Caller(ring, "a test", 0))
+        torch.autograd.grad(sum(t.sum() for t in held), shared)
         return far(ring)
 
     number, nbytes = len({*machines}), sum(t.nbytes for t in drawn()[SHARED])

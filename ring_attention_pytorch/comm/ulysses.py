@@ -7,7 +7,7 @@ heads. Arriving tokens are sorted by position, so that chunks of neighbours beco
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from math import gcd
 from typing import Any, Literal, NamedTuple
@@ -16,18 +16,18 @@ from einops import rearrange
 from torch import Tensor
 
 from ring_attention_pytorch.comm.all_to_all import CopyPlan
+from ring_attention_pytorch.comm.collectives import linear
 from ring_attention_pytorch.comm.fabric import Fabric
 from ring_attention_pytorch.comm.fused_copies import Move
 from ring_attention_pytorch.comm.messages import Form, Part
 from ring_attention_pytorch.comm.transports import fabric_among
 from ring_attention_pytorch.geometry.segments import Segment, Segments, count
-from ring_attention_pytorch.ranks.ring import Ring, SubRing
+from ring_attention_pytorch.ranks.ring import Caller, Ring, SubRing
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.observe import spanned
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.tape import Tapes
-from ring_attention_pytorch.runtime.torch_func import Function
 
 Heads = tuple[tuple[int, ...], ...]  # the heads that each place gets
 
@@ -220,15 +220,26 @@ class Ulysses:
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Exchange own tokens for all these neighbours' tokens of some heads. Differentiable."""
-        return _Differentiable.apply(self, QKV_TO_HEADS, None, q, k, v)
+        return self._differentiable(QKV_TO_HEADS, (q, k, v))
 
     def to_sequence(self, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Send results back to the owners of their tokens, for all heads. Differentiable."""
         if lse is None:
-            return *_Differentiable.apply(self, ROWS_TO_SEQUENCE, None, out), None
+            return *self._differentiable(ROWS_TO_SEQUENCE, (out,)), None
         by_token = rearrange(lse, "b h n -> b n h")
-        out, by_token = _Differentiable.apply(self, ROWS_TO_SEQUENCE, None, out, by_token)
+        out, by_token = self._differentiable(ROWS_TO_SEQUENCE, (out, by_token))
         return out, rearrange(by_token, "b n h -> b h n")
+
+    def _differentiable(
+        self, way: "AllToAll", tensors: Sequence[Tensor], caller: Caller | None = None
+    ) -> tuple[Any, ...]:
+        """Exchange tensors `[b, n, h, ...]`; gradients take the opposite way."""
+
+        def there(tensors: Sequence[Tensor], caller: Caller) -> tuple[Tensor, ...]:
+            return self.exchange(way, *tensors, back_of=caller.back_of)
+
+        caller = caller or Caller(self.together, "all-to-all", self.number)
+        return linear(there, partial(self._differentiable, way.back), tensors, caller)
 
     def rows_to_heads(
         self, of_out: Tensor, of_lse: Tensor | None, back_of: int
@@ -320,33 +331,6 @@ class AllToAll:
 
 QKV_TO_HEADS, ROWS_TO_HEADS = AllToAll("heads", True), AllToAll("heads", False)
 QKV_TO_SEQUENCE, ROWS_TO_SEQUENCE = QKV_TO_HEADS.back, ROWS_TO_HEADS.back
-
-
-class _Differentiable(Function):
-    """An all-to-all of tensors `[b, n, h, ...]`.
-
-    It is linear: tangents are exchanged the same way, gradients the opposite way.
-    """
-
-    @staticmethod
-    def forward(
-        ranks: Ulysses, way: AllToAll, back_of: int | None, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        return ranks.exchange(way, *tensors, back_of=back_of)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.ranks, ctx.way, *_ = inputs
-        ctx.number = ctx.ranks.together.steps.number
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        way = ctx.way.back
-        return None, None, None, *_Differentiable.apply(ctx.ranks, way, ctx.number, *grads)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, __: None, ___: None, *along: Tensor) -> tuple[Tensor, ...]:
-        return _Differentiable.apply(ctx.ranks, ctx.way, ctx.number, *along)
 
 
 def _neighbours(heads: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:

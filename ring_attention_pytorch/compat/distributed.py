@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ring_attention_pytorch.arguments import checked, checks_of
-from ring_attention_pytorch.comm import exchange
+from ring_attention_pytorch.comm.collectives import all_gather_along
 from ring_attention_pytorch.ranks.agreement import Check, agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Caller, Ring
 
@@ -157,7 +157,7 @@ def gather_as(
         same |= {"the rest of the shape": before + after, "sizes": lengths}
         own["length"] = t.shape[dim]
     lengths = [note["length"] for note in agree(ring, caller, same, own, check=error)]
-    whole = exchange.all_gather_along(dim, t, lengths, Caller(ring, caller, 0))
+    whole = all_gather_along(dim, t, lengths, Caller(ring, caller, 0))
     return whole, torch.tensor(lengths, device=t.device)
 
 

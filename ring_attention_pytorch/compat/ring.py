@@ -9,13 +9,12 @@ separate variables.
 from collections import namedtuple
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ring_attention_pytorch.arguments import check_least, checked, checks_of
+from ring_attention_pytorch.comm.collectives import all_to_all
 from ring_attention_pytorch.distributed import (
     get_rank,
     get_world_size,
@@ -106,7 +105,8 @@ def send_and_receive_(
         by_rank = [tuple(note.values()) for note in notes]
         error = ValueError(f"who is sent to must receive; (to, from) of ranks are {by_rank}")
         raise_together(ring, caller, check=error)
-    _exchange(Caller(ring, caller, 0), x.detach(), receive_buffer, send_to_rank, receive_from_rank)
+    received = _passed(x.detach(), send_to_rank, receive_from_rank, Caller(ring, caller, 0))
+    receive_buffer.detach().copy_(received)
 
 
 @typed(report_to_group("ring_pass"))
@@ -138,8 +138,9 @@ def ring_pass(
     ring, x = Ring(None, ring_size), x.contiguous()
     same = {"shape": list(x.shape), "num_ring_passes": num_ring_passes, **same_of(x)}
     agree(ring, "ring_pass", same, check=partial(_check_buffer, x, receive_buffer))
-    caller = Caller(ring, "ring_pass", 0)
-    return _Pass.apply(x, receive_buffer, caller, num_ring_passes), x
+    buffer = torch.empty_like(x) if receive_buffer is None else receive_buffer
+    to, source = ((ring.rank + by) % ring.size for by in (num_ring_passes, -num_ring_passes))
+    return buffer.copy_(_passed(x, to, source, Caller(ring, "ring_pass", 0))), x
 
 
 one_ring_pass = partial(ring_pass, 1)
@@ -205,32 +206,12 @@ def _passes(
             buffers = _for_each(None, tensors)
 
 
-class _Pass(Function):
-    """(x, buffer, caller, by) -> x of the rank `by` to the left."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, buffer: Tensor | None, caller: Caller, by: int) -> Tensor:
-        ring = caller.ring
-        if buffer is None:
-            buffer = torch.empty_like(x)
-        else:
-            ctx.mark_dirty(buffer)
-        to, source = (ring.rank + by) % ring.size, (ring.rank - by) % ring.size
-        _exchange(caller, x, buffer, to, source)
-        ctx.caller, ctx.by = caller.back(), by
-        return buffer
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Pass.apply(grad.contiguous(), None, ctx.caller, -ctx.by), None, None, None
-
-
-def _exchange(caller: Caller, x: Tensor, buffer: Tensor, to: int, source: int) -> None:
-    if to == caller.ring.rank:
-        buffer.copy_(x)
-        return
-    with caller.call():
-        caller.ring.exchange([(to, x.contiguous())], [(source, buffer)]).wait()
+def _passed(x: Tensor, to: int, source: int, caller: Caller) -> Tensor:
+    """Send x to one rank, and return that of another: an all-to-all of which one piece is real."""
+    size = caller.ring.size
+    pieces, shapes = [x.new_empty(0)] * size, [torch.Size([0])] * size
+    pieces[to], shapes[source] = x, x.shape
+    return all_to_all(pieces, shapes, caller)[source]
 
 
 def _check_buffer(x: Tensor, buffer: Tensor | None) -> None:

@@ -288,7 +288,7 @@ def _gradients(
     for name, want in alone.items():
         got, want = here[name].double(), want.double()
         if ring.size > 1:
-            got = Caller(ring, "comparing gradients", 0).total(got)[0] / ring.size
+            got = Caller(ring, "comparing gradients", 0).total(got) / ring.size
         least = max(float(want.norm()), _OF_ALL * norm, 1e-30)
         errors.append(GradientError(name, float((got - want).norm()) / least))
         along += float((got * want).sum())

@@ -7,7 +7,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.exchange import gather_to_merge
+from ring_attention_pytorch.comm.collectives import gather_to_merge
 from ring_attention_pytorch.inference.partial import (
     Scores,
     attend_in_blocks,

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.exchange import start_gather, start_messages
+from ring_attention_pytorch.comm.collectives import start_gather, start_messages
 from ring_attention_pytorch.comm.messages import Form, Part
 from ring_attention_pytorch.geometry.layouts import Layout, positions
 from ring_attention_pytorch.geometry.segments import Segment, segment_positions

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ring_attention_pytorch.comm.exchange import start_messages
+from ring_attention_pytorch.comm.collectives import start_messages
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.inference.prefill import (
     Attend,

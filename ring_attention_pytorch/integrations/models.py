@@ -221,7 +221,7 @@ class RingForward:
             return items.double() / ring.size
         if ranks not in known:
             # counts a ring's batch once on each of its ranks
-            total, _ = Caller(ring, "real tokens", 0).total(items.double())
+            total = Caller(ring, "real tokens", 0).total(items.double())
             known[ranks] = total / self.batch.ring_size / ring.size
         return known[ranks]
 

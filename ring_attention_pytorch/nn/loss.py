@@ -1,13 +1,10 @@
 """Next-token loss over a sharded sequence: one mean over the real tokens of all ranks."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
-from ring_attention_pytorch.comm.exchange import all_to_all
+from ring_attention_pytorch.comm.collectives import all_reduce, all_to_all
 from ring_attention_pytorch.geometry.documents import BatchDocuments, last_of_document
 from ring_attention_pytorch.geometry.layouts import Segments, segment_positions
 from ring_attention_pytorch.operators import Ranks, TracedRing
@@ -80,24 +77,10 @@ def mean_over_ranks(total: Tensor, held: Tensor, ring: Ranks) -> Tensor:
     """
     if isinstance(ring, TracedRing) or ring.size > 1:
         both = torch.cat((total.flatten().double(), held.flatten().double()))
-        summed: Any
         if isinstance(ring, TracedRing):
             summed = ring.total(both)
         else:
-            summed = _SumOverRanks.apply(both, Caller(ring, "mean over ranks", 0))
+            (summed,) = all_reduce([both], Caller(ring, "mean over ranks", 0))
         sums, counts = summed.split((total.numel(), held.numel()))
         total, held = sums.view_as(total).to(total.dtype), counts.view_as(held)
     return total / torch.where(held == 0, torch.ones_like(held), held).to(total.dtype)
-
-
-class _SumOverRanks(Function):
-    """(x, caller) -> the sum of all ranks' x, on every rank; backward sums all ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, caller: Caller) -> Tensor:
-        total, ctx.caller = caller.total(x)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _SumOverRanks.apply(grad, ctx.caller), None

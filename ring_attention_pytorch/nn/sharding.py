@@ -1,6 +1,6 @@
 """Differentiable sharding of whole sequences, and its inverse; only needed tokens are sent.
 
-Backward differentiates the sum of all ranks' results (`comm/exchange.py`).
+Backward differentiates the sum of all ranks' results (`comm/collectives.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked, checks_of
-from ring_attention_pytorch.comm.exchange import all_gather_along, all_to_all
+from ring_attention_pytorch.comm.collectives import all_gather_along, all_to_all
 from ring_attention_pytorch.geometry.balance import deal
 from ring_attention_pytorch.geometry.documents import BatchDocuments, Borders, check_documents
 from ring_attention_pytorch.geometry.layouts import (

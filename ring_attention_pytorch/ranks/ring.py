@@ -416,8 +416,13 @@ class Caller(NamedTuple):
         """Return the caller of the backward of the last call."""
         return self._replace(back_of=self.ring.steps.number)
 
-    def total(self, x: Tensor) -> tuple[Tensor, "Caller"]:
-        """Return the sum of x, floating, over the whole group, and the caller of its backward.
+    @property
+    def of_group(self) -> "Caller":
+        """This caller with all ranks of the group, whose calls are not counted by its rings."""
+        return self._replace(ring=Ring(self.ring.group)) if self.ring.several else self
+
+    def total(self, x: Tensor) -> Tensor:
+        """Return the sum of x, floating, over the whole group.
 
         All-reduces match by their order alone. So the number of the call is summed, too, and its
         square: unless all are equal these are no multiples of this rank's. Then a CPU raises, and
@@ -426,10 +431,9 @@ class Caller(NamedTuple):
         Raises:
             RingError: a rank is in another call.
         """
-        if self.ring.several:  # other rings count other calls
-            return self._replace(ring=Ring(self.ring.group)).total(x)
-        ring, steps = self.ring, self.ring.steps
-        with self.call():
+        caller = self.of_group
+        ring, steps = caller.ring, caller.ring.steps
+        with caller.call():
             number = steps.tag() % _SUMMED
             mine = x.new_full((2,), number, dtype=torch.float64)
             mine[1] *= number
@@ -438,8 +442,7 @@ class Caller(NamedTuple):
             alike = (total[-2:] == mine * ring.size).all()
             if x.device.type == "cpu" and not alike:
                 raise RingError(f"{steps.now}: a rank is in another call", steps.now)
-            total = total[:-2].view_as(x).to(x.dtype).masked_fill(~alike, torch.nan)
-        return total, self.back()
+            return total[:-2].view_as(x).to(x.dtype).masked_fill(~alike, torch.nan)
 
 
 Group = ProcessGroup | DeviceMesh | Ring | None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.exchange import fetch_rows
+from ring_attention_pytorch.comm.collectives import fetch_rows
 from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.recurrent.levels import (
     first_states,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ring_attention_pytorch.comm.exchange import fill_in, summed_by_owners
+from ring_attention_pytorch.comm.collectives import fill_in, sum_on_owners
 from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.recurrent.chunks import Chunks, How, Inputs, Returned
 from ring_attention_pytorch.recurrent.cuts import Cuts
@@ -79,7 +79,7 @@ class Scan(NamedTuple):
         )
         if len(du) and gathers(call.plan.ring.size):
             counts = call.plan.route(call.final).counts
-            du = summed_by_owners(du, counts, self.caller)
+            (du,) = sum_on_owners(du.split(list(counts)), self.caller)
         du = self.pieces.back(self.before, own, du)
         after = _of_all(du, self.pieces.cuts.pieces, len(self.before))
         return after, dinitial[0] if dinitial else None

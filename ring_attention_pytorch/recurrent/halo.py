@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import check_least, checks_of
-from ring_attention_pytorch.comm.exchange import fetch_rows
+from ring_attention_pytorch.comm.collectives import fetch_rows
 from ring_attention_pytorch.ranks.agreement import report_to_ring_of, reporting, typed
 from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.recurrent.plan import RunPlan, needs_gradients

@@ -9,7 +9,7 @@ order go the way back: the gradients of a map are summed on its owner.
 
 from torch import Tensor
 
-from ring_attention_pytorch.comm.exchange import all_gather_along
+from ring_attention_pytorch.comm.collectives import all_gather_along
 from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.recurrent.doubling import doubled

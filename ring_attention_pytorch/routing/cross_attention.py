@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.exchange import all_to_all
+from ring_attention_pytorch.comm.collectives import all_to_all
 from ring_attention_pytorch.nn.sharding import ShardConfig, report_to_group_of_module
 from ring_attention_pytorch.plan.option_types import KernelOption, LayoutName
 from ring_attention_pytorch.ranks.agreement import typed

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.exchange import scatter_rows
+from ring_attention_pytorch.comm.collectives import scatter_rows
 from ring_attention_pytorch.geometry.layouts import all_segments, count, segment_positions
 from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.routing.plan import RoutingPlan

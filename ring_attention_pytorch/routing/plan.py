@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked, checks_of, known_device
-from ring_attention_pytorch.comm.exchange import all_gather_along
+from ring_attention_pytorch.comm.collectives import all_gather_along
 from ring_attention_pytorch.geometry.layouts import (
     Segments,
     all_segments,

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ring_attention_pytorch.arguments import check_least, checked, checks_of
-from ring_attention_pytorch.comm.exchange import all_gather_along, sum_over_ranks
+from ring_attention_pytorch.comm.collectives import all_gather_along, replicated
 from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Caller, Group, Ring, as_ring
 from ring_attention_pytorch.routing.descent_triton import TRITON
@@ -128,34 +128,30 @@ def _steps(terms: list[Tensor], like: Tensor) -> Tensor:
 
 
 class _Threshold(Function):
-    """(this rank's scores `[..., n]`, solution, window, caller, by) -> a `[..., W]` of all scores.
+    """(this rank's scores `[..., n]`, solution, window, by) -> a `[..., W]` of all scores.
 
     `window` `[n]` is the index of each score's window, of W. Gradients go to this rank's scores.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, scores: Tensor, solution: Solution, window: Tensor, caller: Caller, by: Slope
-    ) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, solution: Solution, window: Tensor, by: Slope) -> Tensor:
         ctx.save_for_backward(scores, window, *solution[2:])
-        with caller.call():  # sends nothing, but has a number
-            ctx.caller, ctx.by = caller.back(), by
+        ctx.by = by
         return solution.a.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_order("soft_topk")
         scores, window, *terms = ctx.saved_tensors
-        grad = sum_over_ranks(grad, ctx.caller).index_select(-1, window)
         slopes = ctx.by(scores, terms, window)
-        return -grad * slopes, None, None, None, None
+        return -grad.index_select(-1, window) * slopes, None, None, None
 
 
 def threshold(
     scores: Tensor, solution: Solution, window: Tensor, caller: Caller, by: Slope = slope
 ) -> Tensor:
     """Return a `[..., W]`, differentiable in this rank's scores `[..., n]` (float64)."""
-    return _Threshold.apply(scores, solution, window, caller, by)
+    return replicated([_Threshold.apply(scores, solution, window, by)], caller)[0]
 
 
 def gates(scores: Tensor, a: Tensor, eps: float) -> Tensor:

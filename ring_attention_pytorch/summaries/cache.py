@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.exchange import all_gather_along
+from ring_attention_pytorch.comm.collectives import all_gather_along
 from ring_attention_pytorch.decoding import tree_attn_decode
 from ring_attention_pytorch.geometry.layouts import count, segment_positions
 from ring_attention_pytorch.ranks.ring import Caller, Ring

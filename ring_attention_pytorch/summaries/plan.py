@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.comm.exchange import exchange_rows
+from ring_attention_pytorch.comm.collectives import exchange_rows
 from ring_attention_pytorch.geometry.layouts import count, segment_positions
 from ring_attention_pytorch.plan.placement import attention_ring, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.comm.exchange import exchange_rows
+from ring_attention_pytorch.comm.collectives import exchange_rows
 from ring_attention_pytorch.ranks.agreement import error_of, report_to_ring_of, typed
 from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, softmax_weights

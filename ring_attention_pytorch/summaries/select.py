@@ -22,7 +22,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ring_attention_pytorch.comm.exchange import all_gather, all_gather_along, scatter_rows
+from ring_attention_pytorch.comm.collectives import all_gather, all_gather_along, scatter_rows
 from ring_attention_pytorch.ranks.ring import Caller, Ring
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype

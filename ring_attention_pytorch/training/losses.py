@@ -12,10 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 from torch.compiler import is_compiling
 
-from ring_attention_pytorch.geometry.layouts import all_segments, segment_positions
 from ring_attention_pytorch.nn.loss import mean_over_ranks
 from ring_attention_pytorch.plan.placement import current
 from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
@@ -195,7 +193,8 @@ def ring_token_logprobs(
 
     It is for losses over whole sequences, such as in reinforcement learning after generation. All
     ranks must compute the same loss from it. Gradients averaged over ranks, as DDP and FSDP do,
-    then equal the gradients of one process; backward sends nothing.
+    then equal the gradients of one process. Backward sums all ranks' gradients of a token on its
+    owner.
 
     Args:
         x: logits `[b, n, classes]` of this rank's tokens; with a head hidden states `[b, n, d]`.
@@ -234,25 +233,7 @@ def ring_token_logprobs(
     each = -torch.cat([*parts]).view(x.shape[:2])
     if wanted.wrong is not None:
         each = torch.where(wanted.wrong, torch.nan, each)
-    return _Whole.apply(each, batch)
-
-
-class _Whole(Function):
-    """(x, batch) -> x of whole sequences; backward takes this rank's part of the gradient.
-
-    Every rank has the same gradient of the whole. Its own part is multiplied by the number of
-    ranks, which the mean over ranks divides out.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, batch: ShardedBatch) -> Tensor:
-        segments = all_segments(batch.layout, batch.ring_size, batch.length)[batch.rank]
-        ctx.held, ctx.times = segment_positions(segments, x.device), batch.ring_size
-        return batch.unshard(x).clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(1, ctx.held) * ctx.times, None
+    return batch.unshard(each)
 
 
 def _by_chunks(

@@ -290,11 +290,3 @@ FAILING = [
         "(rank := _name(link)) in missing", "(rank := _name(link)) is not None",
     ),
 ]  # fmt: skip
-
-SECOND_ORDER = [
-    Mutant(
-        "Ulysses keeps its gradients' gradients", "comm/ulysses.py:_Differentiable.backward",
-        "*_Differentiable.apply(ctx.ranks, way, ctx.number, *grads)",
-        "*ctx.ranks.exchange(way, *(g.detach() for g in grads), back_of=ctx.number)",
-    ),
-]  # fmt: skip

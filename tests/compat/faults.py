@@ -8,9 +8,8 @@ ORIGINAL = [
         "mine = x[ring.rank]", "mine = x[0]",
     ),
     Mutant(
-        "a pass goes one rank, however many it should", "compat/ring.py:_Pass.forward",
-        "(ring.rank + by) % ring.size, (ring.rank - by)",
-        "(ring.rank + 1) % ring.size, (ring.rank - 1)",
+        "a pass goes one rank, however many it should", "compat/ring.py:ring_pass",
+        "(num_ring_passes, -num_ring_passes)", "(1, -1)",
     ),
     Mutant(
         "owners are taken for neighbours", "compat/ring.py:_passes",

@@ -43,7 +43,7 @@ CASES = {
     "runtime/rowwise.py": ("runtime/test_merge*.py", "runtime/test_rowwise*.py"),
     "ranks/agreement.py": ("ranks/test_agreement*.py", "stories/test_every_rank_hears*.py"),
     "ranks/notes.py": ("ranks/test_notes*.py",),
-    "comm/exchange.py": ("comm/test_exchange*.py",),
+    "comm/collectives.py": ("comm/test_collectives*.py",),
     "recurrent/levels.py": ("recurrent/test_l*.py",),
     "plan/masks.py": ("plan/test_alike*.py", "plan/test_masks*.py"),
 }

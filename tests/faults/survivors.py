@@ -1,10 +1,10 @@
 """Generated faults that no test can find, each with the reason."""
 
 SURVIVORS = {
-    "comm/exchange.py:_AllGather.forward:function dropped:0":
+    "comm/collectives.py:_gather:function dropped:0":
         "each message makes a copy of its own then",
-    "comm/exchange.py:fill_in:always:0": "a rank alone sends nothing: a shortcut",
-    "comm/exchange.py:fill_in:comparison:0": "the same",
+    "comm/collectives.py:fill_in:always:0": "a rank alone sends nothing: a shortcut",
+    "comm/collectives.py:fill_in:comparison:0": "the same",
     "geometry/layouts.py:positions:call dropped:0": "all_segments refuses the same, and alike",
     "ranks/agreement.py:_check_same:condition dropped:0": "one member is like itself: a shortcut",
     "ranks/agreement.py:agree:condition dropped:5":

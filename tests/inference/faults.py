@@ -52,7 +52,7 @@ INFERENCE = [
         "weight = (lse - total.", "weight = (0 * lse - total.",
     ),
     Mutant(
-        "a rank's own result is another's", "comm/exchange.py:_stacked",
+        "a rank's own result is another's", "comm/collectives.py:_stacked",
         "found[ranks.index(mine)] = x",
         "found[ranks.index(mine)] = x * 0",
     ),

@@ -4,9 +4,8 @@ from tests.faults.mutant import Mutant
 
 SECOND_ORDER = [
     Mutant(
-        "gathering keeps its gradients' gradients", "comm/exchange.py:_AllGather.backward",
-        "_SumOnOwners.apply(ctx.caller, *grads)",
-        "_sum_on_owners(grads, ctx.caller)",
+        "collectives keep their gradients' gradients", "comm/collectives.py:_Linear.backward",
+        "ctx.back(grads, ctx.caller)", "ctx.back([g.detach() for g in grads], ctx.caller)",
     ),
 ]  # fmt: skip
 
@@ -16,7 +15,7 @@ ORIGINAL = [
         "wide * pos.cos() + turned", "wide * pos.cos().to(t.dtype) + turned",
     ),
     Mutant(
-        "gathered gradients are a rank's own alone", "comm/exchange.py:_sum_on_owners",
+        "gathered gradients are a rank's own alone", "comm/collectives.py:_sum_on_owners",
         "return sums[ring.rank]", "return pieces[ring.rank]",
     ),
 ]  # fmt: skip

@@ -16,7 +16,7 @@ ROUTING = [
         "weight = weight * share", "weight = weight * 0",
     ),
     Mutant(
-        "the last part is taken for the sum", "comm/exchange.py:sum_parts",
+        "the last part is taken for the sum", "comm/collectives.py:sum_parts",
         "total += part", "total = part",
     ),
     Mutant(

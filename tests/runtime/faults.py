@@ -12,13 +12,12 @@ ATTENTION = [
         "out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0)", "out",
     ),
     Mutant(
-        "gradients of shared keys are a rank's own", "shared_keys.py:_total",
-        "sum_over_ranks(torch.cat((dk.flatten(), dv.flatten())), caller)",
-        "torch.cat((dk.flatten(), dv.flatten()))",
+        "gradients of shared keys are a rank's own", "comm/collectives.py:replicated",
+        "linear(_same, sum_over_ranks, tensors", "linear(_same, lambda grads, _: grads, tensors",
     ),
     Mutant(
-        "gradients of shared keys are summed twice", "shared_keys.py:_Shared.backward",
-        "summed(ctx.caller, dk, dv)", "summed(ctx.caller, *summed(ctx.caller, dk, dv))",
+        "gradients of shared keys are summed twice", "comm/collectives.py:_sum",
+        "sum_parts(parts.unbind()).to", "(sum_parts(parts.unbind()) * ring.size).to",
     ),
     Mutant(
         "shared tokens' gradients count on each rank", "nn/shared_tokens.py:shared_options",

@@ -179,9 +179,9 @@ def _files(frame: FrameType | None) -> Iterator[str]:
 
 
 def _begins(path: Path) -> bool:
-    """True if a file makes a `Caller`, a call of a ring by itself, or one by `comm/exchange.py`."""
+    """True if a file makes a `Caller`, a call of a ring, or one of `comm/collectives.py`."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and str(node.module).endswith("comm.exchange"):
+        if isinstance(node, ast.ImportFrom) and str(node.module).endswith("comm.collectives"):
             return True
         if isinstance(node, ast.Call):
             function = ast.unparse(node.func)

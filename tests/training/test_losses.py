@@ -12,7 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attention_pytorch import ring_cross_entropy, ring_token_logprobs, shard_batch
+from ring_attention_pytorch import (
+    ring_cross_entropy,
+    ring_token_logprobs,
+    shard_batch,
+    shard_sequence,
+)
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.training import loss_inputs
 from ring_attention_pytorch.training.losses import counted_cross_entropy
@@ -199,6 +204,24 @@ def logprob_errors(terms: str, group: Group = None) -> dict[str, float]:
             grad, want = summed(grad, ring) / ring.size, grads[name]
         found[name] = relative_error(grad, want)
     return found
+
+
+def penalty_of_logprobs(ring: Ring) -> Tensor:
+    """The gradient of a penalty on the gradient of a loss of a whole sequence."""
+    ids = torch.arange(2 * N)[None] % CLASSES
+    batch = shard_batch({"input_ids": ids, "labels": ids}, layout="zigzag", group=ring)
+    draw = torch.Generator().manual_seed(7)
+    whole = torch.randn(1, 2 * N, CLASSES, generator=draw, dtype=torch.float64)
+    x = shard_sequence(whole, layout="zigzag", group=ring).requires_grad_()
+    loss = ring_token_logprobs(x, batch).cumsum(1).sin().sum()
+    (grad,) = torch.autograd.grad(loss / ring.size, x, create_graph=True)
+    return batch.unshard(torch.autograd.grad(grad.square().sum(), x)[0])
+
+
+def test_penalties_on_gradients_of_logprobs_are_of_the_whole_sequence():
+    want = penalty_of_logprobs(Ring.alone())
+    for found in threads.run(2, penalty_of_logprobs)[0]:
+        assert relative_error(found, want) < EXACT
 
 
 def all_logprobs() -> dict[str, dict[str, float]]:

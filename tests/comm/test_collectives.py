@@ -9,16 +9,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attention_pytorch.comm.exchange import (
+from ring_attention_pytorch.comm.collectives import (
     all_gather,
     all_gather_along,
     all_to_all,
     fill_in,
     gather_to_merge,
     scatter_rows,
+    sum_on_owners,
     sum_over_ranks,
     sum_parts,
-    summed_by_owners,
 )
 from ring_attention_pytorch.ranks.failures import Step
 from ring_attention_pytorch.ranks.ring import Caller, Ring
@@ -123,8 +123,8 @@ def test_parts_are_joined_along_any_dimension(dim):
 WAYS = {
     "all_to_all": lambda x, by: all_to_all([x] * by.ring.size, [x.shape] * by.ring.size, by)[0],
     "all_gather": lambda x, by: all_gather(x, [x.shape] * by.ring.size, by)[0],
-    "summed_by_owners": lambda x, by: summed_by_owners(x, [1] * by.ring.size, by),
-    "sum_over_ranks": sum_over_ranks,
+    "sum_on_owners": lambda x, by: sum_on_owners([x] * by.ring.size, by)[0],
+    "sum_over_ranks": lambda x, by: sum_over_ranks([x], by)[0],
 }
 
 
@@ -172,7 +172,8 @@ def test_rows_of_all_ranks_and_their_sums_on_owners(counts):
         found = torch.full_like(every, torch.nan)
         found[own] = every[own]
         fill_in(found, counts, called(ring))
-        summed = summed_by_owners((ring.rank + 1) * every, counts, called(ring))
+        parts = ((ring.rank + 1) * every).split(counts)
+        (summed,) = sum_on_owners(parts, called(ring))
         assert torch.equal(summed, sum(rank + 1 for rank in range(ring.size)) * every[own])
         return found, summed
 
@@ -199,7 +200,7 @@ def test_sums_and_parts_are_the_same_on_all_ranks(size):
     def rank_main(ring: Ring) -> tuple[Tensor, Tensor]:
         x = drawn(ring.rank, 5).float()
         parts = gather_to_merge(x, ring, None, lambda parts: parts)
-        return sum_over_ranks(x, called(ring)), parts
+        return sum_over_ranks([x], called(ring))[0], parts
 
     xs = torch.stack([drawn(r, 5).float() for r in range(size)])
     in_order = xs[0]
@@ -287,7 +288,8 @@ def test_rows_of_all_machines_and_their_sums_in_one_order(drawn_of, dtype):
         own = slice(first := sum(counts[: ring.rank]), first + counts[ring.rank])
         whole[own] = every[0][own]
         fill_in(whole, counts, called(ring))
-        return whole, summed_by_owners(every[ring.rank], counts, called(ring)), far(ring)
+        (summed,) = sum_on_owners(every[ring.rank].split(counts), called(ring))
+        return whole, summed, far(ring)
 
     with mock.patch.object(relays, "_EXCHANGE", 0):
         found, _ = threads.run(size, rank_main, machines)
@@ -307,7 +309,7 @@ def test_rows_of_all_machines_and_their_sums_in_one_order(drawn_of, dtype):
 def test_small_parts_are_sent_directly(exchange, monkeypatch):
     machines, x = (0, 0, 1, 1, 1), drawn(0, 4)
     monkeypatch.setattr(relays, "_EXCHANGE", exchange)
-    _, hub = threads.run(5, lambda ring: sum_over_ranks(x, called(ring)), machines)
+    _, hub = threads.run(5, lambda ring: sum_over_ranks([x], called(ring)), machines)
     assert passes_spare(machines)
     assert hub.exchanges == [1 if exchange else 3] * 5
 
@@ -318,8 +320,8 @@ def test_a_machine_s_sum_in_16_bits_may_be_larger_than_the_whole(monkeypatch):
 
     def rank_main(ring: Ring) -> list[float]:
         rows = torch.full((3, 1), 4e4 if ring.rank < 2 else -4e4, dtype=torch.float16)
-        summed = summed_by_owners(rows, (1, 1, 1), called(ring))
-        total = sum_over_ranks(rows, called(ring))
+        (summed,) = sum_on_owners(rows.split(1), called(ring))
+        (total,) = sum_over_ranks([rows], called(ring))
         assert total.dtype == summed.dtype == rows.dtype
         return [summed.item(), *total.flatten().tolist()]
 

@@ -1,12 +1,26 @@
-"""Pieces of tensors that all ranks exchange; their gradients take the way back.
+"""Collectives of a ring, differentiable any number of times, in reverse and in forward mode.
 
-Each function takes the `Caller` whose call it makes, and a backward makes that caller's.
+                         rank 0      rank 1      rank 2         gradients come back by
+    all_to_all           a0 a1 a2    b0 b1 b2    c0 c1 c2
+                      -> a0 b0 c0    a1 b1 c1    a2 b2 c2       all_to_all
+    all_gather           a           b           c
+                      -> a  b  c     a  b  c     a  b  c        sum_on_owners
+    sum_on_owners        a0 a1 a2    b0 b1 b2    c0 c1 c2
+                      -> a0+b0+c0    a1+b1+c1    a2+b2+c2       all_gather
+    sum_over_ranks,      a           b           c
+    all_reduce        -> a+b+c       a+b+c       a+b+c          the same sum
+    replicated           a           a           a
+                      -> a           a           a              sum_over_ranks
+
+All are linear, so one autograd Function serves them: tangents go there, gradients go back. Each
+function takes the `Caller` whose call it makes, and a backward makes that caller's.
 
 Convention of gradients: backward differentiates the sum of every rank's result, where each rank's
 tensors are separate variables.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,14 +39,107 @@ from ring_attention_pytorch.schedule.passing import (
 from ring_attention_pytorch.schedule.relays import Machines, members
 
 Shape = tuple[int, ...]
+Way = Callable[[Sequence[Tensor], Caller], Sequence[Tensor]]
 
 
-def all_to_all(pieces: list[Tensor], shapes: Sequence[Shape], caller: Caller) -> list[Tensor]:
-    """Send piece i to rank i, and return the piece from each, of `shapes[i]`. Differentiable."""
-    return pieces if caller.ring.size == 1 else list(_AllToAll.apply(caller, shapes, *pieces))
+class _Linear(Function):
+    """(there, back, caller, tensors) -> results of `there`; see `linear`."""
+
+    @staticmethod
+    def forward(there: Way, back: Way, caller: Caller, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(there(tensors, caller))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.there, ctx.back, caller, *_ = inputs
+        ctx.caller = caller.back()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *ctx.back(grads, ctx.caller)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, ___: None, *along: Tensor) -> tuple[Tensor, ...]:
+        return _Linear.apply(ctx.there, ctx.back, ctx.caller, *along)
 
 
-def exchange_rows(pieces: list[Tensor], lands: Sequence[Tensor], caller: Caller) -> list[Tensor]:
+def linear(there: Way, back: Way, tensors: Sequence[Tensor], caller: Caller) -> tuple[Tensor, ...]:
+    """Send tensors `there`, a linear map of all ranks' tensors; gradients go `back`.
+
+    Args:
+        there: sends tensors within a call of the caller that it gets; not differentiable.
+        back: the transpose of `there`, differentiable.
+        tensors: of this rank.
+        caller: who sends them.
+    """
+    return _Linear.apply(there, back, caller, *tensors)
+
+
+def all_to_all(
+    pieces: Sequence[Tensor], shapes: Sequence[Shape], caller: Caller
+) -> tuple[Tensor, ...]:
+    """Send piece i to rank i, and return the piece from each, of `shapes[i]`."""
+    if caller.ring.size == 1:
+        return tuple(pieces)
+    given = [piece.shape for piece in pieces]
+
+    def back(grads: Sequence[Tensor], caller: Caller) -> Sequence[Tensor]:
+        return all_to_all(grads, given, caller)
+
+    return linear(partial(_swap, shapes), back, pieces, caller)
+
+
+def all_gather(x: Tensor, shapes: Sequence[Shape], caller: Caller) -> tuple[Tensor, ...]:
+    """Return every rank's x, in the order of ranks, of `shapes[i]`."""
+    if caller.ring.size == 1:
+        return (x,)
+    return linear(partial(_gather, shapes), sum_on_owners, [x], caller)
+
+
+def sum_on_owners(pieces: Sequence[Tensor], caller: Caller) -> tuple[Tensor, ...]:
+    """Send piece i to rank i, and return the sum of those for this rank, as a sequence of one."""
+    if caller.ring.size == 1:
+        return tuple(pieces)
+    shapes = [piece.shape for piece in pieces]
+
+    def back(grads: Sequence[Tensor], caller: Caller) -> Sequence[Tensor]:
+        return all_gather(grads[0], shapes, caller)
+
+    return linear(_sum_on_owners, back, pieces, caller)
+
+
+def sum_over_ranks(tensors: Sequence[Tensor], caller: Caller) -> tuple[Tensor, ...]:
+    """Sum all ranks' tensors, each of one shape, in one message, so that all get the same bits."""
+    if caller.ring.size == 1:
+        return tuple(tensors)
+    return linear(_sum, sum_over_ranks, tensors, caller)
+
+
+def replicated(tensors: Sequence[Tensor], caller: Caller) -> tuple[Tensor, ...]:
+    """Return tensors that all ranks hold alike, whose gradients are sums over ranks.
+
+    Forward sends nothing, but its call has a number, which the backward's says.
+    """
+    if caller.ring.size == 1:
+        return tuple(tensors)
+    return linear(_same, sum_over_ranks, tensors, caller)
+
+
+def all_reduce(tensors: Sequence[Tensor], caller: Caller) -> tuple[Tensor, ...]:
+    """Sum tensors, floating, over the ring's whole group, each by an all-reduce."""
+    return linear(_total, all_reduce, tensors, caller.of_group)
+
+
+def all_gather_along(dim: int, x: Tensor, lengths: Iterable[int], caller: Caller) -> Tensor:
+    """Return every rank's x, of `lengths[i]` along dim, joined there; else as `all_gather`."""
+    dim = dim % x.ndim
+    shapes = [(*x.shape[:dim], length, *x.shape[dim + 1 :]) for length in lengths]
+    return torch.cat(all_gather(x, shapes, caller), dim)
+
+
+def exchange_rows(
+    pieces: Sequence[Tensor], lands: Sequence[Tensor], caller: Caller
+) -> tuple[Tensor, ...]:
     """Send rows `pieces[i]` to rank i; return the rows from each, `len(lands[i])` of them."""
     width = pieces[0].shape[1:]
     return all_to_all(pieces, [(len(land), *width) for land in lands], caller)
@@ -63,14 +170,6 @@ def fetch_rows(
     return scatter_rows([x[sent] for sent in sends], lands, room, caller)
 
 
-def all_gather(x: Tensor, shapes: Sequence[Shape], caller: Caller) -> list[Tensor]:
-    """Return every rank's x, in the order of ranks, of `shapes[i]`. Differentiable.
-
-    Backward sums the ranks' gradients of a part on its owner.
-    """
-    return [x] if caller.ring.size == 1 else list(_AllGather.apply(caller, shapes, x))
-
-
 def fill_in(rows: Tensor, counts: Sequence[int], caller: Caller) -> None:
     """Receive the other ranks' rows beside this rank's own; no gradient.
 
@@ -80,30 +179,7 @@ def fill_in(rows: Tensor, counts: Sequence[int], caller: Caller) -> None:
         caller: who makes the call.
     """
     if caller.ring.size > 1:
-        _gather(rows.split(list(counts)), caller)
-
-
-def summed_by_owners(rows: Tensor, counts: Sequence[int], caller: Caller) -> Tensor:
-    """Return this rank's rows, summed over all ranks; arguments are as for `fill_in`."""
-    return rows if caller.ring.size == 1 else _sum_on_owners(rows.split(list(counts)), caller)
-
-
-def sum_over_ranks(x: Tensor, caller: Caller) -> Tensor:
-    """Sum all ranks' x, of one shape, in one order, so that all get the same bits; no gradient."""
-    if (ring := caller.ring).size == 1:
-        return x
-    wide = x.to(wire_dtype(x.dtype))
-    machines = merging_machines(ring.machines, wide.nbytes)
-    with caller.call():
-        parts = gather_to_merge(wide, ring, machines, lambda near: sum_parts(near.unbind()))
-    return sum_parts(parts.unbind()).to(x.dtype)
-
-
-def all_gather_along(dim: int, x: Tensor, lengths: Iterable[int], caller: Caller) -> Tensor:
-    """Return every rank's x, of `lengths[i]` along dim, joined there; else as `all_gather`."""
-    dim = dim % x.ndim
-    shapes = [(*x.shape[:dim], length, *x.shape[dim + 1 :]) for length in lengths]
-    return torch.cat(all_gather(x, shapes, caller), dim)
+        _fill(rows.split(list(counts)), caller)
 
 
 def gather_to_merge(
@@ -134,71 +210,6 @@ def gather_to_merge(
     return found
 
 
-class _AllToAll(Function):
-    """(caller, shapes, pieces for every rank) -> pieces from every rank."""
-
-    @staticmethod
-    def forward(caller: Caller, shapes: list[Shape], *pieces: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_swap(shapes, pieces, caller))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        caller, ctx.there, *pieces = inputs
-        ctx.caller, ctx.shapes = caller.back(), [tuple(piece.shape) for piece in pieces]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_AllToAll.apply(ctx.caller, ctx.shapes, *grads)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *along: Tensor) -> tuple[Tensor, ...]:
-        return _AllToAll.apply(ctx.caller, ctx.there, *along)
-
-
-class _AllGather(Function):
-    """(caller, shapes, x) -> every rank's x, in the order of ranks."""
-
-    @staticmethod
-    def forward(caller: Caller, shapes: list[Shape], x: Tensor) -> tuple[Tensor, ...]:
-        parts = _rooms(x.contiguous(), caller.ring, shapes)
-        _gather(parts, caller)
-        return tuple(parts)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        caller, ctx.shapes, _ = inputs
-        ctx.caller = caller.back()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, _SumOnOwners.apply(ctx.caller, *grads)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, __: None, along: Tensor) -> tuple[Tensor, ...]:
-        return _AllGather.apply(ctx.caller, ctx.shapes, along)
-
-
-class _SumOnOwners(Function):
-    """(caller, pieces for every rank) -> the sum of all ranks' pieces for this one."""
-
-    @staticmethod
-    def forward(caller: Caller, *pieces: Tensor) -> Tensor:
-        return _sum_on_owners(pieces, caller)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        caller, *pieces = inputs
-        ctx.caller, ctx.shapes = caller.back(), [tuple(piece.shape) for piece in pieces]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *_AllGather.apply(ctx.caller, ctx.shapes, grad)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *along: Tensor) -> Tensor:
-        return _SumOnOwners.apply(ctx.caller, *along)
-
-
 def sum_parts(parts: Sequence[Tensor]) -> Tensor:
     """Sum in the accumulator's dtype, in the order of ranks, so that results repeat."""
     dtype = parts[0].dtype
@@ -219,6 +230,33 @@ def _swap(shapes: Sequence[Shape], tensors: Sequence[Tensor], caller: Caller) ->
     return received
 
 
+def _gather(shapes: Sequence[Shape], own: Sequence[Tensor], caller: Caller) -> list[Tensor]:
+    """Return every rank's own tensor, of this rank a view."""
+    parts = _rooms(own[0].contiguous(), caller.ring, shapes)
+    _fill(parts, caller)
+    return parts
+
+
+def _sum(tensors: Sequence[Tensor], caller: Caller) -> list[Tensor]:
+    """Return the sums over ranks of each tensor, by one message."""
+    ring, flat = caller.ring, torch.cat([t.flatten() for t in tensors])
+    wide = flat.to(wire_dtype(flat.dtype))
+    machines = merging_machines(ring.machines, wide.nbytes)
+    with caller.call():
+        parts = gather_to_merge(wide, ring, machines, lambda near: sum_parts(near.unbind()))
+    sums = sum_parts(parts.unbind()).to(flat.dtype).split([t.numel() for t in tensors])
+    return [total.view(t.shape) for total, t in zip(sums, tensors)]
+
+
+def _same(tensors: Sequence[Tensor], caller: Caller) -> list[Tensor]:
+    with caller.call():
+        return [t.view_as(t) for t in tensors]
+
+
+def _total(tensors: Sequence[Tensor], caller: Caller) -> list[Tensor]:
+    return [caller.total(t) for t in tensors]
+
+
 def _rooms(own: Tensor, ring: Ring, shapes: Sequence[Shape]) -> list[Tensor]:
     """Return memory for every rank's tensor, of this rank a view of `own`."""
     return [
@@ -227,7 +265,7 @@ def _rooms(own: Tensor, ring: Ring, shapes: Sequence[Shape]) -> list[Tensor]:
     ]
 
 
-def _gather(parts: Sequence[Tensor], caller: Caller) -> None:
+def _fill(parts: Sequence[Tensor], caller: Caller) -> None:
     """Receive the other ranks' parts beside this rank's own."""
     ring = caller.ring
     machines = passing_machines(ring.machines, [part.nbytes for part in parts])
@@ -258,7 +296,7 @@ def start_gather(parts: Sequence[Tensor], ring: Ring, machines: Machines) -> Cal
     return wait
 
 
-def _sum_on_owners(pieces: Sequence[Tensor], caller: Caller) -> Tensor:
+def _sum_on_owners(pieces: Sequence[Tensor], caller: Caller) -> list[Tensor]:
     """Return the sum of all ranks' pieces for this one: the way of `start_gather` back.
 
     A relay adds those of its machine, in the order of ranks, and one sum crosses.
@@ -272,7 +310,7 @@ def _sum_on_owners(pieces: Sequence[Tensor], caller: Caller) -> Tensor:
             _add_received(sums, ring, way.relayed, way.passed)
         home = [(rank, rank) for rank in way.straight]
         _add_received(sums, ring, home, [(rank, ring.rank) for rank in way.to])
-    return sums[ring.rank].to(pieces[ring.rank].dtype)
+    return [sums[ring.rank].to(pieces[ring.rank].dtype)]
 
 
 def _add_received(
