@@ -304,28 +304,19 @@ class AllToAll:
         """The opposite direction, for gradients."""
         return replace(self, to="sequence" if self.to == "heads" else "heads")
 
-    def __call__(
-        self, ranks: Ulysses, *tensors: Tensor, into: tuple[Tensor, ...] | None = None
-    ) -> tuple[Tensor, ...]:
+    def __call__(self, ranks: Ulysses, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Exchange own tokens of all heads for all tokens of own heads, or undo that.
 
-        Values that several places have for one head are summed, in their order. `into` is memory
-        for results, if given.
+        Values that several places have for one head are summed, in their order.
         """
         queries, keys, me = ranks.queries, ranks.keys, ranks.together.rank
         spreads = (queries, keys, keys) if self.with_keys else (queries,) * len(tensors)
-        places = into or (None,) * len(tensors)
-        ways, summed, found = [], [], []
-        for t, spread, place in zip(tensors, spreads, places):
-            way = spread.to_heads if self.to == "heads" else spread.to_sequence
-            sums = self.to == "sequence" and spread.repeats
-            ways.append(way)
-            summed.append(sums)
-            found.append(way.alloc(t, me) if place is None or sums else place)
+        ways = [each.to_heads if self.to == "heads" else each.to_sequence for each in spreads]
+        found = [way.alloc(t, me) for way, t in zip(ways, tensors)]
         ranks.by.swap(tensors, ways, found)
-        for i, sums in enumerate(summed):
-            if sums:
-                found[i] = _summed(found[i], spreads[i].heads, places[i])
+        for i, spread in enumerate(spreads):
+            if self.to == "sequence" and spread.repeats:
+                found[i] = _summed(found[i], spread.heads)
         return tuple(found)
 
 
@@ -364,14 +355,14 @@ def most_bytes(
     return max(Form.of_parts(tuple(parts)).nbytes for parts in (by_token, by_head, [out, lse]))
 
 
-def _summed(t: Tensor, heads: Heads, into: Tensor | None) -> Tensor:
+def _summed(t: Tensor, heads: Heads) -> Tensor:
     """Return all heads in order, from the results of all places; some heads occur twice or more.
 
-    They are summed in the accumulator's dtype, and written `into` memory, if given.
+    They are summed in the accumulator's dtype.
     """
     order = [head for theirs in heads for head in theirs]
     b, n, _, *rest = t.shape
     total = t.new_zeros((b, n, 1 + max(order), *rest), dtype=accumulation_dtype(t.dtype))
     for i, head in enumerate(order):
         total[:, :, head] += t[:, :, i]
-    return total.to(t.dtype) if into is None else into.copy_(total)
+    return total.to(t.dtype)

@@ -22,9 +22,7 @@ def part(at: torch.Tensor | slice) -> list[torch.Tensor]:
     return [*(t[:, at] for t in sharded), w_up]
 
 
-def generated(
-    ring, tied: bool, dtype: torch.dtype = torch.float64
-) -> tuple[torch.Tensor, int]:
+def generated(ring, tied: bool, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, int]:
     """A prompt that all ranks have, a chunk that they share, and then a token at a time."""
     kinds = dict(page=2, dtype=dtype, group=ring, tied=tied)
     cache = RingCache(2, 1, RANK + D_ROPE, value_dim=RANK, **kinds)
