@@ -1,4 +1,4 @@
-"""Models wrapped twice, in each order: the outermost call counts; steps are those of one process."""
+"""Models wrapped twice, in each order: the outermost call counts; steps equal one process's."""
 
 from itertools import permutations
 from typing import Any
