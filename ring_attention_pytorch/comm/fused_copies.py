@@ -370,7 +370,7 @@ def _call(
     if sizes.get("EARLY"):
         blocks = min(blocks, _PROGRAMS_OVERLAPPING)
     board = barrier.board
-    about = board.state, barrier.purpose, board.rank, board.patience
+    about = board.state, barrier, board.rank, board.patience
     constants = {**board.among, **sizes, "num_warps": 8}
     programs = max(1, min(_most_programs(board.device), blocks))
     return KernelCall(kernel, programs, (*about, *args), constants)

@@ -262,8 +262,8 @@ class SymmetricWorkspace:
 
 def _barrier(board: Board, steps: Steps, name: str, why: str) -> Barrier:
     """Return the barrier of a buffer that ranks reach in this call, to read or to write."""
-    plan, operation, _ = steps.about  # recordings fix it: it has no number of a call
-    return board.barrier(f"{operation}, to {why}: {name}", plan)
+    plan, operation, _ = steps.about  # a tape fixes these, but not the call
+    return board.barrier(f"{operation}, to {why}: {name}", plan, lambda: steps.about[2])
 
 
 class PeerGroup(NamedTuple):

@@ -7,7 +7,7 @@ are filled with NaN, and so are all later ones. The host raises in its next call
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.ranks.failure_reports import Overdue
-from ring_attention_pytorch.runtime.launches import Launch
+from ring_attention_pytorch.runtime.launches import Launch, Live
 from ring_attention_pytorch.runtime.streams import capturing, current_stream
 from ring_attention_pytorch.runtime.tape import opaque, prepared
 
 _STAMPS = 1 << 20  # a message out of step has the expected stamp one time in a million
-_KINDS, _PLANS = 1 << 16, 1 << 15  # distinct purposes of barriers, in 31 bits
+_KINDS, _PLANS, _CALLS = 1 << 12, 1 << 12, 127  # distinct purposes of barriers, in 31 bits
 _BLOCK = 4096  # bytes that one program fills at a time
 _PROGRAMS = 16  # for filling with NaN, which need not be fast
 
@@ -141,11 +141,17 @@ class Board(SharedGuard):
         with torch.cuda.device_of(self.state):
             self.barrier(kind, plan)()
 
-    def barrier(self, kind: str, plan: int = 0) -> "Barrier":
-        """Return this barrier, to be called many times while this device is current."""
+    def barrier(
+        self, kind: str, plan: int = 0, back_of: Callable[[], int | None] = lambda: None
+    ) -> "Barrier":
+        """Return this barrier, to be called many times while this device is current.
+
+        Each time `back_of` tells which call is differentiated, so that two backwards of equal calls
+        differ; None is no backward.
+        """
         number = crc32(kind.encode()) % _KINDS
         self._kinds[number] = kind
-        return Barrier(self, plan % _PLANS * _KINDS + number)
+        return Barrier(self, plan % _PLANS * _KINDS + number, back_of)
 
     def arrive(self, purpose: int) -> None:
         """Launch the barrier of that purpose on the current device."""
@@ -173,7 +179,10 @@ class Board(SharedGuard):
             return f"rank {rank} has failed, which this one waited for: {purpose}"
         if came >> 32 != expected >> 32:
             return self.late(rank, purpose)
-        return f"rank {rank} has come for {self._purpose(came)}, and this one for {purpose}"
+        theirs = self._purpose(came)
+        if theirs == purpose:
+            return f"rank {rank} has come for {purpose}, as this one, but of another call"
+        return f"rank {rank} has come for {theirs}, and this one for {purpose}"
 
     def _purpose(self, word: int) -> str:
         plan, number = divmod(word % (_PLANS * _KINDS), _KINDS)
@@ -187,14 +196,20 @@ def _(board: Board, *tensors: Tensor) -> Callable[..., None]:
 
 
 @dataclass(frozen=True)
-class Barrier:
-    """A barrier on a board, for a purpose."""
+class Barrier(Live):
+    """A barrier on a board, for a purpose, whose number kernels are given."""
 
     board: Board
-    purpose: int
+    number: int  # of its kind and plan
+    back_of: Callable[[], int | None] = field(compare=False)
+
+    def read(self) -> int:
+        back_of = self.back_of()
+        call = 0 if back_of is None else 1 + back_of % _CALLS
+        return call * _PLANS * _KINDS + self.number
 
     def __call__(self, *_: object, **__: object) -> None:
-        self.board.arrive(self.purpose)
+        self.board.arrive(self.read())
 
 
 class Stamps(Guard):

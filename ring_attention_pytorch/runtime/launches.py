@@ -133,12 +133,19 @@ def can_begin_early(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+class Live:
+    """An integer argument that each launch reads anew, also one that a tape repeats."""
+
+    def read(self) -> int:
+        raise NotImplementedError
+
+
 class KernelCall(NamedTuple):
     """A launch of a Triton kernel, with all its arguments."""
 
     kernel: Any
     programs: int | tuple[int, ...]  # or the grid
-    args: Sequence[Any]  # numbers, tensors, tuples of them, descriptors
+    args: Sequence[Any]  # numbers, also `Live` ones, tensors, tuples of them, descriptors
     constants: dict[str, Any]  # the kernel's last parameters, and the compiler's options
 
     @property
@@ -147,11 +154,15 @@ class KernelCall(NamedTuple):
 
     def launch(self) -> Any:
         """Launch it on the current stream by Triton; return the compiled kernel, if any."""
-        return self.kernel[self.grid](*self.args, **self.constants)
+        return self.kernel[self.grid](*map(_now, self.args), **self.constants)
 
     def compile(self) -> Any:
         """Compile the kernel of a launch unless it is cached; return it, or a future of it."""
-        return self.kernel.warmup(*self.args, grid=self.grid, **self.constants)
+        return self.kernel.warmup(*map(_now, self.args), grid=self.grid, **self.constants)
+
+
+def _now(arg: Any) -> Any:
+    return arg.read() if isinstance(arg, Live) else arg
 
 
 def compile_together(calls: Sequence[KernelCall]) -> None:
@@ -331,6 +342,18 @@ class _Given(NamedTuple):
         return given[self.number].data_ptr()
 
 
+class _LiveSlot(NamedTuple):
+    """A placeholder for an integer that each launch reads anew."""
+
+    live: Live
+
+    def tensor(self, given: Sequence[Tensor | Any]) -> Live:
+        return self.live
+
+    def address(self, given: Sequence[Tensor | Any]) -> int:
+        return self.live.read()
+
+
 class _Group(NamedTuple):
     """A placeholder for a tuple of such tensors."""
 
@@ -379,7 +402,7 @@ class PreparedLaunch:
             if isinstance(t, Tensor):
                 numbers.setdefault(id(t), number)
         slots = [_slot(arg, numbers) for arg in call.args]
-        moving = [isinstance(slot, _Given | _Group | _Described) for slot in slots]
+        moving = [isinstance(slot, _Given | _LiveSlot | _Group | _Described) for slot in slots]
         self._moving = [(at, slots[at]) for at, moves in enumerate(moving) if moves]
         names = call.kernel.arg_names[len(slots) :]
         self._template = [*slots, *(call.constants[name] for name in names)]
@@ -420,6 +443,8 @@ def _slot(arg: Any, numbers: dict[int, int]) -> Any:
     """
     if isinstance(arg, Tensor):
         return _Given(numbers[id(arg)]) if id(arg) in numbers else arg.data_ptr()
+    if isinstance(arg, Live):
+        return _LiveSlot(arg)
     if isinstance(arg, tuple):
         group = [numbers[id(each)] for each in arg if isinstance(each, Tensor)]
         return _Group(tuple(group)) if group else arg

@@ -37,7 +37,8 @@ def ranks():
 def meet(rank: int, boards: list[Tensor], purposes: Purposes, patience: float) -> dict[str, Any]:
     """Come to these meetings, and read others' memory after each; what was found, on this rank.
 
-    "keys@3" is by plan 3. After one that is "slow" this takes a second, but not on the last rank.
+    "keys@3" is by plan 3, and "keys@3/5" differentiates call 5. After one that is "slow" this takes a
+    second, but not on the last rank.
     """
     without_clock()
     board, read = Board(CPU, rank, boards, patience), []
@@ -49,7 +50,9 @@ def meet(rank: int, boards: list[Tensor], purposes: Purposes, patience: float) -
             time.sleep(1.0)
             continue
         kind, _, plan = purpose.partition("@")
-        board.wait_for_all(kind, int(plan or 0))
+        plan, _, call = plan.partition("/")
+        back_of = int(call) if call else None
+        board.barrier(kind, int(plan or 0), lambda back_of=back_of: back_of)()
         time.sleep(purpose == "slow" and rank < RANKS - 1)
         read.append(torch.ones(5, dtype=torch.bfloat16))
         board.fill_nan(read[-1], torch.ones(0))
@@ -116,6 +119,18 @@ def test_a_rank_that_comes_for_something_else_is_found_by_all(other, ranks):
         whose = "rank 0" if rank == 1 else "rank 1"
         assert whose in mine["trouble"] or "has failed" in mine["trouble"], mine
     assert any("has come for" in mine["trouble"] for mine in found), found
+
+
+def test_a_backward_of_another_call_is_found_by_all(ranks):
+    """Of calls that are equal but for their number, in one order on some ranks."""
+    first, second = "gradients@3/7", "gradients@3/8"
+    found = met(ranks, ("keys@3", first, second), ("keys@3", second, first), ("keys@3", first))
+    for mine in found:
+        assert [math.isnan(x) for x in mine["read"]][:2] == [False, True]
+        assert "of another call" in mine["trouble"] or "has failed" in mine["trouble"], mine
+    assert any(
+        "gradients by plan 3, as this one, but of another call" in f["trouble"] for f in found
+    )
 
 
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(ranks):
@@ -256,7 +271,7 @@ def of_many_plans(plans: int) -> tuple[int, str]:
         board.wait_for_all("keys", plan)
     board.fail()
     board.wait_for_all("gradients", plans)
-    return len(board._kinds), board._purpose((plans << 16) + (crc32(b"keys") & 0xFFFF))
+    return len(board._kinds), board._purpose((plans << 12) + (crc32(b"keys") & 0xFFF))
 
 
 def test_a_board_remembers_no_plan(ranks):

@@ -4,6 +4,7 @@ import inspect
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -93,6 +94,31 @@ def test_tensors_that_begin_alike_are_told_apart() -> None:
     with mock.patch.object(launches, "_launcher"):
         launch(*later)
     assert kernel.launched[0][2].base is later[2]
+
+
+def test_a_live_number_is_read_at_each_launch() -> None:
+    pytest.importorskip("triton")
+
+    @dataclass(frozen=True)
+    class Counted(launches.Live):
+        name: str
+
+        def read(self) -> int:
+            return len(launched)
+
+    launched: list[tuple[Any, ...]] = []
+    kernel = Kernel()
+    kernel.launched, x = launched, torch.zeros(2)
+    compiled = mock.Mock(side_effect=lambda *args: launched.append(args))
+    kernel.arg_names = ("x", "number")
+    calls = [KernelCall(kernel, 7, (x, Counted("a")), {}) for _ in range(2)]
+    assert PreparedLaunch(calls[0], [x]) == PreparedLaunch(calls[1], [x])
+    calls[0].launch()
+    launch = PreparedLaunch(calls[0], [x])
+    with mock.patch.object(launches, "_launcher", return_value=compiled):
+        for _ in range(3):
+            launch(x)
+    assert [number for _, number in launched] == [0, 1, 2, 3]
 
 
 def test_launches_are_equal_if_all_but_the_given_is() -> None:
