@@ -1,4 +1,4 @@
-"""Models wrapped twice, in each order: the outermost call counts, and steps are those of one process."""
+"""Models wrapped twice, in each order: the outermost call counts, as in one process."""
 
 from itertools import permutations
 from typing import Any
