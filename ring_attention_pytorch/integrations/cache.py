@@ -285,7 +285,10 @@ class RingHFCache(Cache):
         if self.keys is None:
             dtype = self.dtype or k.dtype
             if tied and dtype.itemsize == 1:
-                self._fail(f"latents can't be kept in {dtype}: take a dtype of 16 bits, or None")
+                self._fail(
+                    f"latents can't be kept in {dtype}: keys and values would have scales of their "
+                    "own, so each would be held twice; take a dtype of 16 bits, or None"
+                )
             self.keys = model_cache(
                 self.windows, b, heads, d, value_dim=v.shape[-1], dtype=dtype, device=k.device,
                 tied=tied, group=self.ring, **self.sizes,

@@ -118,3 +118,25 @@ def test_ranks_must_expand_values_to_one_size():
         return str(told.value)
 
     assert len({*threads.run(2, main)[0]}) == 1
+
+
+def test_with_a_plan_values_of_another_size_change_their_own_rank_alone():
+    """All other sizes of w_up follow from the queries and the cache; its values are not sent."""
+    whole, _ = dense_attention(*expanded(dict(zip(CASE.names, given()))), causal=True)
+
+    def main(ring) -> list[torch.Tensor]:
+        cache = RingCache(
+            2, 1, RANK + D_ROPE, value_dim=RANK, tied=True, dtype=torch.float64, group=ring
+        )
+        found = []
+        for token in range(4):
+            *tensors, w_up = part(slice(token, token + 1))
+            fewer = w_up.shape[1] - (1 if token == 2 and ring.rank else 0)
+            found.append(mla_attn_with_cache(*tensors, w_up[:, :fewer], cache))
+        return found
+
+    for rank, found in enumerate(threads.run(2, main)[0]):
+        for token, out in enumerate(found):
+            want = whole[:, token : token + 1]
+            want = want[..., :-1] if token == 2 and rank else want
+            assert relative_error(out, want) < 1e-12

@@ -37,8 +37,8 @@ def ranks():
 def meet(rank: int, boards: list[Tensor], purposes: Purposes, patience: float) -> dict[str, Any]:
     """Come to these meetings, and read others' memory after each; what was found, on this rank.
 
-    "keys@3" is by plan 3, and "keys@3/5" differentiates call 5. After one that is "slow" this takes a
-    second, but not on the last rank.
+    "keys@3" is by plan 3, and "keys@3/5" differentiates call 5. After one that is "slow" this takes
+    a second, but not on the last rank.
     """
     without_clock()
     board, read = Board(CPU, rank, boards, patience), []

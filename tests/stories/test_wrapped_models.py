@@ -1,4 +1,4 @@
-"""Models wrapped twice, in each order: the outermost call counts; steps equal one process's."""
+"""Models wrapped twice, in each order: the outermost call counts, as in one process."""
 
 from itertools import permutations
 from typing import Any
