@@ -11,14 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.distributed import ProcessGroup
 
 from ring_attention_pytorch.plan.checks import agreed_shapes, check_shapes
 from ring_attention_pytorch.plan.known_shards import swap_dims
 from ring_attention_pytorch.plan.placement import attention_ring
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.agreement import agree, error_of
-from ring_attention_pytorch.ranks.ring import Group, Ring
+from ring_attention_pytorch.ranks.ring import Group, as_ring
 
 QKV = tuple[Tensor, Tensor, Tensor]
 _Tensors = TypeVar("_Tensors", bound=tuple[Tensor, ...])
@@ -119,7 +118,7 @@ def sharded(
         raise ValueError(f"ring attention: {_TAKEN.format(placements)}")
     of_mesh = mesh.get_group(along[0])
     theirs = [plan.ring.group] if plan is not None else []
-    theirs += [] if group is None else [_process_group(group)]
+    theirs += [] if group is None else [as_ring(group).group]
     if any(each != lie[0] for each in lie) or any(each is not of_mesh for each in theirs):
         raise ValueError(f"ring attention: {_TAKEN.format([p for _, p in lie])} and {group}")
     local = q.to_local(), k.to_local(), v.to_local()
@@ -145,10 +144,6 @@ def _is_dtensor(t: object) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
     kind = getattr(module, "DTensor", None)  # another thread may be importing it
     return kind is not None and isinstance(t, kind)
-
-
-def _process_group(group: Group) -> ProcessGroup | None:
-    return Ring(group).group if not isinstance(group, Ring) else group.group
 
 
 def swapped(tensors: _Tensors) -> _Tensors:

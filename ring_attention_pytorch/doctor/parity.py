@@ -293,13 +293,14 @@ def _gradients(
         errors.append(GradientError(name, float((got - want).norm()) / least))
         along += float((got * want).sum())
         across += float(got.square().sum())
-    errors.sort(key=lambda each: -_or_infinite(each.error))
+    errors.sort(key=lambda each: -or_infinite(each.error))
     size = along / norm**2 if norm else 0.0
     straight = along**2 >= (1 - 1e-6) * across * norm**2
     return tuple(errors), size if straight else 0.0
 
 
-def _or_infinite(error: float) -> float:
+def or_infinite(error: float) -> float:
+    """Return an error that can be compared: NaN is larger than any number."""
     return float("inf") if error != error else error
 
 

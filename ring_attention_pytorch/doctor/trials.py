@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.comm.transports import TRANSPORTS
 from ring_attention_pytorch.doctor.facts import request, why_not
+from ring_attention_pytorch.doctor.parity import or_infinite
 from ring_attention_pytorch.doctor.speed import SIZES, Speed, speed
 from ring_attention_pytorch.functional import ring_attn
 from ring_attention_pytorch.kernels import KERNELS
@@ -71,7 +72,7 @@ def worst(trials: Sequence[Trial]) -> Trial:
     speeds = [trial.bandwidth for trial in trials if trial.bandwidth is not None]
     slowest = min((t.speed for t in trials if t.speed), key=lambda s: s.measured, default=None)
     last = trials[-1]
-    parities = [max(each, key=lambda parity: _or_infinite(parity.error)) for each in same]
+    parities = [max(each, key=lambda parity: or_infinite(parity.error)) for each in same]
     return Trial(parities, min(speeds, default=None), slowest, last.machines, last.ulysses)
 
 
@@ -128,7 +129,7 @@ def _error(kernel: Any, transport: Any, dtype: torch.dtype, device: str) -> floa
     q, k, v = mine = [_mine(t.to(device)).requires_grad_() for t in exact[:3]]
     out = ring_attn(q, k, v, causal=True, layout="zigzag", kernel=kernel, transport=transport)
     got = [out, *torch.autograd.grad(out, mine, _mine(cotangent))]
-    return max((_relative(g, _mine(w)) for g, w in zip(got, want)), key=_or_infinite)
+    return max((_relative(g, _mine(w)) for g, w in zip(got, want)), key=or_infinite)
 
 
 def _mine(t: Tensor) -> Tensor:
@@ -137,10 +138,6 @@ def _mine(t: Tensor) -> Tensor:
 
 def _relative(got: Tensor, want: Tensor) -> float:
     return float((got.detach().double() - want).norm() / want.norm())
-
-
-def _or_infinite(error: float) -> float:
-    return float("inf") if error != error else error
 
 
 def _bandwidth(ring: Ring, device: str) -> float | None:

@@ -6,10 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-
-def padded(width: int) -> int:
-    """Round a head size up to a width that a matrix product can take: a power of two from 16 on."""
-    return max(16, 1 << (width - 1).bit_length())
+from ring_attention_pytorch.runtime.launches import power_of_2
 
 
 def tma_fits(tensors: Sequence[Tensor]) -> bool:
@@ -50,6 +47,6 @@ def operands(tma: bool, *blocks: Blocks) -> list[Any]:
             return TensorDescriptor.from_tensor(t, [1, pack, rows // pack])
         shape, strides = t.shape, t.stride()
         heads_first = [[sizes[i] for i in (0, 2, 1, 3)] for sizes in (shape, strides)]
-        return TensorDescriptor(t, *heads_first, [1, pack, rows // pack, padded(shape[3])])
+        return TensorDescriptor(t, *heads_first, [1, pack, rows // pack, power_of_2(shape[3])])
 
     return [descriptor(*block) for block in blocks]

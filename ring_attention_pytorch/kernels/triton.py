@@ -21,7 +21,7 @@ from ring_attention_pytorch.kernels._configs import (
     config_for,
     is_overridden,
 )
-from ring_attention_pytorch.kernels._descriptors import in_blocks, operands, padded, tma_fits
+from ring_attention_pytorch.kernels._descriptors import in_blocks, operands, tma_fits
 from ring_attention_pytorch.kernels._job import Job, Rows, opened
 from ring_attention_pytorch.kernels._tile_table import tile_table
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
@@ -42,6 +42,7 @@ from ring_attention_pytorch.runtime.launches import (
     can_begin_early,
     compile_ahead,
     compiled_ahead,
+    power_of_2,
 )
 
 _WIDEST = 512
@@ -235,8 +236,8 @@ def _options(
         if t.ndim == 4 and block * (t.stride(1) + t.stride(3)) + last_head * t.stride(2) >= 2**31:
             wide = True
     return dict(
-        ROWS=config.rows, COLS=config.cols, PACK=config.pack, D=padded(d), D_V=padded(d_v),
-        EVEN=d == padded(d), EVEN_V=d_v == padded(d_v), MASK=keys.key_mask is not None,
+        ROWS=config.rows, COLS=config.cols, PACK=config.pack, D=power_of_2(d), D_V=power_of_2(d_v),
+        EVEN=d == power_of_2(d), EVEN_V=d_v == power_of_2(d_v), MASK=keys.key_mask is not None,
         CLAMP=terms.softclamp is not None, NEGATE=terms.scale < 0, ALIBI=terms.alibi is not None,
         DROPS=terms.dropout is not None, PRECISION="ieee" if exact else "tf32",
         TMA=config.tma and tma_fits(moved), WIDE=wide, num_warps=config.warps,

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ring_attention_pytorch.comm.collectives import all_gather, all_gather_along, scatter_rows
 from ring_attention_pytorch.ranks.ring import Caller, Ring
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
+from ring_attention_pytorch.runtime.torch_func import refuse_second_order
 from ring_attention_pytorch.summaries.cells import Cells, first_cells, rows_of
 from ring_attention_pytorch.summaries.plain import attended, scores_of
 from ring_attention_pytorch.top_keys import best_of
@@ -185,8 +185,8 @@ class _OfChosen(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_order("attention to selected cells")
         q, kv, real, number = ctx.saved_tensors
         dq, dkv = torch.empty_like(q), torch.zeros_like(kv.flatten(0, 1), dtype=q.dtype)
         for part, rows, seen in _gathered(kv, real, number):
