@@ -36,9 +36,8 @@ from torch import Tensor
 
 from ring_attention_pytorch.plan.placement import check_began_here, current
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
+from ring_attention_pytorch.runtime.accumulate import Deferred, GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.codec import Codec
-from ring_attention_pytorch.runtime.deferred import Deferred
 from ring_attention_pytorch.runtime.interfaces import Grads, Residuals, grad_of_sinks
 from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.streams import reset_side_streams

@@ -119,7 +119,7 @@ class GatherCall:
         blocks, back = self.program.blocks, self.totals is not None
         if back and part.block == 0 and len(blocks) > 1:
             for total, own_part in zip(self.totals, self.sums.pop(0)):
-                own_part.move_to((total, 0))
+                own_part.move_to(total)
                 if len(blocks) > 2:
                     total.begin_update()  # otherwise each round's gradients would wait to be added
         is_last_stage = part.stage == len(blocks[part.block].stages) - 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ring_attention_pytorch.comm.fabric import Fabric, KVGrads
-from ring_attention_pytorch.runtime.deferred import Deferred
+from ring_attention_pytorch.runtime.accumulate import Deferred
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.observe import recorded
 from ring_attention_pytorch.schedule.steps import Part, Program, Schedule

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.geometry.segments import Segments
 from ring_attention_pytorch.geometry.tiles import Tile
-from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
-from ring_attention_pytorch.runtime.deferred import Deferred
+from ring_attention_pytorch.runtime.accumulate import Deferred, GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.rowwise import sum_of_products
 from ring_attention_pytorch.schedule.steps import Schedule

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.runtime.deferred import Deferred
+from ring_attention_pytorch.runtime.accumulate import Deferred
 from ring_attention_pytorch.runtime.graphs import has_graphs
 from ring_attention_pytorch.runtime.streams import capturing, wait_side_streams
 from ring_attention_pytorch.schedule.pieces import KVShape

@@ -13,8 +13,7 @@ from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.scheduled_transport import ScheduledTransport, _parts
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.tiles import Mask
-from ring_attention_pytorch.runtime.accumulate import GradAccumulator
-from ring_attention_pytorch.runtime.deferred import Deferred
+from ring_attention_pytorch.runtime.accumulate import Deferred, GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.schedule.pieces import Workload
 from ring_attention_pytorch.schedule.pieces import rounds_of as rounds_of

@@ -13,8 +13,7 @@ from ring_attention_pytorch.comm.fabric_kernels import OneStream
 from ring_attention_pytorch.kernels import eager
 from ring_attention_pytorch.plan import prepare
 from ring_attention_pytorch.runtime import observe as observing
-from ring_attention_pytorch.runtime.accumulate import GradAccumulator
-from ring_attention_pytorch.runtime.deferred import Deferred
+from ring_attention_pytorch.runtime.accumulate import Deferred, GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock
 from ring_attention_pytorch.schedule.steps import Part
 from tests.support import threads
