@@ -25,10 +25,9 @@ from ring_attention_pytorch.ranks.ring import Ring, SubRing
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.observe import spanned
 from ring_attention_pytorch.runtime.replay import Recordings
-from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.tape import Tape
-from ring_attention_pytorch.runtime.torch_func import Function
+from ring_attention_pytorch.runtime.torch_func import Function, resolved
 
 Heads = tuple[tuple[int, ...], ...]  # the heads that each place gets
 

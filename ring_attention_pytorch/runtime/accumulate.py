@@ -73,7 +73,7 @@ class _Accumulator:
         if part[0].is_cuda:
             record_use(*part)
         wide = at == self._whole and part[0].dtype == self._dtype and self._into is None
-        if wide and self.is_empty:
+        if wide and not (self._wide or self._parts):
             self._wide = part
             return
         self._parts.append((at, part))
@@ -84,7 +84,7 @@ class _Accumulator:
         """Return memory for a part of these tokens, within the result's own if possible."""
         if self._end != self._like.dtype:
             return self._anew(at, self._like.dtype)
-        if self._place is None and self._into is None and self.is_empty:
+        if self._place is self._into is self._wide is None and not self._parts:
             self._place = self._anew(self._whole, self._end)
         apart = flat and len(self._like) > 1 and at != self._whole
         if self._place is None or apart or not is_free(at, self._taken):
@@ -101,12 +101,19 @@ class _Accumulator:
                 if self._into is None:
                     self._wide = tuple([t.to(self._dtype) for t in first])
                 else:
-                    self._wide = _copied(first, self._into)
+                    self._wide = self._into
+                    for there, t in zip(self._into, first):
+                        there.copy_(t)
             else:
                 self._wide = self._blank(self._dtype)
                 for t, value in zip(self._wide, self._nothing):
                     t.fill_(value)
-        self._fold(self._wide)
+        parts, self._parts, self._first_is_borrowed = self._parts, [], False
+        if not self._given:
+            self._place, self._taken = None, []
+        for at, which in disjoint_spans([tokens for tokens, _ in parts]):
+            found = [t for i in which for t in narrowed(parts[i][1], self._dims, parts[i][0], at)]
+            self._combine(*narrowed(self._wide, self._dims, self._whole, at), *found)
         return self._wide
 
     def _update_memory(self) -> tuple[Tensors | None, Tensors]:
@@ -157,20 +164,11 @@ class _Accumulator:
         while self._waits:
             self._waits.pop()()
 
-    def _fold(self, totals: Tensors) -> None:
-        """Combine all parts into `totals`."""
-        parts, self._parts, self._first_is_borrowed = self._parts, [], False
-        if not self._given:
-            self._place, self._taken = None, []
-        for at, which in disjoint_spans([tokens for tokens, _ in parts]):
-            found = [t for i in which for t in narrowed(parts[i][1], self._dims, parts[i][0], at)]
-            self._combine(*narrowed(totals, self._dims, self._whole, at), *found)
-
     def _fold_into_first(self) -> Tensors:
         """Combine all later parts into the first one, which has all tokens; return it."""
-        _, first = self._parts.pop(0)
-        self._fold(first)
-        self._parts = [(self._whole, first)]
+        _, self._wide = self._parts.pop(0)
+        first = self._update()
+        self._wide, self._parts = None, [(self._whole, first)]
         return first
 
     def _join_in_place(self, place: Tensors) -> None:
@@ -255,8 +253,10 @@ class OutputAccumulator(_Accumulator):
         out, lse = self._fold_into_first() if whole else self._update()
         if self._place is None or not self._given:
             return out.to(self._end), lse
-        out, lse = _copied((out, lse), self._place)
-        return out, lse
+        for there, t in zip(self._place, (out, lse)):
+            if there is not t:
+                there.copy_(t)
+        return self._place[0], self._place[1]
 
     def _anew(self, at: slice, dtype: torch.dtype) -> Tensors:
         b, _, h, _ = self._like.shape
@@ -323,10 +323,10 @@ class GradAccumulator(_Accumulator):
         yet.
         """
         for at, part in parts:
-            if self.is_empty:
-                self.add(at, part)
-            else:
+            if self._wide or self._parts:
                 self._parts.append((at, (part,)))
+            else:
+                self.add(at, part)
         if self._crowded and not self._waits:
             self._update()
 
@@ -408,7 +408,7 @@ class GradAccumulator(_Accumulator):
                 self._parts.insert(0, (self._whole, self._wide))
                 self._wide = None
                 return self._written(self._place or self._anew(self._whole, self._end))
-            wide = self.begin_update()  # it stays here: another stream may be reading it
+            (wide,) = self._update()  # it stays here: another stream may be reading it
             if self._place is None:
                 return wide.to(self._end)
             return self._place[0].copy_(wide)
@@ -488,14 +488,6 @@ def narrowed(tensors: Tensors, dims: Sequence[int], tokens: slice, at: slice) ->
         return tensors
     start, length = at.start - tokens.start, at.stop - at.start
     return tuple([t.narrow(dim, start, length) for t, dim in zip(tensors, dims)])
-
-
-def _copied(tensors: Tensors, places: Tensors) -> Tensors:
-    """Copy tensors to their places, but those that are there already; return the places."""
-    for place, t in zip(places, tensors):
-        if place is not t:
-            place.copy_(t)
-    return places
 
 
 def _fill(place: Tensors, dims: Sequence[int], taken: list[slice], parts: Sequence[Part]) -> bool:

@@ -322,6 +322,27 @@ class Kernel(Protocol):
         """Add the gradients of these tiles to `grads`."""
 
 
+class SelectedKernel(NamedTuple):
+    """A kernel with its name, or the forward of one with the backward of another.
+
+    `codec` is a `runtime.codec.Codec`, if keys are encoded: `runtime.codec.DecodingKernel`.
+    """
+
+    name: str
+    forward: Callable[..., None]
+    backward: Callable[..., None]
+    traits: Traits
+    codec: Any = None
+
+    def begin(self, params: Sequence[Tensor]) -> Any:
+        """Return the kernel for one call, with the codec's parameters if there is one."""
+        return self
+
+    def grads(self) -> tuple[Tensor, ...]:
+        """Return the gradients of parameters: there are none."""
+        return ()
+
+
 class Transport(Protocol):
     """The interface of a transport: fetches keys for this rank, and sends gradients to owners.
 
