@@ -34,20 +34,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.plan.placement import check_began_here, current
+from ring_attention_pytorch.plan.placement import check_began_here, current, opened
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
+from ring_attention_pytorch.runtime.accumulate import Deferred, GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.codec import Codec
-from ring_attention_pytorch.runtime.deferred import Deferred
 from ring_attention_pytorch.runtime.interfaces import Grads, Residuals, grad_of_sinks
-from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.streams import reset_side_streams
-from ring_attention_pytorch.runtime.torch_func import (
-    Function,
-    forward_mode,
-    is_first_order,
-    keep,
-)
+from ring_attention_pytorch.runtime.torch_func import Function, forward_mode, resolved
 from ring_attention_pytorch.second_order import (
     gathered_attention,
     gathered_gradients,
@@ -157,21 +150,27 @@ class RingAttentionFunction(Function):
         return out, lse
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Result) -> None:
-        keep(ctx, *inputs, *output)
-        ctx.block = current()
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        plan, *given = inputs
+        ctx.plan, ctx.number = plan, plan.ring.steps.number  # of the call that was just made
+        ctx.block = current() if opened else None
+        ctx.save_for_backward(*given, *output)
+        if forward_mode():
+            ctx.save_for_forward(*given, *output)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Gradients:
         *given, out, lse = ctx.saved_tensors
-        check_began_here(ctx.block)
-        ctx.block = None  # nothing in the block will be recomputed any more
+        if ctx.block is not None:
+            check_began_here(ctx.block)
+            ctx.block = None  # nothing in the block will be recomputed any more
         dout, dlse = torch.zeros_like(out) if dout is None else resolved(dout), resolved(dlse)
-        if is_first_order():
-            saved = *given, out, lse, dout, dlse
-            return None, *ctx.plan.run("backward", backward, *saved, back_of=ctx.number)
-        saved = *given, out.detach(), lse.detach(), dout, dlse
-        return None, *RingGradients.apply(ctx.plan, ctx.number, *saved)
+        if torch.is_grad_enabled() or forward_mode():  # this is differentiated itself
+            saved = *given, out.detach(), lse.detach(), dout, dlse
+            return None, *RingGradients.apply(ctx.plan, ctx.number, *saved)
+        saved = *given, out, lse, dout, dlse
+        return None, *ctx.plan.run("backward", backward, *saved, back_of=ctx.number)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *along: Tensor | None) -> Result:
@@ -191,7 +190,7 @@ class RingGradients(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
         plan, _, *saved = inputs
-        keep(ctx, plan, *saved)
+        RingAttentionFunction.setup_context(ctx, (plan, *saved), ())
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> Gradients:

@@ -27,8 +27,8 @@ from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_gr
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, KVBlock, ScoreMods
-from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import has_triton
+from ring_attention_pytorch.runtime.torch_func import resolved
 from ring_attention_pytorch.schedule.passing import merging_machines
 from ring_attention_pytorch.tensor_kinds import check_plain
 

@@ -28,9 +28,13 @@ from ring_attention_pytorch.ranks.agreement import report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring
 from ring_attention_pytorch.runtime.interfaces import KernelRequest, MaskMod
 from ring_attention_pytorch.runtime.merging import merge_attention
-from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.scores import check_bias, columns, with_bias
-from ring_attention_pytorch.runtime.torch_func import refuse_export, run_apart, tangents_note
+from ring_attention_pytorch.runtime.torch_func import (
+    refuse_export,
+    resolved,
+    run_apart,
+    tangents_note,
+)
 from ring_attention_pytorch.shared_keys import attend_with_shared
 from ring_attention_pytorch.tensor_kinds import (
     has_values,

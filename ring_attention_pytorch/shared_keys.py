@@ -25,8 +25,7 @@ from ring_attention_pytorch.ranks.agreement import agree, reporting
 from ring_attention_pytorch.ranks.ring import Caller
 from ring_attention_pytorch.runtime.digests import digest
 from ring_attention_pytorch.runtime.merging import merge_attention
-from ring_attention_pytorch.runtime.resolved import resolved
-from ring_attention_pytorch.runtime.torch_func import needs_derivatives
+from ring_attention_pytorch.runtime.torch_func import needs_derivatives, resolved
 
 _CALL = "summing gradients of shared keys"
 

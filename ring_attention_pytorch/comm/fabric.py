@@ -10,7 +10,7 @@
 A gather's program and Ulysses' copy plans decide, as ints, the tensors and their order.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from ring_attention_pytorch.comm.all_to_all import CopyPlan
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.accumulate import GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import KVBlock
-from ring_attention_pytorch.schedule.steps import Program, Transfer
+from ring_attention_pytorch.schedule.steps import Transfer
 
 KVGrads = tuple[GradAccumulator, GradAccumulator]
 
@@ -80,8 +80,13 @@ class Fabric(Protocol):
     def drain(self) -> None:
         """Make the current stream wait for everything in flight, after a failed call."""
 
-    def channel(self, program: Program, own: KVBlock, totals: KVGrads | None) -> Channel:
-        """Begin a call with own keys; `totals` accumulate their gradients, backward."""
+    @property
+    def channel_type(self) -> Callable[..., Channel]:
+        """The class of its channels.
+
+        One is made of the fabric, a program, own keys, and backward of the accumulators of their
+        gradients.
+        """
         ...
 
     def swap(

@@ -31,63 +31,13 @@ from ring_attention_pytorch.schedule.pieces import (
 from ring_attention_pytorch.schedule.steps import Program, Transfer
 
 
-@dataclass(frozen=True)
-class CopyEngines(SharedMemory):
-    """A fabric whose copies overlap kernels; `idle` if there is nothing to copy.
-
-    Copy engines fetch gradients if that is hidden (`by_copy_engine`). Otherwise kernels read them
-    from peers' memory while they add.
-    """
-
-    by_copy_engine: bool = False
-    idle: bool = False
-
-    @property
-    def taped(self) -> bool:
-        return self.idle
-
-    @property
-    def return_path(self) -> str:
-        return " by copy engine" if self.by_copy_engine else ", added where they lie"
-
-    def channel(
-        self, program: Program, own: KVBlock, totals: KVGrads | None = None
-    ) -> "CopyChannel":
-        return CopyChannel(self, program, own, totals)
-
-    def sources_of_keys(self, program: Program, block: int) -> list[list[Source]]:
-        """List the keys that this rank pulls from each owner, by stage."""
-        made = program.blocks[block].made
-        if ("keys", id(made)) not in self.known:
-            self.known["keys", id(made)] = self._sources(self.lengths(program, block), made)
-        return self.known["keys", id(made)]
-
-    def lengths(self, program: Program, block: int) -> Sequence[int]:
-        """Return how many keys each rank publishes for a block: all of its own."""
-        return [*map(count, program.workload.keys)]
-
-    def _sources(self, lengths: Sequence[int], made: Round) -> list[list[Source]]:
-        pieces, stages = made.pieces[self.ring.rank], []
-        for stage in made.stages:
-            sources = []
-            for distance in chain.from_iterable(stage):
-                owner = (self.ring.rank - distance) % self.ring.size
-                moves = tuple((piece.cols, here) for piece, here in places(pieces, owner))
-                sources.append(Source(self.ranks[owner], lengths[owner], moves))
-            if len(made.stages) > 1:
-                stages.append([source.joined() for source in sources])
-            else:
-                stages.append(_interleaved(sources[::-1] if most_in_front(made) else sources))
-        return stages
-
-
 class CopyChannel(SharedChannel):
     """One call whose copies overlap kernels."""
 
-    fabric: CopyEngines
+    fabric: "CopyEngines"
 
     def __init__(
-        self, fabric: CopyEngines, program: Program, own: KVBlock, totals: KVGrads | None
+        self, fabric: "CopyEngines", program: Program, own: KVBlock, totals: KVGrads | None
     ) -> None:
         super().__init__(fabric, program, own, totals)
         self.ends: list[Mark] = []  # of the stages of a round
@@ -166,6 +116,53 @@ class CopyChannel(SharedChannel):
 
     def _chunks(self, block: int) -> Chunks:
         return self.program.chunks(block, self.fabric.ring.rank)
+
+
+@dataclass(frozen=True)
+class CopyEngines(SharedMemory):
+    """A fabric whose copies overlap kernels; `idle` if there is nothing to copy.
+
+    Copy engines fetch gradients if that is hidden (`by_copy_engine`). Otherwise kernels read them
+    from peers' memory while they add.
+    """
+
+    channel_type = CopyChannel
+
+    by_copy_engine: bool = False
+    idle: bool = False
+
+    @property
+    def taped(self) -> bool:
+        return self.idle
+
+    @property
+    def return_path(self) -> str:
+        return " by copy engine" if self.by_copy_engine else ", added where they lie"
+
+    def sources_of_keys(self, program: Program, block: int) -> list[list[Source]]:
+        """List the keys that this rank pulls from each owner, by stage."""
+        made = program.blocks[block].made
+        if ("keys", id(made)) not in self.known:
+            self.known["keys", id(made)] = self._sources(self.lengths(program, block), made)
+        return self.known["keys", id(made)]
+
+    def lengths(self, program: Program, block: int) -> Sequence[int]:
+        """Return how many keys each rank publishes for a block: all of its own."""
+        return [*map(count, program.workload.keys)]
+
+    def _sources(self, lengths: Sequence[int], made: Round) -> list[list[Source]]:
+        pieces, stages = made.pieces[self.ring.rank], []
+        for stage in made.stages:
+            sources = []
+            for distance in chain.from_iterable(stage):
+                owner = (self.ring.rank - distance) % self.ring.size
+                moves = tuple((piece.cols, here) for piece, here in places(pieces, owner))
+                sources.append(Source(self.ranks[owner], lengths[owner], moves))
+            if len(made.stages) > 1:
+                stages.append([source.joined() for source in sources])
+            else:
+                stages.append(_interleaved(sources[::-1] if most_in_front(made) else sources))
+        return stages
 
 
 def _interleaved(sources: list[Source]) -> list[Source]:

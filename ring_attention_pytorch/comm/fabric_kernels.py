@@ -26,36 +26,6 @@ from ring_attention_pytorch.schedule.arrangement import Arrangement, Move, moves
 from ring_attention_pytorch.schedule.steps import Program, Transfer
 
 
-@dataclass(frozen=True)
-class OneStream(SharedMemory):
-    """A fabric of one round, on one stream; with no round, for Ulysses alone.
-
-    Keys are `arranged` in each rank's memory. With `overlap` dk and dv are reduced while the kernel
-    computes dq, if it makes dk and dv first.
-    """
-
-    arranged: tuple[Arrangement, ...] = ()
-    overlap: bool = False
-
-    return_path = ", added where they lie"
-
-    @property
-    def taped(self) -> bool:
-        return True
-
-    def moves(self, program: Program) -> tuple[Move, ...]:
-        """Return this rank's pulls, the same forward and backward; cached."""
-        if "moves" not in self.known:
-            transfer = program.transfers[0]
-            self.known["moves"] = moves(program, transfer, self.ring.rank, self.arranged)
-        return self.known["moves"]
-
-    def channel(
-        self, program: Program, own: KVBlock, totals: KVGrads | None = None
-    ) -> "KernelChannel":
-        return KernelChannel(self, program, own, totals)
-
-
 class KernelChannel(SharedChannel):
     """One call, all of it on the current stream.
 
@@ -63,10 +33,10 @@ class KernelChannel(SharedChannel):
     is captured before the tables exist.
     """
 
-    fabric: OneStream
+    fabric: "OneStream"
 
     def __init__(
-        self, fabric: OneStream, program: Program, own: KVBlock, totals: KVGrads | None
+        self, fabric: "OneStream", program: Program, own: KVBlock, totals: KVGrads | None
     ) -> None:
         super().__init__(fabric, program, own, totals)
         self.mine: Arrangement = fabric.arranged[fabric.ring.rank]
@@ -158,6 +128,33 @@ class KernelChannel(SharedChannel):
                 for total, part in zip(self.totals, apart(both, self.own)):
                     total.add_borrowed(here, part)
         self.space.board.fill_nan(*[total.flush() for total in self.totals])
+
+
+@dataclass(frozen=True)
+class OneStream(SharedMemory):
+    """A fabric of one round, on one stream; with no round, for Ulysses alone.
+
+    Keys are `arranged` in each rank's memory. With `overlap` dk and dv are reduced while the kernel
+    computes dq, if it makes dk and dv first.
+    """
+
+    channel_type = KernelChannel
+
+    arranged: tuple[Arrangement, ...] = ()
+    overlap: bool = False
+
+    return_path = ", added where they lie"
+
+    @property
+    def taped(self) -> bool:
+        return True
+
+    def moves(self, program: Program) -> tuple[Move, ...]:
+        """Return this rank's pulls, the same forward and backward; cached."""
+        if "moves" not in self.known:
+            transfer = program.transfers[0]
+            self.known["moves"] = moves(program, transfer, self.ring.rank, self.arranged)
+        return self.known["moves"]
 
 
 def _copy_all(place: Tensor, here: Sequence[slice], parts: Sequence[Tensor]) -> None:

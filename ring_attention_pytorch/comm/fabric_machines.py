@@ -75,42 +75,6 @@ class HolderChannel(CopyChannel):
         return [(here, apart(out, self.own)) for here, out in arriving]
 
 
-@dataclass(frozen=True)
-class MachineMemory(Relays):
-    """A fabric of messages between machines, and of the memory `shared` inside this one."""
-
-    shared: PeerGroup | Any = None
-    directions: dict[bool, tuple[Holders, Program]] = field(
-        default_factory=dict, compare=False, repr=False
-    )  # if back
-
-    name = "the memory of each machine, to which relays write the others' keys"
-
-    def drain(self) -> None:
-        self.shared.space.wait_copies()
-
-    def channel(
-        self, program: Program, own: KVBlock, totals: KVGrads | None = None
-    ) -> "MachineChannel":
-        return MachineChannel(self, program, own, totals)
-
-    def inside(self, program: Program, back: bool) -> tuple[Holders, Program]:
-        """Return the copies of a program on this machine, and its part there. Cached."""
-        if back not in self.directions:
-            self.directions[back] = holders(self.ring, self.machines, self.shared, program)
-        return self.directions[back]
-
-    def _made(self, program: Program, transfer: Transfer) -> Route:
-        """Return this rank's messages of a transfer: those that cross."""
-        sends, receives, _ = super()._made(program, transfer)
-        machines = self.machines
-        far = [
-            tuple(leg for leg in legs if machines[leg.sender] != machines[leg.receiver])
-            for legs in (sends[0], receives[0])
-        ]
-        return Route((far[0], ()), (far[1], ()), ())
-
-
 def holders(
     ring: Ring, machines: Machines, shared: PeerGroup, program: Program
 ) -> tuple[Holders, Program]:
@@ -127,7 +91,7 @@ class MachineChannel(RelayChannel):
     """One call by way of relays that share memory with their machine."""
 
     def __init__(
-        self, fabric: MachineMemory, program: Program, own: KVBlock, totals: KVGrads | None
+        self, fabric: "MachineMemory", program: Program, own: KVBlock, totals: KVGrads | None
     ) -> None:
         super().__init__(fabric, program, own, totals)
         copies, part = fabric.inside(program, totals is not None)
@@ -173,6 +137,39 @@ class MachineChannel(RelayChannel):
 
     def _inside(self, transfer: Transfer) -> Transfer:
         return inside(transfer, self.near.fabric.ring.size)
+
+
+@dataclass(frozen=True)
+class MachineMemory(Relays):
+    """A fabric of messages between machines, and of the memory `shared` inside this one."""
+
+    channel_type = MachineChannel
+
+    shared: PeerGroup | Any = None
+    directions: dict[bool, tuple[Holders, Program]] = field(
+        default_factory=dict, compare=False, repr=False
+    )  # if back
+
+    name = "the memory of each machine, to which relays write the others' keys"
+
+    def drain(self) -> None:
+        self.shared.space.wait_copies()
+
+    def inside(self, program: Program, back: bool) -> tuple[Holders, Program]:
+        """Return the copies of a program on this machine, and its part there. Cached."""
+        if back not in self.directions:
+            self.directions[back] = holders(self.ring, self.machines, self.shared, program)
+        return self.directions[back]
+
+    def _made(self, program: Program, transfer: Transfer) -> Route:
+        """Return this rank's messages of a transfer: those that cross."""
+        sends, receives, _ = super()._made(program, transfer)
+        machines = self.machines
+        far = [
+            tuple(leg for leg in legs if machines[leg.sender] != machines[leg.receiver])
+            for legs in (sends[0], receives[0])
+        ]
+        return Route((far[0], ()), (far[1], ()), ())
 
 
 def _fill(rooms: Tensors, at: slice, sums: Sequence[tuple[slice, Tensors]]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,10 @@ class Pack(NamedTuple):
 
     def packed(self, tensors: Sequence[Tensor]) -> Tensor:
         """Pack these tokens of the tensors into a new message."""
-        some = [_columns(t, self.spans) for t in tensors]
+        some = []
+        for t in tensors:
+            spans = [t[:, span] for span in self.spans or [slice(0, 0)]]
+            some.append(spans[0] if len(spans) == 1 else torch.cat(spans, dim=1))
         return self.form.pack(some, self.form.empty(tensors[0].device))
 
 
@@ -72,60 +75,11 @@ class Traffic(NamedTuple):
         return cls([pack for _, pack in packs.values()], sends, receives, pieces)
 
 
-@dataclass(frozen=True)
-class Messages:
-    """A fabric of messages; it is `idle` if there never are any."""
-
-    ring: Ring
-    idle: bool = False
-    known: dict[Transfer, Traffic] = field(default_factory=dict, compare=False, repr=False)
-
-    name = return_path = ""
-
-    @property
-    def sends_messages(self) -> bool:
-        return not self.idle
-
-    @property
-    def taped(self) -> bool:
-        return self.idle
-
-    def follow_stream(self) -> None:
-        pass
-
-    def drain(self) -> None:
-        pass
-
-    def channel(
-        self, program: Program, own: KVBlock, totals: KVGrads | None = None
-    ) -> "MessageChannel":
-        return MessageChannel(self, program, own, totals)
-
-    def swap(
-        self, tensors: Sequence[Tensor], ways: Sequence[CopyPlan], outs: Sequence[Tensor]
-    ) -> None:
-        device, me = tensors[0].device, self.ring.rank
-        sends, receives, forms = [], [], {}
-        for rank in range(self.ring.size):
-            if rank != me:
-                form = form_between(tensors, ways, me, rank)
-                sends.append((rank, form.pack(given(tensors, ways, me, rank), form.empty(device))))
-                forms[rank] = form_between(tensors, ways, rank, me)
-                receives.append((rank, forms[rank].empty(device)))
-        messages = self.ring.exchange(sends, receives).wait()
-        parts = {me: given(tensors, ways, me, me)}
-        for message, (rank, form) in zip(messages, forms.items()):
-            parts[rank] = form.open(message)
-        for rank, theirs in parts.items():
-            for place, part in zip(taken(outs, ways, rank, me), theirs):
-                place.copy_(part)
-
-
 class MessageChannel:
     """One call by messages."""
 
     def __init__(
-        self, fabric: Messages, program: Program, own: KVBlock, totals: KVGrads | None
+        self, fabric: "Messages", program: Program, own: KVBlock, totals: KVGrads | None
     ) -> None:
         self.fabric: Messages = fabric
         self.program: Program = program
@@ -176,8 +130,47 @@ class MessageChannel:
         return [form.open(message) for message, (_, form) in zip(messages, receives)]
 
 
-def _columns(t: Tensor, spans: list[slice]) -> Tensor:
-    """Return these tokens, one span behind another; a view if it is one span."""
-    if len(spans) == 1:
-        return t[:, spans[0]]
-    return torch.cat([t[:, span] for span in spans or [slice(0, 0)]], dim=1)
+@dataclass(frozen=True)
+class Messages:
+    """A fabric of messages; it is `idle` if there never are any."""
+
+    channel_type: ClassVar[type[MessageChannel]] = MessageChannel
+
+    ring: Ring
+    idle: bool = False
+    known: dict[Transfer, Traffic] = field(default_factory=dict, compare=False, repr=False)
+
+    name = return_path = ""
+
+    @property
+    def sends_messages(self) -> bool:
+        return not self.idle
+
+    @property
+    def taped(self) -> bool:
+        return self.idle
+
+    def follow_stream(self) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
+
+    def swap(
+        self, tensors: Sequence[Tensor], ways: Sequence[CopyPlan], outs: Sequence[Tensor]
+    ) -> None:
+        device, me = tensors[0].device, self.ring.rank
+        sends, receives, forms = [], [], {}
+        for rank in range(self.ring.size):
+            if rank != me:
+                form = form_between(tensors, ways, me, rank)
+                sends.append((rank, form.pack(given(tensors, ways, me, rank), form.empty(device))))
+                forms[rank] = form_between(tensors, ways, rank, me)
+                receives.append((rank, forms[rank].empty(device)))
+        messages = self.ring.exchange(sends, receives).wait()
+        parts = {me: given(tensors, ways, me, me)}
+        for message, (rank, form) in zip(messages, forms.items()):
+            parts[rank] = form.open(message)
+        for rank, theirs in parts.items():
+            for place, part in zip(taken(outs, ways, rank, me), theirs):
+                place.copy_(part)

@@ -13,7 +13,7 @@ results do not depend on the order of arrival. Each transfer is two exchanges, o
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,31 +31,6 @@ from ring_attention_pytorch.schedule.steps import GRADS, KEYS, Program, Transfer
 Tensors = Sequence[Tensor]
 
 
-@dataclass(frozen=True)
-class Relays(Messages):
-    """A fabric of messages by way of relays; `machines` numbers the ranks' machines."""
-
-    machines: Machines = ()
-    routes: dict[Transfer, Route] = field(default_factory=dict, compare=False, repr=False)
-
-    return_path = ", summed by relays"
-
-    def channel(
-        self, program: Program, own: KVBlock, totals: KVGrads | None = None
-    ) -> "RelayChannel":
-        return RelayChannel(self, program, own, totals)
-
-    def route(self, program: Program, transfer: Transfer) -> Route:
-        """Return this rank's messages of a transfer, of keys or back. Cached."""
-        if transfer not in self.routes:
-            self.routes[transfer] = self._made(program, transfer)
-        return self.routes[transfer]
-
-    def _made(self, program: Program, transfer: Transfer) -> Route:
-        pieces = [program.chunks(transfer.fetched, rank) for rank in range(self.ring.size)]
-        return Route.of(pieces, self.machines, self.ring.rank)
-
-
 class Sums(NamedTuple):
     """Gradients on their way: the exchange within machines, then the one that crosses."""
 
@@ -68,7 +43,7 @@ class RelayChannel(MessageChannel):
     """One call by way of relays."""
 
     def __init__(
-        self, fabric: Relays, program: Program, own: KVBlock, totals: KVGrads | None
+        self, fabric: "Relays", program: Program, own: KVBlock, totals: KVGrads | None
     ) -> None:
         super().__init__(fabric, program, own, totals)
         self.relays: Relays = fabric
@@ -263,6 +238,28 @@ class RelayChannel(MessageChannel):
         for span in leg.spans:
             at = leg.find(span)
             yield span.cols, [t[:, at] for t in tensors]
+
+
+@dataclass(frozen=True)
+class Relays(Messages):
+    """A fabric of messages by way of relays; `machines` numbers the ranks' machines."""
+
+    channel_type: ClassVar[type[MessageChannel]] = RelayChannel
+
+    machines: Machines = ()
+    routes: dict[Transfer, Route] = field(default_factory=dict, compare=False, repr=False)
+
+    return_path = ", summed by relays"
+
+    def route(self, program: Program, transfer: Transfer) -> Route:
+        """Return this rank's messages of a transfer, of keys or back. Cached."""
+        if transfer not in self.routes:
+            self.routes[transfer] = self._made(program, transfer)
+        return self.routes[transfer]
+
+    def _made(self, program: Program, transfer: Transfer) -> Route:
+        pieces = [program.chunks(transfer.fetched, rank) for rank in range(self.ring.size)]
+        return Route.of(pieces, self.machines, self.ring.rank)
 
 
 def _joined(parts: Tensors) -> Tensor:

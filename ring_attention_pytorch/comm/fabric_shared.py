@@ -17,10 +17,9 @@ from ring_attention_pytorch.comm.fabric import KVGrads
 from ring_attention_pytorch.comm.messages import Form
 from ring_attention_pytorch.comm.symmetric_memory import SymmetricWorkspace
 from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.runtime.accumulate import GradAccumulator
+from ring_attention_pytorch.runtime.accumulate import GradAccumulator, disjoint_spans
 from ring_attention_pytorch.runtime.interfaces import KVBlock
 from ring_attention_pytorch.runtime.rowwise import wire_dtype
-from ring_attention_pytorch.runtime.spans import disjoint_spans
 from ring_attention_pytorch.schedule.pieces import joined_places, places, tokens
 from ring_attention_pytorch.schedule.steps import Program, Transfer
 

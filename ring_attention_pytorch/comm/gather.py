@@ -37,48 +37,19 @@ class LocalChunks(NamedTuple):
         return cls(blocks, parts)
 
 
-@dataclass(frozen=True)
-class Gather(ScheduledTransport):
-    """A transport of one round of owners at a time; the next round arrives during compute.
-
-    Forward a round arrives in stages, backward at once. Its gradients are sent while the next block
-    computes. If nothing overlaps, own keys may be in one block with the others.
-    """
-
-    # by direction: True is backward
-    known: dict[bool, LocalChunks] = field(default_factory=dict, compare=False, repr=False)
-
-    @classmethod
-    def make(cls, ring: Ring, blocks: Workload, at_once: int) -> "Gather":
-        """Make one by messages, with rounds of `at_once` owners."""
-        schedule = steps.gather(blocks, [*map(Block.of, rounds_of(blocks, at_once))])
-        return cls(schedule, Messages(ring, idle=not schedule.forward.transfers))
-
-    @property
-    def keeps(self) -> bool:
-        """True if keys stay: a round's keys are freed when the next but one arrives.
-
-        False, too, on one stream, where nothing can overlap a call.
-        """
-        return len(self.schedule.forward.blocks) == 2 and not self.fabric.taped
-
-    def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> "GatherCall":
-        back = totals is not None
-        if back not in self.known:
-            self.known[back] = LocalChunks.of(program, self.fabric.ring.rank)
-        return GatherCall(self, program, own, totals)
-
-
 class GatherCall:
     """One call of a gather: the keys on this rank, and sums of their gradients."""
 
     def __init__(
-        self, gather: Gather, program: Program, own: KVBlock, totals: KVGrads | None
+        self, gather: "Gather", program: Program, own: KVBlock, totals: KVGrads | None
     ) -> None:
+        back = totals is not None
+        if back not in gather.known:
+            gather.known[back] = LocalChunks.of(program, gather.fabric.ring.rank)
         self.program: Program = program
         self.totals: KVGrads | Any = totals  # None is forward
-        self.held: LocalChunks = gather.known[totals is not None]
-        self.channel: Channel = gather.fabric.channel(program, own, totals)
+        self.held: LocalChunks = gather.known[back]
+        self.channel: Channel = gather.fabric.channel_type(gather.fabric, program, own, totals)
         self.blocks: dict[int, KVBlock] = {0: own}
         self.sums: dict[int, KVGrads] = {}  # by block
 
@@ -119,9 +90,37 @@ class GatherCall:
         blocks, back = self.program.blocks, self.totals is not None
         if back and part.block == 0 and len(blocks) > 1:
             for total, own_part in zip(self.totals, self.sums.pop(0)):
-                own_part.move_to((total, 0))
+                own_part.move_to(total)
                 if len(blocks) > 2:
                     total.begin_update()  # otherwise each round's gradients would wait to be added
         is_last_stage = part.stage == len(blocks[part.block].stages) - 1
         if part.block and not back and is_last_stage:  # backward it is freed with its gradients
             del self.blocks[part.block]
+
+
+@dataclass(frozen=True)
+class Gather(ScheduledTransport):
+    """A transport of one round of owners at a time; the next round arrives during compute.
+
+    Forward a round arrives in stages, backward at once. Its gradients are sent while the next block
+    computes. If nothing overlaps, own keys may be in one block with the others.
+    """
+
+    call_type = GatherCall
+
+    # by direction: True is backward
+    known: dict[bool, LocalChunks] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def make(cls, ring: Ring, blocks: Workload, at_once: int) -> "Gather":
+        """Make one by messages, with rounds of `at_once` owners."""
+        schedule = steps.gather(blocks, [*map(Block.of, rounds_of(blocks, at_once))])
+        return cls(schedule, Messages(ring, idle=not schedule.forward.transfers))
+
+    @property
+    def keeps(self) -> bool:
+        """True if keys stay: a round's keys are freed when the next but one arrives.
+
+        False, too, on one stream, where nothing can overlap a call.
+        """
+        return len(self.schedule.forward.blocks) == 2 and not self.fabric.taped

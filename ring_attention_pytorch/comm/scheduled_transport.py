@@ -4,14 +4,14 @@ A transport has its own schedule and its own kind of `Call`, which stores keys a
 the program decides the order, and a fabric moves the bytes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from ring_attention_pytorch.comm.fabric import Fabric, KVGrads
-from ring_attention_pytorch.runtime.deferred import Deferred
+from ring_attention_pytorch.runtime.accumulate import Deferred
 from ring_attention_pytorch.runtime.interfaces import KVBlock
-from ring_attention_pytorch.runtime.observe import recorded
+from ring_attention_pytorch.runtime.observe import RecordedCall, observed
 from ring_attention_pytorch.schedule.steps import Part, Program, Schedule
 
 
@@ -38,11 +38,16 @@ class Call(Protocol):
 
 @dataclass(frozen=True)
 class ScheduledTransport:
-    """A transport that runs the program of its schedule; a subclass implements its calls.
+    """A transport that runs the program of its schedule, by calls of its `call_type`.
+
+    That is made of the transport, a program, own keys, and backward of the accumulators of their
+    gradients.
 
     All ranks take the same steps in the same order. Whether a message exists therefore never
     depends on the rank.
     """
+
+    call_type: ClassVar[Callable[..., Call]]
 
     schedule: Schedule
     fabric: Fabric
@@ -51,62 +56,58 @@ class ScheduledTransport:
         """Return this very object: ranks share its memory, of which no rank can make a copy."""
         return self
 
-    def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> Call:
-        """Begin a call with own keys; `totals` are the accumulators of their gradients, if back."""
-        raise NotImplementedError
-
     def stream(self, own_keys: KVBlock) -> Iterator[KVBlock]:
         """Yield the keys of each part: own ones, then all others that any rank needs."""
-        program = self.schedule.forward
-        call = recorded(self.call(program, own_keys))
-        try:
-            for part in _parts(program, call):
-                keys = call.keys(part)
-                if program.counts(part, keys.segments):
-                    yield keys
-                del keys  # frees them before more arrive
-                call.computed(part)
-        except BaseException:
-            self.fabric.drain()  # memory in flight is reused by nothing else
-            raise
+        for keys, _ in self._run(self.schedule.forward, own_keys):
+            yield keys
+            del keys  # frees them before more arrive
 
     def stream_back(
         self, own_keys: KVBlock, own: KVGrads, deferred: Deferred | None = None
-    ) -> Iterator[tuple[KVBlock, KVGrads]]:
+    ) -> Iterator[tuple[KVBlock, KVGrads | Any]]:
         """Yield the keys of each part, with accumulators (dk, dv) for their gradients.
 
         When the stream ends, `own`, the gradients of own keys, contain all ranks' parts. Work
         that a kernel has `deferred` runs while its gradients travel, or is left to the caller.
         """
-        program = self.schedule.backward
-        call = recorded(self.call(program, own_keys, own), deferred)
+        return self._run(self.schedule.backward, own_keys, own, deferred)
+
+    def _run(
+        self,
+        program: Program,
+        own_keys: KVBlock,
+        own: KVGrads | None = None,
+        deferred: Deferred | None = None,
+    ) -> Iterator[tuple[KVBlock, KVGrads | None]]:
+        """Yield the keys of each part, backward with accumulators for `own` and others' gradients.
+
+        Work that a kernel `deferred` runs before any wait. Its gradients have started by then,
+        unless that start needs a wait itself. It also runs before the next part: no two parts may
+        defer work for the same queries.
+        """
+        call = self.call_type(self, program, own_keys, own)
+        if observed.record is not None:
+            call = RecordedCall(observed.record, call, deferred)
         try:
-            for part in _parts(program, call, deferred):
+            for wait, start, part in program.steps:
+                if wait and deferred:
+                    deferred.do()
+                for number in wait:
+                    call.wait(number)
+                for number in start:
+                    call.start(number)
+                if part is None:
+                    continue
+                if deferred:
+                    deferred.do()
                 keys = call.keys(part)
-                grads = call.grads(part, keys)
-                if program.counts(part, keys.segments):
+                grads = None if own is None else call.grads(part, keys)
+                if (
+                    keys.segments or program.blocks[part.block].whole
+                ):  # all of an owner's, be it none
                     yield keys, grads
-                del keys, grads
+                del keys, grads  # frees them before more arrive
                 call.computed(part)
         except BaseException:
-            self.fabric.drain()
+            self.fabric.drain()  # memory in flight is reused by nothing else
             raise
-
-
-def _parts(program: Program, call: Call, deferred: Deferred | None = None) -> Iterator[Part]:
-    """Yield the parts; run work that a kernel `deferred` before any wait.
-
-    Its gradients have started by then, unless that start needs a wait itself. Deferred work also
-    runs before the next part: no two parts may defer work for the same queries.
-    """
-    for wait, start, part in program.steps:
-        if wait and deferred:
-            deferred.do()
-        for number in wait:
-            call.wait(number)
-        for number in start:
-            call.start(number)
-        if part is not None:
-            if deferred:
-                deferred.do()
-            yield part

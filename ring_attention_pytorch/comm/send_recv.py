@@ -3,12 +3,10 @@
 Liu et al. 2023, section 3. Memory does not grow with the ring.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ring_attention_pytorch.comm.fabric import KVGrads
 from ring_attention_pytorch.comm.fabric_messages import Messages
@@ -43,53 +41,29 @@ class Blocks(NamedTuple):
         return cls(segments, forms, wide_forms)
 
 
-@dataclass(frozen=True)
-class SendRecv(ScheduledTransport):
-    """A transport of one neighbour's keys at a time; the next hop is in flight during compute.
-
-    There are no barriers. An owner's keys are one message, forwarded unchanged. Two buffers of keys
-    alternate: each receives every second block. Gradients travel one hop behind their keys. The
-    last rank that adds to them sends them to the owner, past all ranks between.
-    """
-
-    known: dict[bool, Blocks] = field(default_factory=dict, compare=False, repr=False)  # if back
-
-    keeps = False
-
-    @classmethod
-    def make(cls, ring: Ring, blocks: Workload, at_once: int) -> "SendRecv":
-        """Make one; owners' keys arrive one at a time, whatever `at_once` allows."""
-        schedule = steps.ring(blocks)
-        return cls(schedule, Messages(ring, idle=not schedule.forward.transfers))
-
-    def call(self, program: Program, own: KVBlock, totals: KVGrads | None = None) -> "_Call":
-        back = totals is not None
-        if back not in self.known:
-            self.known[back] = Blocks.of(program, self.fabric.ring.rank, own)
-        return _Call(self.fabric.ring, program, self.known[back], own, totals)
-
-
 class _Call:
     """One call: two alternating buffers of keys, and gradients computed, sent and received."""
 
     def __init__(
-        self,
-        ring: Ring,
-        program: Program,
-        blocks: Blocks,
-        own: KVBlock,
-        totals: KVGrads | None,
+        self, by: "SendRecv", program: Program, own: KVBlock, totals: KVGrads | None
     ) -> None:
-        self.ring, self.program, self.own = ring, program, own
-        self.segments, self.forms, self.wide_forms = blocks
+        self.ring, self.program, self.own = by.fabric.ring, program, own
+        back = totals is not None
+        if back not in by.known:
+            by.known[back] = Blocks.of(program, self.ring.rank, own)
+        self.segments, self.forms, self.wide_forms = by.known[back]
         self.totals: dict[int, KVGrads | Any] = {0: totals}  # by block
         self.under_way: dict[int, Exchange] = {}
         if not program.transfers:
             return
-        self.held = _buffers(2, self.forms, own.k.device)
+        longest = max(form.nbytes for form in self.forms)
+        self.held = [own.k.new_empty(longest, dtype=torch.uint8) for _ in range(2)]
         self.forms[0].pack([t for t in own[:3] if t is not None], self.held[0])
-        if totals is not None:
-            self.made, self.sent, self.received = _buffers(3, self.wide_forms, own.k.device)
+        if back:
+            longest = max(form.nbytes for form in self.wide_forms)
+            self.made, self.sent, self.received = (
+                own.k.new_empty(longest, dtype=torch.uint8) for _ in range(3)
+            )
 
     def start(self, number: int) -> None:
         kind, source, block, (distance,), *_ = self.program.transfers[number]
@@ -131,7 +105,22 @@ class _Call:
         pass
 
 
-def _buffers(number: int, forms: Sequence[Form], device: torch.device) -> list[Tensor]:
-    """Allocate `number` buffers, each large enough for a message of any of these forms."""
-    longest = max(forms, key=lambda form: form.nbytes)
-    return [longest.empty(device) for _ in range(number)]
+@dataclass(frozen=True)
+class SendRecv(ScheduledTransport):
+    """A transport of one neighbour's keys at a time; the next hop is in flight during compute.
+
+    There are no barriers. An owner's keys are one message, forwarded unchanged. Two buffers of keys
+    alternate: each receives every second block. Gradients travel one hop behind their keys. The
+    last rank that adds to them sends them to the owner, past all ranks between.
+    """
+
+    call_type = _Call
+    keeps = False
+
+    known: dict[bool, Blocks] = field(default_factory=dict, compare=False, repr=False)  # if back
+
+    @classmethod
+    def make(cls, ring: Ring, blocks: Workload, at_once: int) -> "SendRecv":
+        """Make one; owners' keys arrive one at a time, whatever `at_once` allows."""
+        schedule = steps.ring(blocks)
+        return cls(schedule, Messages(ring, idle=not schedule.forward.transfers))

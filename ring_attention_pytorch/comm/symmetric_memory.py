@@ -15,8 +15,7 @@ from ring_attention_pytorch.ranks.failures import timeout_of
 from ring_attention_pytorch.ranks.guard import Barrier, Board
 from ring_attention_pytorch.ranks.machines import are_apart, machine_name
 from ring_attention_pytorch.ranks.notes import companion, groups_so_far
-from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.ranks.steps import Steps
+from ring_attention_pytorch.ranks.ring import Ring, Steps
 from ring_attention_pytorch.runtime.graph_pool import outside_graph_pool
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.streams import capturing, current_stream
@@ -262,8 +261,8 @@ class SymmetricWorkspace:
 
 def _barrier(board: Board, steps: Steps, name: str, why: str) -> Barrier:
     """Return the barrier of a buffer that ranks reach in this call, to read or to write."""
-    plan, operation, _ = steps.about  # a tape fixes these, but not the call
-    return board.barrier(f"{operation}, to {why}: {name}", plan, lambda: steps.about[2])
+    now = steps.now  # a tape fixes what is told, but not the call
+    return board.barrier(f"{now.operation}, to {why}: {name}", now.plan, lambda: steps.now.back_of)
 
 
 class PeerGroup(NamedTuple):

@@ -25,9 +25,9 @@ from ring_attention_pytorch.geometry.segments import Segment, Segments, count
 from ring_attention_pytorch.ranks.ring import Caller, Ring, SubRing
 from ring_attention_pytorch.runtime.interfaces import ScoreMods
 from ring_attention_pytorch.runtime.observe import spanned
-from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.runtime.tape import Tapes
+from ring_attention_pytorch.runtime.torch_func import resolved
 
 Heads = tuple[tuple[int, ...], ...]  # the heads that each place gets
 

@@ -39,7 +39,7 @@ from ring_attention_pytorch.ranks.agreement import (
 )
 from ring_attention_pytorch.ranks.failures import Disagreement
 from ring_attention_pytorch.runtime.digests import digest
-from ring_attention_pytorch.runtime.resolved import resolved
+from ring_attention_pytorch.runtime.torch_func import resolved
 
 _CALLER = "attention to a cache"
 _UNSEEN = (

@@ -20,9 +20,9 @@ from ring_attention_pytorch.inference.states import check_states, longest_of
 from ring_attention_pytorch.inference.storage import PagedStorage
 from ring_attention_pytorch.ranks.agreement import agree, error_of, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, as_ring
-from ring_attention_pytorch.runtime.resolved import resolved
 from ring_attention_pytorch.runtime.rowwise import has_triton
 from ring_attention_pytorch.runtime.scaled import SCALED, WIDE, as_integers, restored, stored
+from ring_attention_pytorch.runtime.torch_func import resolved
 
 _DTYPES = (*WIDE, *SCALED)
 _LARGEST_PAGE = 256

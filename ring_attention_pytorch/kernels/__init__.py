@@ -9,11 +9,8 @@ import importlib
 import importlib.metadata
 import logging
 import os
-from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
-from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from ring_attention_pytorch.kernels import (
@@ -26,14 +23,13 @@ from ring_attention_pytorch.kernels import (
     sdpa_flash,
     triton,
 )
-from ring_attention_pytorch.runtime.codec import Codec, Decoding
 from ring_attention_pytorch.runtime.interfaces import (
     FEATURES,
     Capabilities,
     Dependency,
     Kernel,
     KernelRequest,
-    Traits,
+    SelectedKernel,
 )
 
 logger = logging.getLogger("ring_attention_pytorch")
@@ -58,27 +54,6 @@ _WORDS = {
     "unusual_scale": "scale that is zero or negative",
     "deterministic": "deterministic backward (torch.use_deterministic_algorithms)",
 }
-
-
-class SelectedKernel(NamedTuple):
-    """A kernel with its name, or the forward of one with the backward of another.
-
-    With a codec it computes on encoded keys.
-    """
-
-    name: str
-    forward: Callable[..., None]
-    backward: Callable[..., None]
-    traits: Traits
-    codec: Codec | None = None
-
-    def begin(self, params: Sequence[Tensor]) -> "SelectedKernel | Decoding":
-        """Return the kernel for one call, with the codec's parameters if there is one."""
-        return self if self.codec is None else Decoding(self, self.codec, params)
-
-    def grads(self) -> tuple[Tensor, ...]:
-        """Return the gradients of parameters: there are none."""
-        return ()
 
 
 def choose(name: str | None, case: KernelRequest) -> SelectedKernel:

@@ -55,20 +55,23 @@ def forward(
     q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, result: OutputAccumulator
 ) -> None:
     d_v = keys.v.shape[-1]
-    q, k, v = map(_dense, (q, keys.k, keys.v))
+    width = max(q.shape[-1], d_v)  # the op needs equal head sizes of k and v
+    q, k, v = (_heads_first(t, width) for t in (q, keys.k, keys.v))
     for call in _calls(q, keys, tiles, terms):
-        q_, k_, v_ = _operands(q[:, call.rows], k[:, call.cols], v[:, call.cols])
-        part, part_lse = _attention(q_, k_, v_, call.causal, call.mask, terms.scale)
+        part, part_lse = _attention(
+            q[:, :, call.rows], k[:, :, call.cols], v[:, :, call.cols],
+            call.causal, call.mask, terms.scale,
+        )  # fmt: skip
         if call.unseen is not None:
             part_lse = part_lse.masked_fill(call.unseen.unsqueeze(1), -torch.inf)
             part = part.masked_fill(rearrange(call.unseen, "b n -> b 1 n 1"), 0.0)
-        result.add(call.rows, _tokens_first(part, d_v), part_lse)
+        result.add(call.rows, part.transpose(1, 2)[..., :d_v], part_lse)
 
 
 def backward(
     saved: Residuals, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods, grads: Grads
 ) -> None:
-    q, k, v, out, dout = map(_dense, (saved.q, keys.k, keys.v, saved.out, saved.dout))
+    q, k, v, out, dout = saved.q, keys.k, keys.v, saved.out, saved.dout
     d, d_v = k.shape[-1], v.shape[-1]
     if q.dtype == torch.float16 or saved.dlse is not None:
         # parts of gradients, or dlse, can overflow 16 bits
@@ -80,25 +83,30 @@ def backward(
         dout = torch.cat((dout, -column), -1)
     # rows that see no key at all: any finite lse keeps exp(-inf - lse) at 0
     lse = saved.lse.clamp(min=torch.finfo(saved.lse.dtype).min)
+    width = max(d, v.shape[-1])
+    q, k, v, out, dout = (_heads_first(t, width) for t in (q, k, v, out, dout))
     for call in _calls(q, keys, tiles, terms):
-        q_, k_, v_ = _operands(q[:, call.rows], k[:, call.cols], v[:, call.cols])
+        rows, cols = (slice(None), slice(None), call.rows), (slice(None), slice(None), call.cols)
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _heads_first(dout[:, call.rows], q_.shape[-1]), q_, k_, v_,
-            _heads_first(out[:, call.rows], q_.shape[-1]), lse[..., call.rows],
+            dout[rows], q[rows], k[cols], v[cols], out[rows], lse[rows],
             0.0,  # dropout
             call.causal, attn_mask=call.mask, scale=terms.scale,
         )  # fmt: skip
         places = (call.rows, d), (call.cols, d), (call.cols, d_v)
         for total, (at, width), part in zip(grads, places, parts):
-            total.add(at, _tokens_first(part, width))
+            total.add(at, part.transpose(1, 2)[..., :width])
 
 
-def _dense(t: Tensor) -> Tensor:
-    """Return the tensor, copied to contiguous memory unless its last stride is 1.
+def _heads_first(t: Tensor, width: int) -> Tensor:
+    """Return `[b, n, h, d]` as `[b, h, n, width]`, with zeros, and with a last stride of 1.
 
-    `contiguous()` leaves any stride to a size of 1, which padding would take over.
+    `contiguous()` leaves any stride to a size of 1, which padding would take over; einops would
+    take 0.6 us more.
     """
-    return t if t.stride(-1) == 1 else t.clone(memory_format=torch.contiguous_format)
+    if t.stride(-1) != 1:
+        t = t.clone(memory_format=torch.contiguous_format)
+    t = t.transpose(1, 2)
+    return t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))
 
 
 @opaque
@@ -120,9 +128,10 @@ def _attention(
         spoiled = (seen & bad.unsqueeze(2)).any(-1)
         out = out.masked_fill(spoiled.unsqueeze(-1), torch.nan)
         lse = lse.masked_fill(spoiled, torch.nan)
-    lost = _lost(q, k, lse)
-    if lost is None:
+    if torch.count_nonzero(lse).item() == lse.numel():
         return out, lse
+    # rows that the op takes for rows without keys: all their scores are NaN
+    lost = (lse == 0) & (q.isnan().any(-1) | k.isnan().any())
     return out.masked_fill(lost.unsqueeze(-1), torch.nan), lse.masked_fill(lost, torch.nan)
 
 
@@ -132,13 +141,6 @@ def _bad(k: Tensor, lse: Tensor) -> Tensor | None:
         return None
     bad = k.isnan().any(-1)
     return bad if bad.any() else None
-
-
-def _lost(q: Tensor, k: Tensor, lse: Tensor) -> Tensor | None:
-    """Mark rows [b, h, n] that the op takes for rows without keys: all their scores are NaN."""
-    if torch.count_nonzero(lse).item() == lse.numel():
-        return None
-    return (lse == 0) & (q.isnan().any(-1) | k.isnan().any())
 
 
 def _calls(q: Tensor, keys: KVBlock, tiles: Sequence[Tile], terms: ScoreMods) -> Iterator[_Call]:
@@ -192,23 +194,3 @@ def _unseen(visible: Tensor, tile: Tile) -> Tensor:
     back = n if tile.left is None else tile.left
     end, start = (row + 1 + ahead).clamp(0, m), (row - back).clamp(0, m)
     return before[:, end] == before[:, start]
-
-
-def _operands(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Put heads first, and pad with zeros: the op needs equal head sizes of k and v."""
-    width = max(q.shape[-1], v.shape[-1])
-    return [_heads_first(t, width) for t in (q, k, v)]
-
-
-def _heads_first(t: Tensor, width: int) -> Tensor:
-    """Return `[b, n, h, d]` as `[b, h, n, width]`, with zeros; einops would take 0.6 us more."""
-    t = t.transpose(1, 2)
-    if t.shape[-1] == width:
-        return t
-    return F.pad(t, (0, width - t.shape[-1]))
-
-
-def _tokens_first(t: Tensor, width: int) -> Tensor:
-    """Return the first columns of `[b, h, n, d]` as `[b, n, h, width]`."""
-    t = t.transpose(1, 2)
-    return t if t.shape[-1] == width else t[..., :width]

@@ -24,8 +24,7 @@ from ring_attention_pytorch.kernels._configs import (
 from ring_attention_pytorch.kernels._descriptors import in_blocks, operands, tma_fits
 from ring_attention_pytorch.kernels._job import Job, Rows, opened
 from ring_attention_pytorch.kernels._tile_table import tile_table
-from ring_attention_pytorch.runtime.accumulate import OutputAccumulator
-from ring_attention_pytorch.runtime.deferred import Deferred
+from ring_attention_pytorch.runtime.accumulate import Deferred, OutputAccumulator
 from ring_attention_pytorch.runtime.interfaces import (
     FEATURES,
     Capabilities,

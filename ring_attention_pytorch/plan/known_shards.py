@@ -54,25 +54,21 @@ class Made:
         return other == all_segments(self.layout, self.size, self.length)
 
 
-_known: dict[int, tuple[ref[Tensor], int, Made]] = {}  # by id: with the version
+# shards that are alive, by id, with the version; if there are none, nothing need be compared
+known_shards: dict[int, tuple[ref[Tensor], int, Made]] = {}
 
 
 def remember(t: Tensor, made: Made) -> Tensor:
     """Remember how a tensor was made, as long as it is not changed in place; return it."""
     if made.size > 1 and not is_compiling():
         key = id(t)
-        _known[key] = ref(t, lambda _: _known.pop(key, None)), version_of(t), made
+        known_shards[key] = ref(t, lambda _: known_shards.pop(key, None)), version_of(t), made
     return t
-
-
-def shards_are_known() -> bool:
-    """Return whether any tensor that is remembered is alive: otherwise nothing need be compared."""
-    return bool(_known)
 
 
 def made_as(t: Tensor) -> Made | None:
     """Return how a tensor was made; None if it is not known."""
-    found = _known.get(id(t))
+    found = known_shards.get(id(t))
     if found is None or found[0]() is not t or found[1] != version_of(t):
         return None
     return found[2]
@@ -106,7 +102,7 @@ def check_known_shards(
         layout: the call's; None if any is right.
         dim: the dimension of tokens.
     """
-    if not _known or ring.size == 1:
+    if not known_shards or ring.size == 1:
         return
     for name, t in given.items():
         if (known := made_as(t)) is not None:
@@ -115,7 +111,7 @@ def check_known_shards(
 
 def check_whole(ring: Ring, given: Mapping[str, object], dim: int = 1) -> None:
     """Raise ValueError if tensors to be sharded over a ring are known to be its shards already."""
-    if not _known or ring.size == 1:
+    if not known_shards or ring.size == 1:
         return
     for name, t in given.items():
         known = made_as(t) if isinstance(t, Tensor) else None

@@ -26,7 +26,7 @@ from ring_attention_pytorch.geometry.layouts import Layout, all_segments
 from ring_attention_pytorch.geometry.segments import count
 from ring_attention_pytorch.ranks.ring import Group, Ring, as_ring
 
-_open: list[tuple[int, "Placement"]] = []  # with the threads that opened them, innermost last
+opened: list[tuple[int, "Placement"]] = []  # with the threads that opened them, innermost last
 # placements whose blocks have ended, while autograd has nodes that may be recomputed
 _ended: WeakSet["Placement"] = WeakSet()
 # set when attention ran within an autograd Function in a batch's block: it may be recomputed
@@ -77,11 +77,11 @@ class Placement:
         return count(all_segments(self.layout, self.ring.size, self.length)[self.ring.rank])
 
     def __enter__(self) -> "Placement":
-        _open.append((threading.get_ident(), self))
+        opened.append((threading.get_ident(), self))
         return self
 
     def __exit__(self, *_: object) -> None:
-        _open.remove((threading.get_ident(), self))
+        opened.remove((threading.get_ident(), self))
         if self.plans:
             self.plans.clear()  # they keep memory
             self.ring.steps.passed_by.clear()
@@ -166,17 +166,17 @@ def current() -> Placement | None:
 
     Backward may run in threads of autograd. There it is the open one, if there is only one.
     """
-    if not _open:
+    if not opened:
         return None
     if is_compiling():  # tracing can't ask for the thread
-        return _open[-1][1]
+        return opened[-1][1]
     this_thread = threading.get_ident()
-    for thread, placement in reversed(_open):
+    for thread, placement in reversed(opened):
         if thread == this_thread:
             return placement
     if not in_backward():
         return None
-    others = {id(placement): placement for _, placement in _open}
+    others = {id(placement): placement for _, placement in opened}
     return others.popitem()[1] if len(others) == 1 else None
 
 
@@ -250,20 +250,16 @@ def own_mask(given: Tensor | None) -> OwnMask:
 
 def block_of(q: Tensor) -> Placement | None:
     """Return the placement whose block a plan is called in for these queries; None if in none."""
-    if not _open:
-        return None
     placement = None if in_backward() else current()
     return placement if placement is not None and placement.fits(q) else None
 
 
-def check_began_here(began: Placement | None) -> None:
+def check_began_here(began: Placement) -> None:
     """Raise ValueError in backward if the call began in the block of another placement."""
-    if began is None:
-        return
     this_thread = threading.get_ident()
-    open_here = [placement for thread, placement in _open if thread == this_thread]
+    open_here = [placement for thread, placement in opened if thread == this_thread]
     if not open_here:  # a thread of autograd
-        open_here = [placement for _, placement in _open]
+        open_here = [placement for _, placement in opened]
     if open_here and began not in open_here:
         raise ValueError(
             "backward of one batch was called in the block of another one; call it in its own"

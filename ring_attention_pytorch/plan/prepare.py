@@ -13,7 +13,6 @@ from ring_attention_pytorch.geometry.documents import check_end
 from ring_attention_pytorch.geometry.layouts import all_segments
 from ring_attention_pytorch.geometry.segments import Segments
 from ring_attention_pytorch.geometry.tiles import Mask
-from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.plan.checks import check_lengths, segments_of_two
 from ring_attention_pytorch.plan.masks import check_repeats, gather_positions
 from ring_attention_pytorch.plan.options import Options
@@ -27,7 +26,7 @@ from ring_attention_pytorch.plan.proposal import Proposal
 from ring_attention_pytorch.ranks.agreement import raise_together
 from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime.dropout import Dropout
-from ring_attention_pytorch.runtime.interfaces import ScoreMods, Transport
+from ring_attention_pytorch.runtime.interfaces import ScoreMods, SelectedKernel, Transport
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype
 from ring_attention_pytorch.schedule.cost import choose_transport, seconds_by
 from ring_attention_pytorch.schedule.hardware import (

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.kernels import (
-    SelectedKernel,
     choose,
     fewest_launches,
     for_long_documents,
@@ -28,7 +27,7 @@ from ring_attention_pytorch.plan.options import Call, Options
 from ring_attention_pytorch.ranks.agreement import MustMatch
 from ring_attention_pytorch.runtime.codec import Codec, values_like
 from ring_attention_pytorch.runtime.dropout import own_seed
-from ring_attention_pytorch.runtime.interfaces import KernelRequest, Traits
+from ring_attention_pytorch.runtime.interfaces import KernelRequest, SelectedKernel, Traits
 from ring_attention_pytorch.runtime.scores import (
     columns,
     widened,

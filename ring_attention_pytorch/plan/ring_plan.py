@@ -1,7 +1,6 @@
 """The plan of a ring attention: all decisions, made before the call and agreed by all ranks."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar, Unpack
@@ -16,18 +15,17 @@ from ring_attention_pytorch.geometry.documents import BatchDocuments
 from ring_attention_pytorch.geometry.layouts import Layout
 from ring_attention_pytorch.geometry.segments import Segments, segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask, tiles
-from ring_attention_pytorch.kernels import SelectedKernel
 from ring_attention_pytorch.plan.checks import Expected, Signature, check_tensors, like_autocast
 from ring_attention_pytorch.plan.first_calls import Own, Worked
 from ring_attention_pytorch.plan.known_shards import (
     check_known_shards,
     digest_of_shard,
-    shards_are_known,
+    known_shards,
 )
 from ring_attention_pytorch.plan.masks import Seen, by_sample, positions_seen, reached, seen_by_any
 from ring_attention_pytorch.plan.option_types import PlanOptions
 from ring_attention_pytorch.plan.packing import whole_packing
-from ring_attention_pytorch.plan.placement import OwnMask, attention_ring, block_of
+from ring_attention_pytorch.plan.placement import OwnMask, attention_ring, block_of, opened
 from ring_attention_pytorch.plan.plan_cache import find, keep
 from ring_attention_pytorch.plan.prepare import (
     TransportChoice,
@@ -36,12 +34,18 @@ from ring_attention_pytorch.plan.prepare import (
     swap_heads,
 )
 from ring_attention_pytorch.plan.proposal import Proposal
-from ring_attention_pytorch.ranks.agreement import agree, in_the_same_call, report_to_group, typed
+from ring_attention_pytorch.ranks.agreement import agree, check_same_call, report_to_group, typed
 from ring_attention_pytorch.ranks.ring import Group, Ring
-from ring_attention_pytorch.runtime.codec import Codec
+from ring_attention_pytorch.runtime.codec import Codec, DecodingKernel
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.handles import check_layer, handle_of_layer, new_handle
-from ring_attention_pytorch.runtime.interfaces import KVBlock, ScoreMods, Tiles, Transport
+from ring_attention_pytorch.runtime.interfaces import (
+    KVBlock,
+    ScoreMods,
+    SelectedKernel,
+    Tiles,
+    Transport,
+)
 from ring_attention_pytorch.runtime.observe import Record, spanned, switch, watched
 from ring_attention_pytorch.runtime.statistics import Statistics, statistics_of
 from ring_attention_pytorch.runtime.tape import Tapes
@@ -179,7 +183,7 @@ class RingPlan:
             layout=options.layout,
             expected=Expected(signature, options.sinks is not None, q.device),
             seen=Seen(visible, samples, packing, options.placed, within_reach),
-            kernel=kernel._replace(codec=mine.codec),
+            kernel=kernel if mine.codec is None else DecodingKernel(*kernel[:-1], mine.codec),
             transport=transport,
             chosen=chosen,
             agreed=Agreed(ring.steps.notes, always=options.check is not None),
@@ -263,19 +267,24 @@ class RingPlan:
         self,
         direction: str,
         function: Callable[..., _Results],
-        *given: Tensor | None,
+        q: Tensor,
+        *others: Tensor | None,
         back_of: int | None,
     ) -> _Results:
-        """Run a function of the plan and of tensors, by a tape if there is one.
+        """Run a function of the plan, of queries and other tensors, by a tape if there is one.
 
-        `back_of` is as for `Ring.call`.
+        `back_of` is as for `Ring.call`. If plans are checked `always`, all ranks raise if their
+        calls differ, or if all of them have the same queries.
         """
-        with self.call(direction, back_of, given[0] if back_of is None else None):
+        number, of_layer, always = self.agreed
+        with self.ring.call(f"ring attention{of_layer}, {direction}", number, back_of):
+            if always:
+                check_same_call(self.ring, digest_of_shard(q) if back_of is None else None)
             if switch.on:
-                return watched(self, direction, function, given)
+                return watched(self, direction, function, (q, *others))
             if self.tapes is None:
-                return function(self, *given)
-            return self.tapes.run(function, self, *given)
+                return function(self, q, *others)
+            return self.tapes.run(function, self, q, *others)
 
     @checked
     def statistics(self) -> Statistics:
@@ -287,19 +296,6 @@ class RingPlan:
             ValueError: no call of this plan was inside `with observe():`.
         """
         return statistics_of(self.records)
-
-    def call(
-        self, direction: str, back_of: int | None, q: Tensor | None = None
-    ) -> AbstractContextManager[object]:
-        """Return the block of a call; if `always`, all ranks raise if their calls differ.
-
-        They raise, too, if all of them have the same queries q. `back_of` is as for `Ring.call`.
-        """
-        number, of_layer, always = self.agreed
-        block = self.ring.call(f"ring attention{of_layer}, {direction}", number, back_of)
-        if not always:
-            return block
-        return in_the_same_call(self.ring, block, None if q is None else digest_of_shard(q))
 
     def keys(self, k: Tensor, v: Tensor) -> KVBlock:
         """Make the KV block that the transport needs of this rank's keys, after any all-to-all.
@@ -344,7 +340,7 @@ class RingPlan:
         """The codec by which keys are encoded while they travel; None if they are not."""
         return self.kernel.codec
 
-    @property
+    @cached_property
     def d_v(self) -> int:
         """The head size of values, decoded ones if there is a codec."""
         return self.signature[6]
@@ -384,7 +380,7 @@ class RingPlan:
         """The programs of all ranks in a call, forward and backward."""
         return self.transport.schedule
 
-    @property
+    @cached_property
     def alone(self) -> bool:
         """True if a call consists of one call of the kernel."""
         return len(self.blocks.queries) == 1 == len(self.seen.samples)
@@ -433,7 +429,7 @@ class RingPlan:
             True if these are plain tensors, whose memory holds their values; others must be
             `resolved` first.
         """
-        block, passed = block_of(q), self._shared.passed
+        block, passed = block_of(q) if opened else None, self._shared.passed
         if block is not None and block in self._shared.placements:
             block = None
         key = (
@@ -444,7 +440,7 @@ class RingPlan:
         )  # fmt: skip
         plain = type(q) is type(k) is type(v) is Tensor and sinks is None
         plain = plain and not (q.is_neg() or k.is_neg() or v.is_neg())
-        if block is None and key in passed and not shards_are_known():
+        if block is None and key in passed and not known_shards:
             return plain
         try:
             check_known_shards(self.ring, {"q": q, "k": k, "v": v}, self._layout_of_shards)

@@ -9,7 +9,7 @@ if ranks differ.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, wraps
 from hashlib import sha256
@@ -245,11 +245,8 @@ def report_to_ring_of(name: str, ring_of: Callable[[Group, int | None], Ring] = 
     return report
 
 
-@contextmanager
-def in_the_same_call(
-    ring: Ring, block: AbstractContextManager[object], queries: int | None = None
-) -> Iterator[None]:
-    """Enter `block`, made by `Ring.call`, once all ranks are in the same call.
+def check_same_call(ring: Ring, queries: int | None = None) -> None:
+    """Raise ValueError unless all ranks are in the same call, made by `Ring.call`.
 
     `queries` is a digest of this rank's queries, if other ranks should have others.
 
@@ -257,17 +254,15 @@ def in_the_same_call(
         ValueError: they are not, or all ranks have the same queries; the same text on all ranks,
             with each rank's call and its place in the source.
     """
-    with block:
-        own = str(queries).encode()
-        told = exchange(ring.gather_bytes, f"{ring.steps.now}\n{call_site()}", own)
-        rings = [told[at : at + ring.size] for at in range(0, len(told), ring.size)]
-        if ring.size > 1 and any({*each} != {b"None"} and len({*each}) == 1 for each in rings):
-            raise Disagreement(
-                f"{ring.steps.now}: all ranks of a ring have the same queries. Are they whole "
-                "sequences, not sharded? Each rank passes its own tokens, such as shard_sequence "
-                "returns"
-            )
-        yield
+    own = str(queries).encode()
+    told = exchange(ring.gather_bytes, f"{ring.steps.now}\n{call_site()}", own)
+    rings = [told[at : at + ring.size] for at in range(0, len(told), ring.size)]
+    if ring.size > 1 and any({*each} != {b"None"} and len({*each}) == 1 for each in rings):
+        raise Disagreement(
+            f"{ring.steps.now}: all ranks of a ring have the same queries. Are they whole "
+            "sequences, not sharded? Each rank passes its own tokens, such as shard_sequence "
+            "returns"
+        )
 
 
 def raise_together(ring: Ring, caller: str, check: Check | None) -> None:

@@ -1,19 +1,13 @@
-"""Failures of a rank, as its peers see them: errors that name who waited, and bounded waits.
-
-A rank that compiles, loads or writes while others wait for it looks like one that hangs. Each long
-wait of the host is therefore logged while it lasts.
-"""
+"""Failures of a rank, as its peers see them: errors that name who waited, and bounded waits."""
 
 import contextlib
 import os
 import re
 import sys
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from types import FrameType
@@ -27,11 +21,9 @@ from torch.distributed.constants import default_pg_timeout
 
 from ring_attention_pytorch.arguments import checked
 from ring_attention_pytorch.ranks import failure_reports
-from ring_attention_pytorch.ranks.failure_reports import logger
 from ring_attention_pytorch.ranks.guard import Guard
 
 _LONGEST = 300  # characters of a backend's message
-_LONG = 15.0  # seconds after which a wait of the host is logged, and again whenever it doubles
 # stack frames of files that start with these are not the caller's
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _PASSED_BY = (_PACKAGE, os.path.dirname(torch.__file__), contextlib.__file__, "<")
@@ -103,7 +95,7 @@ class Step(NamedTuple):
 
     >>> print(Step("ring attention, backward", plan=2, call=7, hop=1))
     ring attention, backward: call 7 by plan 2, hop 1
-    >>> print(Step("ring attention, backward", 2, 7, 1, back_of=Step.number(since=5, call=3)))
+    >>> print(Step("ring attention, backward", 2, 7, 1, back_of=5 << 32 | 3))
     ring attention, backward of call 3 since agreement 5: call 7 by plan 2, hop 1
     """
 
@@ -111,12 +103,8 @@ class Step(NamedTuple):
     plan: int  # its number; 0 without one
     call: int  # number in the ring, since the last agreement
     hop: int  # exchanges of this call so far
-    back_of: int | None = None  # the `number` of the call that this one differentiates
-
-    @staticmethod
-    def number(since: int, call: int) -> int:
-        """Return the number of a call since that agreement: no other call of the ring has it."""
-        return since << 32 | call
+    # the call that this one differentiates: the number of agreements before it << 32 | its number
+    back_of: int | None = None
 
     def __str__(self) -> str:
         plan, of = f" by plan {self.plan}" if self.plan else "", ""
@@ -226,78 +214,6 @@ def _advice(step: Step, words: Mapping[int, str]) -> str:
     return "All ranks must make the same calls; RING_ATTENTION_CHECK=always tells where"
 
 
-@dataclass(eq=False)
-class Awaiting:
-    """A block that waits for ranks: a long wait is logged, and its errors are `RingError`s.
-
-    `of` returns the step, the ranks and the count. It is called only for an error, or for a wait so
-    long that it is logged. Entering and leaving take about a microsecond.
-    """
-
-    of: Callable[[], tuple[Step, Sequence[int], AgreementCount]]
-
-    def __enter__(self) -> None:
-        waits.since[self] = time.monotonic(), threading.get_ident()
-        if waits.thread is None:
-            waits.start()
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        start, _ = waits.since.pop(self, (time.monotonic(), 0))
-        if not isinstance(error, RuntimeError) or isinstance(error, RingError):
-            return
-        step, ranks, count = self.of()
-        missing = error.ranks if isinstance(error, Missing) else ()
-        seconds = time.monotonic() - start
-        raise RingError.waiting(step, missing or ranks, error, count, seconds) from error
-
-
-class Waits:
-    """The waits of this process's threads for other ranks. Long ones are logged while they last.
-
-    `since` maps each wait to its start and its thread. A separate thread logs the long ones.
-    """
-
-    def __init__(self, seconds: float = _LONG) -> None:
-        self._seconds = seconds
-        self.since: dict[Awaiting, tuple[float, int]] = {}
-        self._due: dict[Awaiting, float] = {}  # seconds until the next report of each that lasts
-        self.thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start the thread that logs."""
-        self.thread = threading.Thread(target=self._look, daemon=True)
-        self.thread.start()
-
-    def report(self) -> None:
-        """Log each wait that has lasted for long since it was last logged."""
-        now, since = time.monotonic(), dict(self.since)
-        self._due = {wait: due for wait, due in self._due.items() if wait in since}
-        for wait, (start, thread) in since.items():
-            seconds = now - start
-            if seconds < self._due.get(wait, self._seconds):
-                continue
-            self._due[wait] = 2 * seconds
-            step, ranks, _ = wait.of()
-            site = call_site(sys._current_frames().get(thread))
-            logger.warning(
-                "%s, for %.0f s by now, %s; a rank that compiles, loads or writes is late, too",
-                Waiting(step, ranks), seconds, site,
-            )  # fmt: skip
-
-    def forget(self) -> None:
-        """Forget all, in a forked child: the waits and their thread belong to the parent."""
-        self.since.clear()
-        self.thread = None
-
-    def _look(self) -> None:
-        while True:
-            time.sleep(min(1.0, self._seconds / 10))
-            self.report()
-
-
-waits: Waits = Waits()
-
-
 def timeout_of(group: ProcessGroup | None) -> timedelta:
     """Return how long a group's ranks wait for one another; PyTorch's default if it is unknown."""
     if group is None:
@@ -344,7 +260,6 @@ def _world() -> ProcessGroup | None:
 
 
 def _remember_groups() -> None:
-    waits.forget()
     for each in [*links]:  # otherwise peers would not notice the end of the parent
         each.close()
     inherited.update(_groups)

@@ -1,12 +1,20 @@
-"""A ring of ranks that exchange tensors: its members, and all point-to-point code."""
+"""A ring of ranks that exchange tensors: its members, its calls, and all point-to-point code.
+
+A rank that compiles, loads or writes while others wait for it looks like one that hangs. Each long
+wait of the host is therefore logged while it lasts.
+"""
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, ref
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -14,21 +22,26 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_attention_pytorch.ranks import failure_reports
 from ring_attention_pytorch.ranks.alone import in_one_process
+from ring_attention_pytorch.ranks.failure_reports import logger
 from ring_attention_pytorch.ranks.failures import (
     NEW_GROUP,
     AgreementCount,
-    Awaiting,
+    Disagreement,
+    Missing,
     RingError,
     Step,
     Waiting,
     call_site,
     closed,
+    guards,
     inherited,
     known,
+    notify_peers,
     timeout_of,
 )
-from ring_attention_pytorch.ranks.guard import Stamps
+from ring_attention_pytorch.ranks.guard import Guard, Stamps
 from ring_attention_pytorch.ranks.machines import numbered
 from ring_attention_pytorch.ranks.meshes import group_of
 from ring_attention_pytorch.ranks.notes import (
@@ -42,7 +55,6 @@ from ring_attention_pytorch.ranks.notes import (
     missing,
     unreadable,
 )
-from ring_attention_pytorch.ranks.steps import BROKEN, Steps
 from ring_attention_pytorch.runtime.rowwise import has_triton
 
 Messages = Sequence[tuple[int, Tensor]]  # rank of a ring, and its tensor to send or receive into
@@ -50,10 +62,231 @@ _NO_CONTEXT = nullcontext()
 _TAGS = (1 << 31) - 1  # bits of a tag
 _SUMMED = 1 << 19  # squares of so many numbers are summed exactly over 2 ** 15 ranks
 
+BROKEN = "broken"  # note of a rank whose ring is broken, once the reason has been reported
+_NEXT_PLAN = (
+    "it is whole again once all ranks make a plan, or call without one; if others waited for this "
+    "one in vain, their group's connections are closed, and all make a new group"
+)
+_LONG = 15.0  # seconds after which a wait of the host is logged, and again whenever it doubles
+
+
+class Steps:
+    """The numbers of a ring's calls and exchanges, and its state after one has failed.
+
+    Messages between two ranks match by these numbers where the backend compares tags (gloo does,
+    NCCL does not). A message of a call that a rank has skipped, or made with another plan,
+    therefore never matches one of its next call. All rings of a group agree together, and restart
+    their numbers there.
+    """
+
+    def __init__(
+        self, met: list[int] | None = None, group: "ref[ProcessGroup] | None" = None
+    ) -> None:
+        self._group = group  # its ranks wait for one that fails
+        self._met = [0] if met is None else met  # agreements so far, in all rings of a group
+        self._since = 0
+        self.now: Step = Step("no call", plan=0, call=0, hop=0)
+        self.number: int = 0  # of the last call; one that differentiates it is `back_of` this
+        self._base: int | None = None  # seed of the tags of this call
+        self.broken: str | None = None  # why it is broken, until the next agreement
+        self.under_way: list[object] = []  # transfers not yet waited for
+        self._left: list[object] = []  # transfers of a call that failed
+        self.guards: list[Guard] = []  # checks that devices make
+        # callers that agree no more until a batch's block ends: an error of one rank is its own
+        self.passed_by: set[str] = set()
+        self.unread: Any = None  # a batch's digest, which the next agreement compares
+
+    @property
+    def notes(self) -> int:
+        """The number of the group's agreements so far."""
+        return self._met[0]
+
+    @notes.setter
+    def notes(self, number: int) -> None:
+        self._met[0] = number
+
+    @contextmanager
+    def begin(self, operation: str, plan: int, back_of: int | None) -> Iterator[None]:
+        """Make another call in this block.
+
+        Arguments are as for `Ring.call`. If it fails, this ring is broken on this rank. A
+        `Disagreement` does not break it: all ranks raise one together, and their numbers still
+        match.
+
+        Raises:
+            RingError: an earlier call has failed, so incoming messages are not for this one.
+        """
+        if self.guards or self.broken is not None or self._since != self._met[0]:
+            self._check()
+        self.now = Step(operation, plan, self.now.call + 1, 0, back_of)
+        self.number, self._base = self._since << 32 | self.now.call, None
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Disagreement):
+                self._break(error)
+                notify_peers()
+            raise
+
+    def tag(self) -> int:
+        """Return the tag of the next messages, a positive number of 31 bits."""
+        if self.guards or self.broken is not None or self._since != self._met[0]:
+            self._check()
+        operation, plan, call, hop, back_of = self.now
+        self.now = Step(operation, plan, call, hop + 1, back_of)
+        if self._base is None:  # few calls send messages
+            self._base = crc32(repr((self._since, call, plan, operation, back_of)).encode())
+        return crc32(self.now.hop.to_bytes(4, "little"), self._base) >> 1
+
+    def compare(self, subject: str) -> str:
+        """Begin an agreement on `subject`; return this rank's failure, "" if there is none."""
+        self.notes += 1
+        self._restart(Step(f"comparing notes on {subject}", plan=0, call=0, hop=0))
+        if self.broken is not None:
+            return BROKEN
+        return self.trouble() or "" if self.guards else ""
+
+    def trouble(self) -> str | None:
+        """Return a failure that a device has flagged and no rank has reported; or None."""
+        if self.broken is not None:
+            return None
+        for guard in self.guards:
+            told = guard.trouble()
+            if told:
+                return told
+        return None
+
+    def watch(self, guard: Guard) -> None:
+        """Check this guard before each call, and let it notify peers when this rank fails."""
+        self.guards.append(guard)
+        guards.add(guard)
+
+    def report_failure(self, words: str) -> None:
+        """Write a report for ranks that will wait for this one in vain."""
+        group = None if self._group is None else self._group()
+        failure_reports.write(group, self.notes, words)
+
+    def clear_failure(self, barrier: Callable[[], object]) -> None:
+        """Clear a failure that notes have reported: reset the GPUs' flags between two barriers.
+
+        All ranks call this together; `barrier` is the barrier.
+        """
+        for guard in self.guards:
+            guard.wait()
+        barrier()
+        for guard in self.guards:
+            guard.reset()
+        barrier()
+        self.broken = None
+
+    def _break(self, error: BaseException) -> None:
+        if self.broken is not None:  # by a call within this one
+            return
+        self.broken = f"{self.now}: {type(error).__name__}: {error}"
+        if not isinstance(error, RingError):  # it has been reported already
+            self.report_failure(f"raised {type(error).__name__} in {self.now}: {error}")
+        for guard in self.guards:
+            with suppress(RuntimeError):  # the device itself may have failed
+                guard.fail()
+        # gloo's buffers must live until transfers in flight have arrived
+        self._left, self.under_way = self.under_way, []
+
+    def _check(self) -> None:
+        """Raise if the ring is broken; restart the numbers if another of the group has agreed."""
+        if self.guards and (trouble := self.trouble()) is not None:
+            self.broken = f"{self.now}: {trouble}"
+        if self.broken is not None:
+            text = f"this ring is broken on this rank since a call failed ({self.broken})"
+            raise RingError(text if NEW_GROUP in text else f"{text}; {_NEXT_PLAN}", self.now)
+        if self._since != self._met[0]:
+            self._restart(self.now._replace(call=0, hop=0))
+
+    def _restart(self, now: Step) -> None:
+        """Count calls from the last agreement."""
+        self._since, self.now, self._base = self._met[0], now, None
+        self.number = self._since << 32
+
+
 # the number of a group's agreements, and the steps of each of its rings
 _steps: WeakKeyDictionary[ProcessGroup, tuple[list[int], dict[tuple[int, int], Steps]]] = (
     WeakKeyDictionary()
 )
+
+
+Awaited = Callable[[], tuple[Step, Sequence[int], AgreementCount]]
+
+
+@contextmanager
+def awaiting(of: Awaited) -> Iterator[None]:
+    """Wait for ranks in this block: a long wait is logged, and its errors are `RingError`s.
+
+    `of` returns the step, the ranks and the count. It is called only for an error, or for a wait so
+    long that it is logged. Entering and leaving take about two microseconds.
+    """
+    start = time.monotonic()
+    waits.since[of] = start, threading.get_ident()
+    if waits.thread is None:
+        waits.start()
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, RingError):
+            raise
+        step, ranks, count = of()
+        absent = error.ranks if isinstance(error, Missing) else ()
+        seconds = time.monotonic() - start
+        raise RingError.waiting(step, absent or ranks, error, count, seconds) from error
+    finally:
+        waits.since.pop(of, None)
+
+
+class Waits:
+    """The waits of this process's threads for other ranks. Long ones are logged while they last.
+
+    `since` maps each wait to its start and its thread. A separate thread logs the long ones.
+    """
+
+    def __init__(self, seconds: float = _LONG) -> None:
+        self._seconds = seconds
+        self.since: dict[Awaited, tuple[float, int]] = {}
+        self._due: dict[Awaited, float] = {}  # seconds until the next report of each that lasts
+        self.thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread that logs."""
+        self.thread = threading.Thread(target=self._look, daemon=True)
+        self.thread.start()
+
+    def report(self) -> None:
+        """Log each wait that has lasted for long since it was last logged."""
+        now, since = time.monotonic(), dict(self.since)
+        self._due = {wait: due for wait, due in self._due.items() if wait in since}
+        for wait, (start, thread) in since.items():
+            seconds = now - start
+            if seconds < self._due.get(wait, self._seconds):
+                continue
+            self._due[wait] = 2 * seconds
+            step, ranks, _ = wait()
+            site = call_site(sys._current_frames().get(thread))
+            logger.warning(
+                "%s, for %.0f s by now, %s; a rank that compiles, loads or writes is late, too",
+                Waiting(step, ranks), seconds, site,
+            )  # fmt: skip
+
+    def forget(self) -> None:
+        """Forget all, in a forked child: the waits and their thread belong to the parent."""
+        self.since.clear()
+        self.thread = None
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(min(1.0, self._seconds / 10))
+            self.report()
+
+
+waits: Waits = Waits()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=waits.forget)
 
 
 class Exchange:
@@ -84,7 +317,7 @@ class Exchange:
         Raises:
             RingError: the group's timeout has passed, or a rank is gone.
         """
-        with Awaiting(self._awaited):
+        with awaiting(self._awaited):
             while self._works:
                 self._works[0].wait()
                 self._works.pop(0)
@@ -221,12 +454,15 @@ class Ring:
             ValueError: tensors are on a GPU, and the group's backend for these is gloo.
             RingError: the group can't be used any more, or an earlier call has failed.
         """
-        if any(t.is_cuda for _, t in (*sends, *receives)) and self._gloo_for_gpus:
+        on_gpu = any(t.is_cuda for _, t in (*sends, *receives))
+        if on_gpu and self._gloo_for_gpus:
             raise ValueError(
                 "gloo can't send tensors of GPUs: make the group with backend "
                 '"cpu:gloo,cuda:nccl", or "nccl"'
             )
-        tag, stamps = self.steps.tag(), self._stamps(sends, receives)
+        tag, stamps = self.steps.tag(), None
+        if on_gpu and self._matches_by_order:
+            stamps = self._stamps([*sends, *receives][0][1].device)
         ways = [(dist.isend, sends), (dist.irecv, receives)]
         check = None
         if stamps is not None:
@@ -247,11 +483,8 @@ class Ring:
             raise RingError.waiting(self.steps.now, peers, error, self._agreement_count) from error
         return Exchange(self, sends, receives, works, check)
 
-    def _stamps(self, sends: Messages, receives: Messages) -> Stamps | None:
-        """Return the guard that stamps these messages; None if the backend compares tags."""
-        device = next((t.device for _, t in (*sends, *receives)), None)
-        if device is None or device.type != "cuda" or not self._matches_by_order:
-            return None
+    def _stamps(self, device: torch.device) -> Stamps:
+        """Return the guard that stamps messages of a device, where the backend compares no tags."""
         for guard in self.steps.guards:
             if isinstance(guard, Stamps) and guard.device == device:
                 return guard
@@ -270,7 +503,7 @@ class Ring:
 
     def total(self, t: Tensor) -> None:
         """Sum a tensor over the whole group, in place; `Caller.total` compares the calls, too."""
-        with Awaiting(lambda: (self.steps.now, self.peers, self._agreement_count)):
+        with awaiting(lambda: (self.steps.now, self.peers, self._agreement_count)):
             dist.all_reduce(t, group=self.group)
 
     def report_failure(self, error: ValueError) -> None:
@@ -345,7 +578,7 @@ class Ring:
             now = self.steps.now
             raise RingError(f"{now}: a wait has failed before on this rank; {NEW_GROUP}", now)
         before = self.group, self.steps.notes - 1  # reports of ranks that are not in this agreement
-        with Awaiting(lambda: (self.steps.now, missing(self.group) or self.peers, before)):
+        with awaiting(lambda: (self.steps.now, missing(self.group) or self.peers, before)):
             if self.group not in links_of:
                 link(self.group)
             links = links_of[self.group]

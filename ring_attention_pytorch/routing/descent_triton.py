@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch.routing.passes import Passes
-from ring_attention_pytorch.runtime.resolved import resolved
+from ring_attention_pytorch.runtime.torch_func import resolved
 
 _BLOCK = 1024
 

@@ -8,29 +8,41 @@ computes the whole result, nothing is copied, cast or zeroed. A kernel with an o
 without einops, because host time counts when tokens are few.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from ring_attention_pytorch.runtime.deferred import Deferred
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, add_, merge_, merge_sinks_
-from ring_attention_pytorch.runtime.spans import Part, Tensors, deepest, is_free, narrowed, overlaps
 from ring_attention_pytorch.runtime.streams import record_use, wait_side_streams
 
+Tensors = tuple[Tensor, ...]
+Part = tuple[slice, Tensors]  # its tokens, and tensors of these tokens
+
 _MOST = 4  # parts that are put off, to be combined in one pass
+
+
+class Deferred(list[Callable[[], None]]):
+    """Work that a kernel puts off so that finished gradients can start their transfer, in order."""
+
+    def do(self) -> None:
+        """Run all of it, in order; empties the list."""
+        while self:
+            self.pop(0)()
 
 
 class _Accumulator:
     """An accumulator of parts of a result that has the tokens of `like` [b, n, ...].
 
     Parts are put off, or combined into wide running tensors. The result has dtype `end`. Subclasses
-    define its tensors (`_anew`), its value without parts (`_clear`), and how parts are combined in
-    place (`_combine`).
+    define its tensors (`_anew`), and how parts are combined.
     """
 
     _dims: tuple[int, ...]  # the dimension of tokens, in each tensor of a part
+    _nothing: tuple[float, ...]  # the value of each tensor without parts
+    # writes the result of running tensors and of parts of the same tokens into the former
+    _combine: Callable[..., None]
 
     def __init__(
         self,
@@ -50,24 +62,18 @@ class _Accumulator:
         self._wide: Tensors | None = None
         self._parts: list[Part] = []
         self._first_is_borrowed = False  # the first part must not be written
+        self._waits: list[Callable[[], None]] = []  # to be called before parts are read
 
     def _anew(self, at: slice, dtype: torch.dtype) -> Tensors:
         """Return new memory for these tokens."""
         raise NotImplementedError
 
-    def _clear(self, totals: Tensors) -> None:
-        """Write the result of no parts."""
-        raise NotImplementedError
-
-    def _combine(self, totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
-        """Combine parts of the same tokens into `totals`, in place."""
-        raise NotImplementedError
-
     def add(self, at: slice, *part: Tensor) -> None:
         """Add a part of these tokens, (out, lse) or a gradient; the accumulator owns its memory."""
-        record_use(*part)
+        if part[0].is_cuda:
+            record_use(*part)
         wide = at == self._whole and part[0].dtype == self._dtype and self._into is None
-        if wide and self.is_empty:
+        if wide and not (self._wide or self._parts):
             self._wide = part
             return
         self._parts.append((at, part))
@@ -78,7 +84,7 @@ class _Accumulator:
         """Return memory for a part of these tokens, within the result's own if possible."""
         if self._end != self._like.dtype:
             return self._anew(at, self._like.dtype)
-        if self._place is None and self._into is None and self.is_empty:
+        if self._place is self._into is self._wide is None and not self._parts:
             self._place = self._anew(self._whole, self._end)
         apart = flat and len(self._like) > 1 and at != self._whole
         if self._place is None or apart or not is_free(at, self._taken):
@@ -91,11 +97,23 @@ class _Accumulator:
         self._join()
         if self._wide is None:
             if self._begins_whole and not self._first_is_borrowed:
-                self._wide = self._widened(self._parts.pop(0)[1])
+                _, first = self._parts.pop(0)
+                if self._into is None:
+                    self._wide = tuple([t.to(self._dtype) for t in first])
+                else:
+                    self._wide = self._into
+                    for there, t in zip(self._into, first):
+                        there.copy_(t)
             else:
                 self._wide = self._blank(self._dtype)
-                self._clear(self._wide)
-        self._fold(self._wide)
+                for t, value in zip(self._wide, self._nothing):
+                    t.fill_(value)
+        parts, self._parts, self._first_is_borrowed = self._parts, [], False
+        if not self._given:
+            self._place, self._taken = None, []
+        for at, which in disjoint_spans([tokens for tokens, _ in parts]):
+            found = [t for i in which for t in narrowed(parts[i][1], self._dims, parts[i][0], at)]
+            self._combine(*narrowed(self._wide, self._dims, self._whole, at), *found)
         return self._wide
 
     def _update_memory(self) -> tuple[Tensors | None, Tensors]:
@@ -141,35 +159,22 @@ class _Accumulator:
 
     def _join(self) -> None:
         """Make the current stream wait for all parts."""
-        wait_side_streams(self._like.device)
-
-    def _fold(self, totals: Tensors) -> None:
-        """Combine all parts into `totals`."""
-        parts, self._parts, self._first_is_borrowed = self._parts, [], False
-        if not self._given:
-            self._place, self._taken = None, []
-        for at, found in overlaps(parts, self._dims):
-            self._combine(narrowed(totals, self._dims, self._whole, at), found)
+        if self._like.is_cuda:
+            wait_side_streams(self._like.device)
+        while self._waits:
+            self._waits.pop()()
 
     def _fold_into_first(self) -> Tensors:
         """Combine all later parts into the first one, which has all tokens; return it."""
-        _, first = self._parts.pop(0)
-        self._fold(first)
-        self._parts = [(self._whole, first)]
+        _, self._wide = self._parts.pop(0)
+        first = self._update()
+        self._wide, self._parts = None, [(self._whole, first)]
         return first
 
     def _join_in_place(self, place: Tensors) -> None:
         """Replace parts that together fill `place` with one part."""
         if _fill(place, self._dims, self._taken, self._parts):
             self._parts[: len(self._taken)] = [(self._whole, place)]
-
-    def _widened(self, part: Tensors) -> Tensors:
-        """Return the part in the running tensors' dtype, in `into` if that is given."""
-        if self._into is None:
-            return tuple([t.to(self._dtype) for t in part])
-        for memory, t in zip(self._into, part):
-            memory.copy_(t)
-        return self._into
 
     def _blank(self, dtype: torch.dtype) -> Tensors:
         """Return memory for all tokens."""
@@ -190,6 +195,8 @@ class OutputAccumulator(_Accumulator):
     """
 
     _dims = (1, 2)
+    _nothing = (0.0, -torch.inf)
+    _combine = staticmethod(merge_)
 
     def __init__(
         self, q: Tensor, d_v: int, calls: int | None = None, place: Tensors | None = None
@@ -244,13 +251,12 @@ class OutputAccumulator(_Accumulator):
             self._join_in_place(self._place)
         whole = self._wide is None and self._begins_whole
         out, lse = self._fold_into_first() if whole else self._update()
-        place = self._place if self._given else None
-        if place is None:
+        if self._place is None or not self._given:
             return out.to(self._end), lse
-        for there, t in zip(place, (out, lse)):
+        for there, t in zip(self._place, (out, lse)):
             if there is not t:
                 there.copy_(t)
-        return place[0], place[1]
+        return self._place[0], self._place[1]
 
     def _anew(self, at: slice, dtype: torch.dtype) -> Tensors:
         b, _, h, _ = self._like.shape
@@ -266,14 +272,6 @@ class OutputAccumulator(_Accumulator):
         out = self._alloc(self._whole)[0] if ends else torch.empty_like(out, dtype=dtype)
         return out, lse
 
-    def _clear(self, totals: Tensors) -> None:
-        out, lse = totals
-        out.zero_()
-        lse.fill_(-torch.inf)
-
-    def _combine(self, totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
-        merge_(*totals, *chain.from_iterable(parts))
-
 
 class GradAccumulator(_Accumulator):
     """An accumulator of parts that lie along the tokens of a tensor like this one, [b, n, ...].
@@ -286,6 +284,8 @@ class GradAccumulator(_Accumulator):
     """
 
     _dims = (1,)
+    _nothing = (0.0,)
+    _combine = staticmethod(add_)
 
     def __init__(
         self,
@@ -303,7 +303,6 @@ class GradAccumulator(_Accumulator):
             None if into is None else (into,),
             None if place is None else (place,),
         )
-        self._waits: list[Callable[[], None]] = []
         self.deferred = deferred
 
     def after(self, wait: Callable[[], None]) -> None:
@@ -324,10 +323,10 @@ class GradAccumulator(_Accumulator):
         yet.
         """
         for at, part in parts:
-            if self.is_empty:
-                self.add(at, part)
-            else:
+            if self._wide or self._parts:
                 self._parts.append((at, (part,)))
+            else:
+                self.add(at, part)
         if self._crowded and not self._waits:
             self._update()
 
@@ -379,28 +378,18 @@ class GradAccumulator(_Accumulator):
         before, (total,) = self._update_memory()
         return None if before is None else before[0], total
 
-    def move_to(self, *places: tuple["GradAccumulator", int]) -> None:
-        """Move all parts to other accumulators, in which the first token here is the given one.
+    def move_to(self, other: "GradAccumulator") -> None:
+        """Move all parts to another accumulator of the same tokens.
 
-        >>> total = GradAccumulator(torch.zeros(1, 3, 1, 1))
-        >>> total.add(slice(0, 3), torch.arange(3.0).view(1, 3, 1, 1))
-        >>> first, others = (GradAccumulator(torch.zeros(1, n, 1, 1)) for n in (1, 2))
-        >>> total.move_to((first, 0), (others, -1))
-        >>> first.finalize().flatten().tolist(), others.finalize().flatten().tolist()
-        ([0.0], [1.0, 2.0])
+        >>> some, other = (GradAccumulator(torch.zeros(1, 3, 1, 1)) for _ in range(2))
+        >>> some.add(slice(0, 3), torch.arange(3.0).view(1, 3, 1, 1))
+        >>> some.move_to(other)
+        >>> other.finalize().flatten().tolist()
+        [0.0, 1.0, 2.0]
         """
-        parts = self._parts
-        if self._wide is not None:
-            parts = [(self._whole, self._wide), *parts]
-        for whole, first in places:
-            moved = []
-            for at, part in parts:
-                there = slice(max(at.start, -first), min(at.stop, whole._whole.stop - first))
-                if there.start < there.stop:
-                    (held,) = narrowed(part, self._dims, at, there)
-                    moved.append((slice(first + there.start, first + there.stop), held))
-            whole._waits += self._waits
-            whole.add_all(moved)
+        whole = [] if self._wide is None else [(self._whole, self._wide)]
+        other._waits += self._waits
+        other.add_all((at, part) for at, (part,) in [*whole, *self._parts])
         self._parts, self._wide, self._waits = [], None, []
 
     def samples(self, which: slice) -> "GradAccumulator":
@@ -419,7 +408,7 @@ class GradAccumulator(_Accumulator):
                 self._parts.insert(0, (self._whole, self._wide))
                 self._wide = None
                 return self._written(self._place or self._anew(self._whole, self._end))
-            wide = self.begin_update()  # it stays here: another stream may be reading it
+            (wide,) = self._update()  # it stays here: another stream may be reading it
             if self._place is None:
                 return wide.to(self._end)
             return self._place[0].copy_(wide)
@@ -438,9 +427,11 @@ class GradAccumulator(_Accumulator):
 
     def _written(self, totals: Tensors) -> Tensor:
         """Sum all parts into `totals` in one pass; a part can lie there already. Return the sum."""
-        for at, (_, *found) in overlaps([(self._whole, ()), *self._parts], self._dims):
+        everywhere = (self._whole, *(at for at, _ in self._parts))
+        for at, (_, *which) in disjoint_spans(everywhere):
             (there,) = narrowed(totals, self._dims, self._whole, at)
-            parts = [part for (part,) in found]
+            covering = [self._parts[i - 1] for i in which]
+            parts = [narrowed(part, self._dims, tokens, at)[0] for tokens, part in covering]
             others = [part for part in parts if part.data_ptr() != there.data_ptr()]
             if others or not parts:
                 add_(there, *others, fresh=len(others) == len(parts))
@@ -453,20 +444,50 @@ class GradAccumulator(_Accumulator):
         many = len(self._parts) > _MOST and deepest([at for at, _ in self._parts]) > _MOST
         return self._wide is not None or many
 
-    def _join(self) -> None:
-        wait_side_streams(self._like.device)
-        while self._waits:
-            self._waits.pop()()
-
     def _anew(self, at: slice, dtype: torch.dtype) -> Tensors:
         b, _, *token = self._like.shape
         return (self._like.new_empty((b, at.stop - at.start, *token), dtype=dtype),)
 
-    def _clear(self, totals: Tensors) -> None:
-        totals[0].zero_()
 
-    def _combine(self, totals: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
-        add_(totals[0], *[part for (part,) in parts])
+def is_free(at: slice, taken: Sequence[slice]) -> bool:
+    """True if `at` overlaps none of the slices in `taken`."""
+    return all(at.stop <= other.start or other.stop <= at.start for other in taken)
+
+
+def deepest(spans: Sequence[slice]) -> int:
+    """Return the largest number of spans that cover one token."""
+    ends = []
+    for at in spans:
+        ends.append((at.start, 1))
+        ends.append((at.stop, -1))
+    ends.sort()
+    return max(accumulate((by for _, by in ends), initial=0))
+
+
+def disjoint_spans(spans: Sequence[slice]) -> Iterator[tuple[slice, list[int]]]:
+    """Yield disjoint slices that the spans cover, each with the indices of its spans.
+
+    The slices are cut where any span begins or ends.
+
+    >>> list(disjoint_spans([slice(0, 4), slice(2, 4)]))
+    [(slice(0, 2, None), [0]), (slice(2, 4, None), [0, 1])]
+    """
+    cuts = set()
+    for at in spans:
+        cuts.add(at.start)
+        cuts.add(at.stop)
+    for start, stop in pairwise(sorted(cuts)):
+        which = [i for i, at in enumerate(spans) if at.start <= start and stop <= at.stop]
+        if which:
+            yield slice(start, stop), which
+
+
+def narrowed(tensors: Tensors, dims: Sequence[int], tokens: slice, at: slice) -> Tensors:
+    """Narrow tensors of `tokens`, along `dims`, to the tokens `at`."""
+    if at == tokens:
+        return tensors
+    start, length = at.start - tokens.start, at.stop - at.start
+    return tuple([t.narrow(dim, start, length) for t, dim in zip(tensors, dims)])
 
 
 def _fill(place: Tensors, dims: Sequence[int], taken: list[slice], parts: Sequence[Part]) -> bool:

@@ -10,7 +10,7 @@ transport, fabric or loop knows of codecs.
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ring_attention_pytorch.runtime.interfaces import (
     KVBlock,
     Residuals,
     ScoreMods,
+    SelectedKernel,
     Tiles,
 )
 from ring_attention_pytorch.runtime.rowwise import accumulation_dtype, wire_dtype
@@ -116,6 +117,13 @@ class Joined:
         return t.new_empty((b, n, self.heads, *d) if d else (b, self.heads, h))
 
 
+class DecodingKernel(SelectedKernel):
+    """A kernel that decodes keys before it computes on them."""
+
+    def begin(self, params: Sequence[Tensor]) -> "Decoding":
+        return Decoding(self, params)
+
+
 class Decoding:
     """A plan's kernel for encoded keys, in one call, with the codec's parameters.
 
@@ -123,9 +131,9 @@ class Decoding:
     much memory, each in the memory of the one before. Results of groups are `Joined`.
     """
 
-    def __init__(self, kernel: Any, codec: Codec, params: Sequence[Tensor]) -> None:
-        self.kernel: Any = kernel  # a `kernels.SelectedKernel`
-        self.codec: Codec = codec
+    def __init__(self, kernel: SelectedKernel, params: Sequence[Tensor]) -> None:
+        self.kernel: SelectedKernel = kernel
+        self.codec: Codec = kernel.codec
         self.params: Sequence[Tensor] = params
 
     @cached_property

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ring_attention_pytorch.geometry.segments import Segments
 from ring_attention_pytorch.geometry.tiles import Tile
-from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
-from ring_attention_pytorch.runtime.deferred import Deferred
+from ring_attention_pytorch.runtime.accumulate import Deferred, GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.dropout import Dropout
 from ring_attention_pytorch.runtime.rowwise import sum_of_products
 from ring_attention_pytorch.schedule.steps import Schedule
@@ -321,6 +320,27 @@ class Kernel(Protocol):
         self, saved: Residuals, keys: KVBlock, tiles: Tiles, terms: ScoreMods, grads: Grads
     ) -> None:
         """Add the gradients of these tiles to `grads`."""
+
+
+class SelectedKernel(NamedTuple):
+    """A kernel with its name, or the forward of one with the backward of another.
+
+    `codec` is a `runtime.codec.Codec`, if keys are encoded: `runtime.codec.DecodingKernel`.
+    """
+
+    name: str
+    forward: Callable[..., None]
+    backward: Callable[..., None]
+    traits: Traits
+    codec: Any = None
+
+    def begin(self, params: Sequence[Tensor]) -> Any:
+        """Return the kernel for one call, with the codec's parameters if there is one."""
+        return self
+
+    def grads(self) -> tuple[Tensor, ...]:
+        """Return the gradients of parameters: there are none."""
+        return ()
 
 
 class Transport(Protocol):

@@ -2,7 +2,7 @@
 
     with observe():              plan.run ── watched ──► function(plan)
         loss.backward()              │ Record, of this thread
-    plan.statistics()            comm.scheduled_transport ── recorded(call) ──► waits, starts, parts
+    plan.statistics()            comm.scheduled_transport ── RecordedCall ──► waits, starts, parts
 
 Off, a call reads a switch and a thread's record, once each. On, it runs without its tape, whose
 operations belong to no hop. Recording does not wait for a GPU; only reading the times does.
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ring_attention_pytorch.arguments import checked
-from ring_attention_pytorch.runtime.deferred import Deferred
+from ring_attention_pytorch.runtime.accumulate import Deferred
 from ring_attention_pytorch.runtime.streams import capturing, wait_side_streams
 from ring_attention_pytorch.schedule.pieces import KVShape
 from ring_attention_pytorch.schedule.steps import KEYS, Part, Program, Transfer
@@ -36,13 +36,13 @@ class _Switch:
     on = int(os.environ.get("RING_ATTENTION_OBSERVE") == "1")
 
 
-class _Thread(threading.local):
+class _Observed(threading.local):
     """The record of the call that runs in this thread."""
 
     record: "Record | None" = None
 
 
-switch, _thread = _Switch(), _Thread()
+switch, observed = _Switch(), _Observed()
 
 
 @checked
@@ -134,7 +134,7 @@ class Record:
         self._computing: Any = None
 
     def __enter__(self) -> "Record":
-        self._before, _thread.record = _thread.record, self
+        self._before, observed.record = observed.record, self
         self.start = self._mark()
         return self
 
@@ -142,7 +142,7 @@ class Record:
         self.stop = self._mark()
         while self._open:  # a call that failed has not ended them
             self._open.pop().__exit__()
-        _thread.record = self._before
+        observed.record = self._before
 
     def owners(self, block: int) -> tuple[int, ...]:
         """Return the ranks whose keys are in a block, the next one behind first."""
@@ -198,7 +198,7 @@ class Record:
         return event
 
 
-class _RecordedCall:
+class RecordedCall:
     """A transport's call whose steps are recorded; deferred work is run within its part."""
 
     def __init__(self, record: Record, call: Any, deferred: Deferred | None) -> None:
@@ -222,15 +222,9 @@ class _RecordedCall:
         self._call.computed(part)
 
 
-def recorded(call: Any, deferred: Deferred | None = None) -> Any:
-    """Return a transport's call, wrapped to be recorded if this thread has a record."""
-    record = _thread.record
-    return call if record is None else _RecordedCall(record, call, deferred)
-
-
 def are_timed() -> bool:
     """True if the parts of this thread's call are timed: nothing must overlap them."""
-    return _thread.record is not None
+    return observed.record is not None
 
 
 def watched(

@@ -1,6 +1,7 @@
 """Helpers for torch.func and torch.compile: code that runs outside of a trace or transform, and
-autograd Functions that support them."""
+autograd Functions that support them; and tensors whose memory holds their values."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -11,6 +12,7 @@ from torch.autograd import forward_ad
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Some = TypeVar("_Some", Tensor, Tensor | None)
 
 
 def refuse_export() -> None:
@@ -58,18 +60,6 @@ class Function(torch.autograd.Function):
             return super().apply(*args)
         alive = [unwrap_if_dead(t) if isinstance(t, Tensor) else t for t in args]
         return cls._apply_as_it_is(*alive)
-
-
-def keep(ctx: Any, plan: Any, *tensors: Tensor | None) -> None:
-    """Save a Function's plan and the tensors that derivatives need, in reverse and forward mode.
-
-    Also the number of the call that has just been made, which derivatives are `back_of`.
-    """
-    ctx.plan, ctx.number = plan, plan.ring.steps.number
-    ctx.save_for_backward(*tensors)
-    if forward_mode():
-        ctx.save_for_forward(*tensors)
-    ctx.set_materialize_grads(False)
 
 
 def forward_mode() -> bool:
@@ -125,3 +115,27 @@ def tangents_note(*tensors: Tensor | None) -> dict[str, bool]:
         return {"tangents": False}
     given = (t for t in tensors if t is not None)
     return {"tangents": any(forward_ad.unpack_dual(t).tangent is not None for t in given)}
+
+
+def resolved(t: _Some) -> _Some:
+    """Return a tensor whose memory holds the values of t, usually t itself; None for None.
+
+    Kernels and shared memory read nothing else, while PyTorch's operations see more: a tensor with
+    the negative bit is copied, and an `AsyncCollectiveTensor`, which functional collectives and
+    `DTensor.to_local()` return, is waited for. Differentiable.
+
+    >>> import torch
+    >>> imag = torch.tensor([1 + 2j]).conj().imag
+    >>> imag.is_neg(), resolved(imag).is_neg(), resolved(imag)
+    (True, False, tensor([-2.]))
+    """
+    if t is None or (type(t) is Tensor and not t.is_neg()):
+        return t
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    kind = getattr(module, "AsyncCollectiveTensor", None)
+    found: Any = t
+    if kind is not None and isinstance(t, kind):
+        if needs_derivatives((t,)):
+            return found.clone()
+        found = found.trigger_wait()
+    return found.resolve_neg()

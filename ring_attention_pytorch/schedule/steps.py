@@ -172,10 +172,6 @@ class Program(NamedTuple):
         span = self.spans(part.block, rank)[part.stage]
         return slice_segments(self.held(part.block, rank), span)
 
-    def counts(self, part: Part, keys: Segments) -> bool:
-        """True if a part with these keys is computed: if there are any, or the block is whole."""
-        return bool(keys) or (self.blocks[part.block].whole and part.stage == 0)
-
     def copies(self, transfer: Transfer, rank: int) -> list[Copy]:
         """Return the copies that a rank makes in a transfer, in the order of addition."""
         size, (kind, source, block, distances, _, _) = len(self.workload.keys), transfer
@@ -207,12 +203,10 @@ class Schedule(NamedTuple):
         return self.backward.parts[0].low_priority
 
     def positions(self, back: bool, rank: int) -> Iterator[Segments]:
-        """Yield the positions of the keys on which a rank computes, part by part."""
+        """Yield the positions of the keys of each part on a rank."""
         program = self.backward if back else self.forward
         for part in program.parts:
-            keys = program.segments(part, rank)
-            if program.counts(part, keys):
-                yield keys
+            yield program.segments(part, rank)
 
 
 OWN = Block((((0,),),), whole=True)

@@ -20,15 +20,15 @@ ATTENTION = [
         "for total in (own[0], own[2], own[1]))",
     ),
     Mutant(
-        "the negative bit is of no matter", "runtime/resolved.py:resolved",
+        "the negative bit is of no matter", "runtime/torch_func.py:resolved",
         "return found.resolve_neg()", "return found",
     ),
     Mutant(
-        "nobody waits for a collective", "runtime/resolved.py:resolved",
+        "nobody waits for a collective", "runtime/torch_func.py:resolved",
         "found = found.trigger_wait()", "found = found.elem",
     ),
     Mutant(
-        "a collective's result has no gradient", "runtime/resolved.py:resolved",
+        "a collective's result has no gradient", "runtime/torch_func.py:resolved",
         "return found.clone()", "pass",
     ),
     Mutant(

@@ -14,8 +14,9 @@ ATTENTION = [
         "room[:, at]", "room[:, : at.stop - at.start]",
     ),
     Mutant(
-        "two parts leave something for the same queries", "comm/scheduled_transport.py:_parts",
-        "if deferred: deferred.do() yield part", "yield part",
+        "two parts leave something for the same queries",
+        "comm/scheduled_transport.py:ScheduledTransport._run",
+        "if deferred: deferred.do() keys =", "keys =",
     ),
     Mutant(
         "a gather of few tokens adds beside nothing", "comm/transports.py:make_one_stream",
@@ -227,8 +228,9 @@ SILENT = [
         "ZeroDivisionError",
     ),
     Mutant(
-        "messages of any plan", "ranks/steps.py:Steps.tag", "(self._since, self.calls, self.about)",
-        "(self._since, self.calls)",
+        "messages of any plan", "ranks/ring.py:Steps.tag",
+        "(self._since, call, plan, operation, back_of)",
+        "(self._since, call)",
     ),
     Mutant(
         "what differs late is taken for the same", "ranks/agreement.py:_plain",
@@ -246,11 +248,11 @@ SILENT = [
 
 FAILING = [
     Mutant(
-        "what is under way is let go", "ranks/steps.py:Steps._break",
+        "what is under way is let go", "ranks/ring.py:Steps._break",
         "self._left, self.under_way = self.under_way, []", "self.under_way = []",
     ),
     Mutant(
-        "what ranks disagree about breaks their ring", "ranks/steps.py:Steps.__exit__",
+        "what ranks disagree about breaks their ring", "ranks/ring.py:Steps.begin",
         "isinstance(error, Disagreement)", "isinstance(error, ZeroDivisionError)",
     ),
     Mutant(
@@ -258,7 +260,7 @@ FAILING = [
         "if any(troubles)", 'if not message.startswith(b"\\0")',
     ),
     Mutant(
-        "any call is the same", "ranks/agreement.py:in_the_same_call",
+        "any call is the same", "ranks/agreement.py:check_same_call",
         'f"{ring.steps.now}\\n{call_site()}"', 'f"a call\\n{call_site()}"',
     ),
     Mutant(
@@ -278,11 +280,11 @@ FAILING = [
         "min(max(0.0, 1000 * seconds), _MOST_MS)", "3000",
     ),
     Mutant(
-        "all are named where one is missing", "ranks/failures.py:Awaiting.__exit__",
-        "missing or ranks", "ranks",
+        "all are named where one is missing", "ranks/ring.py:awaiting",
+        "absent or ranks", "ranks",
     ),
     Mutant(
-        "a plan is said to mend what has ended", "ranks/steps.py:Steps._check",
+        "a plan is said to mend what has ended", "ranks/ring.py:Steps._check",
         "NEW_GROUP in text", "False",
     ),
     Mutant(

@@ -149,7 +149,7 @@ def test_a_backward_s_call_says_of_which_forward_it_is_and_so_does_the_backward_
         torch.autograd.grad(grad.square().sum(), x)
         return [*steps, ring.steps.now]
 
-    of = [Step.number(0, call) for call in (1, 3, 1)]
+    of = 1, 3, 1  # before any agreement
     backward = [Step("a test, backward", 7, 2 + i, 1, of[i - 1]) for i in (1, 2)]
     found = threads.run(3, rank_main)[0]
     assert [each[0] for each in found] == backward[:1] * 3

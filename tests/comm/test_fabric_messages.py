@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ring_attention_pytorch.comm.fabric_messages import Messages
+from ring_attention_pytorch.comm.fabric_messages import MessageChannel, Messages
 from ring_attention_pytorch.geometry.layouts import LAYOUTS, all_segments
 from ring_attention_pytorch.geometry.segments import segment_positions
 from ring_attention_pytorch.geometry.tiles import Mask
@@ -30,7 +30,7 @@ def test_keys_come_as_the_program_says_and_no_others(layout, mask):
     def main(ring):
         mine = segment_positions(shards[ring.rank]).double().view(1, -1, 1, 1)
         own = KVBlock(mine, -mine.expand(-1, -1, -1, 2), None, shards[ring.rank])
-        channel, came = Messages(ring).channel(program, own), []
+        channel, came = MessageChannel(Messages(ring), program, own, None), []
         for transfer in program.transfers:
             if transfer.kind == KEYS:
                 channel.put(transfer)

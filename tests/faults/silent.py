@@ -24,7 +24,7 @@ def battery() -> Iterator[Case]:
     from tests import test_arguments
     from tests.plan import test_explain
     from tests.project import test_surface
-    from tests.ranks import test_agreement, test_steps
+    from tests.ranks import test_agreement, test_ring
     from tests.routing import test_plan as routing
     from tests.runtime import test_digests
     from tests.stories import (
@@ -73,7 +73,7 @@ def battery() -> Iterator[Case]:
     walked = "ulysses_attn", "RingAttention", "CoordinateDescentRouter", "spawn", "ring_pass"
     for name in walked:
         yield partial(test_surface.all_wrong_is_refused, name)
-    yield test_steps.test_steps_that_differ_have_other_tags
+    yield test_ring.test_steps_that_differ_have_other_tags
     yield test_out_of_step.test_a_skipped_plan_is_an_error_at_once_and_then_all_go_on
     for how in ("gather", "ulysses"):
         yield partial(

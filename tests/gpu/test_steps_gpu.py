@@ -116,7 +116,7 @@ class Run:
     def fail(self) -> None:
         """As where a kernel finds no memory, and the error is caught."""
         try:
-            with self.plans[0].call("forward"):
+            with self.plans[0].ring.call("ring attention, forward", self.plans[0].number, None):
                 raise MemoryError
         except MemoryError:
             pass
@@ -231,7 +231,8 @@ def fails_alone(said: Path) -> None:
     with fail_together(), mock.patch.object(Ring, "shared", return_value=None):
         run = Run(Ring(), "one by one", "ring", 1)
         run.wait()
-        with run.plans[0].call("forward") if run.rank == OTHER else nullcontext():
+        call = run.ring.call("ring attention, forward", run.plans[0].number, None)
+        with call if run.rank == OTHER else nullcontext():
             if run.rank == OTHER:
                 raise MemoryError
             run.forward(0, 1)

@@ -15,8 +15,7 @@ from ring_attention_pytorch.inference.explain import chunk_sizes, explain_cache
 from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.plan import proposal
 from ring_attention_pytorch.ranks.agreement import Disagreement
-from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.ranks.steps import Steps
+from ring_attention_pytorch.ranks.ring import Ring, Steps
 from ring_attention_pytorch.runtime.interfaces import KernelRequest
 from ring_attention_pytorch.schedule.passing import passes_spare
 from tests.support import threads

@@ -79,8 +79,7 @@ ATTENTION = [
 
 SILENT = [
     Mutant(
-        "strides are taken to be 1", "kernels/sdpa.py:_dense",
-        "t if t.stride(-1) == 1 else t.clone(memory_format=torch.contiguous_format)", "t",
+        "strides are taken to be 1", "kernels/sdpa.py:_heads_first", "t.stride(-1) != 1", "False",
     ),
     Mutant(
         "hidden scores times a scale below 0", "kernels/sdpa.py:CAN",

@@ -10,7 +10,6 @@ import torch
 
 from ring_attention_pytorch import explain_kernel, kernels
 from ring_attention_pytorch.kernels import (
-    SelectedKernel,
     choose,
     explain,
     fewest_launches,
@@ -21,7 +20,12 @@ from ring_attention_pytorch.kernels import (
     refusal,
     triton,
 )
-from ring_attention_pytorch.runtime.interfaces import FEATURES, KernelRequest, Traits
+from ring_attention_pytorch.runtime.interfaces import (
+    FEATURES,
+    KernelRequest,
+    SelectedKernel,
+    Traits,
+)
 
 HOPPER = KernelRequest("cuda", torch.bfloat16, d=128, d_v=128, capability=(9, 0))
 AMPERE = HOPPER._replace(capability=(8, 0))

@@ -54,10 +54,10 @@ def test_it_reads_each_head_of_a_token_in_one_piece(stride):
     lies = {"dense": t, "heads before tokens": t.transpose(1, 2), "every other": t[..., ::2]}[
         stride
     ]
-    dense = sdpa._dense(lies)
-    assert torch.equal(dense, lies)
-    assert dense.stride(-1) == 1
-    assert (dense is lies) == (stride != "every other")
+    heads_first = sdpa._heads_first(lies, lies.shape[-1])
+    assert torch.equal(heads_first, lies.transpose(1, 2))
+    assert heads_first.stride(-1) == 1
+    assert (heads_first.data_ptr() == lies.data_ptr()) == (stride != "every other")
 
 
 def test_one_value_for_a_head_can_have_any_stride():

@@ -63,7 +63,7 @@ SILENT = [
         "else 0", "else -1",
     ),
     Mutant(
-        "messages of any layer", "plan/ring_plan.py:RingPlan.call",
+        "messages of any layer", "plan/ring_plan.py:RingPlan.run",
         'f"ring attention{of_layer}, {direction}"', 'f"ring attention, {direction}"',
     ),
     Mutant(

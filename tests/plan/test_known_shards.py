@@ -198,9 +198,9 @@ def test_a_shard_is_a_plain_tensor(pools) -> None:
 
 def _copies() -> None:
     gc.collect()
-    before = len(known_shards._known)
+    before = len(known_shards.known_shards)
     q = shard("contiguous")
-    assert len(known_shards._known) == before + 1
+    assert len(known_shards.known_shards) == before + 1
     assert not q.__dict__
     attend(copy.deepcopy(q), layout="zigzag")  # a copy is another tensor
     file = io.BytesIO()
@@ -209,7 +209,7 @@ def _copies() -> None:
     torch.testing.assert_close(torch.load(file, weights_only=True), q)
     del q
     gc.collect()
-    assert len(known_shards._known) == before
+    assert len(known_shards.known_shards) == before
 
 
 def test_alone_every_layout_is_right() -> None:

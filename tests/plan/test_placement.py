@@ -135,7 +135,6 @@ def test_queries_of_other_lengths_are_of_no_block():
 
 def test_backward_in_the_block_of_another_batch_is_refused():
     mine, other = placement(), placement()
-    check_began_here(None)
     check_began_here(mine)  # no block is open: it needs none
     with mine:
         check_began_here(mine)

@@ -9,12 +9,12 @@ import torch
 from ring_attention_pytorch.geometry.documents import of_borders
 from ring_attention_pytorch.geometry.layouts import Segment
 from ring_attention_pytorch.geometry.tiles import Mask
-from ring_attention_pytorch.kernels import KERNELS, SelectedKernel, choose
+from ring_attention_pytorch.kernels import KERNELS, choose
 from ring_attention_pytorch.plan import plan_cache, prepare
 from ring_attention_pytorch.plan.prepare import _of_documents, _with_calls_of
 from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.runtime.interfaces import KernelRequest
+from ring_attention_pytorch.runtime.interfaces import KernelRequest, SelectedKernel
 from ring_attention_pytorch.schedule import policy
 from ring_attention_pytorch.schedule.cost import seconds_by
 from ring_attention_pytorch.schedule.hardware import H200, hardware

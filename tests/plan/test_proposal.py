@@ -8,12 +8,12 @@ import torch
 from ring_attention_pytorch.comm import transports
 from ring_attention_pytorch.comm.fabric_kernels import OneStream
 from ring_attention_pytorch.geometry.layouts import positions
-from ring_attention_pytorch.kernels import SelectedKernel, choose
+from ring_attention_pytorch.kernels import choose
 from ring_attention_pytorch.plan import plan_cache, prepare, proposal
 from ring_attention_pytorch.plan.explain import explain_plan
 from ring_attention_pytorch.plan.proposal import MOST_MEMORY, memory_left
 from ring_attention_pytorch.plan.ring_plan import RingPlan
-from ring_attention_pytorch.runtime.interfaces import KernelRequest, Traits
+from ring_attention_pytorch.runtime.interfaces import KernelRequest, SelectedKernel, Traits
 from ring_attention_pytorch.schedule import hardware as speeds
 from ring_attention_pytorch.schedule import policy
 from ring_attention_pytorch.schedule.hardware import H200, hardware, number_of

@@ -12,16 +12,14 @@ import pytest
 
 from ring_attention_pytorch import RingError
 from ring_attention_pytorch.ranks import failures, notes
+from ring_attention_pytorch.ranks import ring as rings
 from ring_attention_pytorch.ranks.failures import (
-    Awaiting,
     Disagreement,
     Step,
-    Waits,
     known,
     timeout_of,
 )
-from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.ranks.steps import Steps
+from ring_attention_pytorch.ranks.ring import Ring, Steps, Waits, awaiting
 from tests.support import links
 
 
@@ -32,7 +30,7 @@ def test_after_a_wait_in_vain_nothing_is_agreed_over_that_group_and_others_hear_
     group, (mine, theirs, _) = Group(), links.ring_of_links()
     ring = Ring.alone()
     ring.group, ring.size = group, 2
-    with pytest.raises(RingError), Awaiting(lambda: (ring.steps.now, [1], (group, 0))):
+    with pytest.raises(RingError), awaiting(lambda: (ring.steps.now, [1], (group, 0))):
         raise RuntimeError("Timed out waiting 200ms")
     with (
         mock.patch.dict(notes.links_of, {group: mine}),
@@ -98,7 +96,7 @@ def test_what_is_under_way_when_a_call_fails_lives_on():
 
 
 def test_peers_are_told_of_what_fails_in_a_call_and_of_nothing_else():
-    with mock.patch("ring_attention_pytorch.ranks.steps.notify_peers") as tell:
+    with mock.patch("ring_attention_pytorch.ranks.ring.notify_peers") as tell:
         with pytest.raises(Disagreement), Steps().begin("forward", 0, None):
             raise Disagreement
         assert tell.call_count == 0
@@ -136,13 +134,11 @@ def test_a_wait_is_told_again_when_it_has_doubled_and_no_more_when_it_is_over():
     waits.thread = threading.current_thread()  # which looks itself
     step = Step("comparing notes", 0, 0, 0)
     with (
-        mock.patch.object(failures, "waits", waits),
-        mock.patch.object(failures, "time", SimpleNamespace(monotonic=lambda: now[0])),
-        mock.patch.object(
-            failures.logger, "warning", lambda text, *given: told.append(text % given)
-        ),
+        mock.patch.object(rings, "waits", waits),
+        mock.patch.object(rings, "time", SimpleNamespace(monotonic=lambda: now[0])),
+        mock.patch.object(rings.logger, "warning", lambda text, *given: told.append(text % given)),
     ):
-        with Awaiting(lambda: (step, [1], (None, 0))):
+        with awaiting(lambda: (step, [1], (None, 0))):
             for seconds, count in ((0, 0), (0, 0), (0.06, 1), (0, 1), (0.2, 2), (0, 2)):
                 now[0] += seconds
                 waits.report()

@@ -15,7 +15,7 @@ from torch import Tensor
 from ring_attention_pytorch.ranks import guard
 from ring_attention_pytorch.ranks.failures import RingError, fail_together
 from ring_attention_pytorch.ranks.guard import Board, Guard, Stamps
-from ring_attention_pytorch.ranks.steps import Steps
+from ring_attention_pytorch.ranks.ring import Steps
 from tests.support import threads
 from tests.support.boards import CPU, without_clock
 from tests.support.interpreter import interpreters, needs_triton

@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 from ring_attention_pytorch import fail_together
 from ring_attention_pytorch.ranks import failures, notes
-from ring_attention_pytorch.ranks.failures import Awaiting, Missing, RingError, Step
+from ring_attention_pytorch.ranks.failures import Missing, RingError, Step
 from ring_attention_pytorch.ranks.notes import FIRST, Links, _rendezvous
-from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.ranks.steps import Steps
+from ring_attention_pytorch.ranks.ring import Ring, Steps, awaiting
 from tests.support.links import ring_of_links
 
 SIZE = 3
@@ -284,11 +283,11 @@ def test_notes_are_waited_for_as_long_as_the_group_s_timeout(pools):
 
 def test_the_error_names_who_is_missing_and_nobody_else():
     step = Step("comparing notes", 0, 0, 0)
-    with pytest.raises(RingError) as told, Awaiting(lambda: (step, [0, 1, 3], (None, 0))):
+    with pytest.raises(RingError) as told, awaiting(lambda: (step, [0, 1, 3], (None, 0))):
         raise Missing("Timed out waiting 200ms", [1])
     assert told.value.ranks == (1,)
     assert "waited for rank 1, in vain for 0.2 s" in str(told.value)
-    with pytest.raises(RingError) as told, Awaiting(lambda: (step, [0, 1, 3], (None, 0))):
+    with pytest.raises(RingError) as told, awaiting(lambda: (step, [0, 1, 3], (None, 0))):
         raise Missing("Connection closed", ())
     assert told.value.ranks == (0, 1, 3)
     assert "the connection was closed" in str(told.value)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ring_attention_pytorch import RingCache, RingPlan, ring_attn
 from ring_attention_pytorch.ranks import ring as ring_module
 from ring_attention_pytorch.ranks.failures import RingError
-from ring_attention_pytorch.ranks.ring import Ring, SubRing, as_ring
+from ring_attention_pytorch.ranks.ring import Ring, Steps, SubRing, as_ring
 from tests.support import threads
 
 
@@ -119,3 +119,46 @@ def test_what_a_rank_says_of_its_devices_need_not_be_text(monkeypatch: pytest.Mo
     monkeypatch.setattr(ring.steps, "clear_failure", lambda _: None)
     with pytest.raises(RingError, match=r"1: out of step \ufffd\\x1b\[2J; the ring is whole"):
         ring.gather_notes("a call", b"")
+
+
+def test_steps_that_differ_have_other_tags():
+    def tags(*calls: tuple[str, int, int | None]) -> list[int]:
+        steps, found = Steps(), []
+        steps.notes += 1
+        for call in calls:
+            with steps.begin(*call):
+                found += [steps.tag(), steps.tag()]
+        return found
+
+    forward, backward = ("forward", 1, None), ("backward", 1, 1)
+    assert tags(forward, backward) == tags(forward, backward)
+    every = tags(forward, backward, ("forward", 2, None), forward)
+    assert len({*every}) == len(every)
+    assert all(0 <= tag < 2**31 for tag in every)
+    assert {*tags(forward)}.isdisjoint(tags(("forward", 2, None)) + tags(backward))
+    assert {*tags(backward)}.isdisjoint(tags(("backward", 1, 2)))
+
+
+def test_calls_that_derivatives_are_of_differ_after_an_agreement_too():
+    steps = Steps()
+    numbers = []
+    for _ in range(2):
+        steps.notes += 1
+        for _ in range(2):
+            with steps.begin("forward", 1, None):
+                numbers.append(steps.number)
+    assert len({*numbers}) == 4
+
+
+def test_rings_of_a_group_count_calls_by_themselves_and_notes_together():
+    met = [0]
+    some, others, everyone = (Steps(met) for _ in range(3))
+    for steps in (some, others):
+        steps.notes += 1  # as each rank does once
+    with some.begin("forward", 1, None):
+        other = everyone.tag()
+    met[0] += 1
+    with some.begin("forward", 2, None), others.begin("forward", 2, None):
+        assert some.tag() == others.tag()
+    assert some.notes == everyone.notes == 3
+    assert everyone.tag() != other

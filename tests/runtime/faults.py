@@ -74,7 +74,7 @@ ATTENTION = [
         "self._place[0].copy_(wide)", "self._place[0]",
     ),
     Mutant(
-        "a sum is read before what it waits for", "runtime/accumulate.py:GradAccumulator._join",
+        "a sum is read before what it waits for", "runtime/accumulate.py:_Accumulator._join",
         "self._waits.pop()()",
         "self._waits.pop()",
     ),

@@ -9,9 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_attention_pytorch.runtime.accumulate import GradAccumulator, OutputAccumulator
-from ring_attention_pytorch.runtime.deferred import Deferred
+from ring_attention_pytorch.runtime.accumulate import (
+    Deferred,
+    GradAccumulator,
+    OutputAccumulator,
+    deepest,
+    disjoint_spans,
+    is_free,
+)
 from tests.support.late import Late
+from tests.support.positions import quickly
 from tests.support.reference import relative_error
 
 N = 6
@@ -249,7 +256,7 @@ def test_what_is_not_yet_to_be_read_is_not_read(wide, moved):
     assert parts[0].isnan().all()
     if moved:
         whole = GradAccumulator(parts[0])
-        total.move_to((whole, 0))
+        total.move_to(whole)
         assert parts[0].isnan().all()
     assert torch.equal(whole.finalize(), torch.full((1, N, 2), 9 + 36 / 128).bfloat16())
 
@@ -403,21 +410,19 @@ def test_the_last_call_after_another_kernels_part_has_memory_of_its_own():
         assert relative_error(got, right) < 4e-3
 
 
-def test_gradients_are_split_by_tokens():
+def test_moved_parts_are_in_the_sum_they_came_to():
     """Parts of any tokens, in 16 bits or summed already."""
     parts = [(slice(0, N), torch.randn(2, N, 1, 4)), (slice(3, N - 1), torch.randn(2, N - 4, 1, 4))]
     for wide in (False, True):
-        total = GradAccumulator(torch.zeros(2, N, 1, 4))
+        total, other = (GradAccumulator(torch.zeros(2, N, 1, 4)) for _ in range(2))
         want = torch.zeros(2, N, 1, 4)
         for at, part in parts:
             total.add(at, part.clone())
             want[:, at] += part
         if wide:
             total.begin_update()
-        both = [GradAccumulator(torch.zeros(2, n, 1, 4)) for n in (4, N - 4)]
-        total.move_to((both[0], 0), (both[1], -4))
-        got = torch.cat([each.finalize() for each in both], 1)
-        assert relative_error(got, want) < 1e-6
+        total.move_to(other)
+        assert relative_error(other.finalize(), want) < 1e-6
         assert total.is_empty
 
 
@@ -427,3 +432,52 @@ def test_who_takes_the_only_part_waits_for_what_is_not_yet_there():
     total.after(lambda: waited.append(True))
     assert total.whole() is not None
     assert waited
+
+
+spans = st.lists(
+    st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda at: slice(at[0], sum(at))),
+    max_size=5,
+)
+
+
+def tokens(at: slice) -> set[int]:
+    return {*range(at.start, at.stop)}
+
+
+@quickly
+@given(spans)
+def test_stretches_are_what_spans_cover_with_who_covers_it(some):
+    covered: dict[int, list[int]] = {}
+    for i, at in enumerate(some):
+        for token in tokens(at):
+            covered.setdefault(token, []).append(i)
+    found = [(token, which) for at, which in disjoint_spans(some) for token in sorted(tokens(at))]
+    assert found == sorted(covered.items())
+    assert deepest(some) == max(map(len, covered.values()), default=0)
+
+
+@quickly
+@given(spans, spans.filter(bool))
+def test_free_is_what_overlaps_nothing(taken, some):
+    assert is_free(some[0], taken) == all(tokens(some[0]).isdisjoint(tokens(t)) for t in taken)
+
+
+def test_deferred_work_runs_once_in_order_with_what_is_deferred_meanwhile():
+    done: list[str] = []
+    deferred = Deferred(
+        [lambda: done.append("a"), lambda: deferred.append(lambda: done.append("c"))]
+    )
+    deferred.append(lambda: done.append("b"))
+    deferred.do()
+    deferred.do()
+    assert done == ["a", "b", "c"]
+
+
+def test_after_an_error_the_rest_of_deferred_work_is_still_to_do():
+    done: list[str] = []
+    deferred = Deferred([lambda: 1 / 0, lambda: done.append("rest")])
+    with pytest.raises(ZeroDivisionError):
+        deferred.do()
+    assert done == []
+    deferred.do()
+    assert done == ["rest"]

@@ -1,6 +1,5 @@
 """Questions about derivatives, and Functions under torch.func and outside of it."""
 
-from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -9,10 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ring_attention_pytorch.ranks.ring import Ring
 from ring_attention_pytorch.runtime import torch_func
-
-PLAN = SimpleNamespace(ring=Ring.alone())
+from tests.support.lazy import LAZY
 
 
 class Cube(torch_func.Function):
@@ -26,11 +23,12 @@ class Cube(torch_func.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        torch_func.keep(ctx, PLAN, *inputs)
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        assert ctx.plan is PLAN
         Cube.first_order.append(torch_func.is_first_order())
         (x,) = ctx.saved_tensors
         return None if grad is None else 3 * x**2 * grad
@@ -104,3 +102,36 @@ def test_what_runs_apart_is_no_part_of_an_export():
     ):
         torch_func.run_apart(torch.sum, X)
     assert torch_func.run_apart(torch.sum, X) == X.sum()
+
+
+def test_plain_tensors_are_themselves():
+    t = torch.randn(3, 4, requires_grad=True)
+    view = t.T[::2]
+    for one in (None, t, view, t.detach()):
+        assert torch_func.resolved(one) is one
+
+
+def test_memory_holds_what_is_meant():
+    z = torch.randn(5, dtype=torch.complex128)
+    imag = z.conj().imag
+    got = torch_func.resolved(imag)
+    assert imag.is_neg()
+    assert not got.is_neg()
+    assert torch.equal(got, -z.imag)
+
+
+def test_it_is_differentiable():
+    z = torch.randn(5, dtype=torch.complex128, requires_grad=True)
+    weights = torch.randn(5, dtype=torch.float64)
+    (got,) = torch.autograd.grad((torch_func.resolved(z.conj().imag) * weights).sum(), z)
+    (want,) = torch.autograd.grad((-z.imag * weights).sum(), z)
+    assert torch.equal(got, want)
+
+
+def test_every_kind_of_lazy_tensor_is_resolved():
+    t = torch.randn(2, 3, 1, 4)
+    for kind, make in LAZY.items():
+        lazy = make(t)
+        got = torch_func.resolved(lazy)
+        assert type(got) is torch.Tensor, kind
+        assert not got.is_neg(), kind

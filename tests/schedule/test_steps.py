@@ -6,7 +6,6 @@ The walker knows no tensors. It follows every token, and whose gradients have be
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import chain
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -231,15 +230,3 @@ def test_of_rounds_in_stages_each_transfer_starts_once():
     Walker(program).walk()
     started = Counter(chain.from_iterable(step.start for step in program.steps))
     assert started == Counter(range(4))
-
-
-def test_what_an_owner_has_counts_be_it_nothing():
-    def counts(whole: bool, stage: int, keys: Segments) -> bool:
-        program = SimpleNamespace(blocks=[SimpleNamespace(whole=whole)])
-        return Program.counts(program, Part(0, stage), keys)
-
-    assert counts(True, 0, ())
-    assert not counts(True, 1, ())
-    assert not counts(False, 0, ())
-    (some,) = all_segments("contiguous", 1, 1)
-    assert counts(False, 1, some)

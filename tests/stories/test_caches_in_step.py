@@ -105,7 +105,7 @@ def numbers(ring: Ring) -> list[int]:
     for deed in deeds:
         for layer in range(2):
             attend(cache, layer=layer)
-            found.append(ring.steps.about[0])
+            found.append(ring.steps.now.plan)
         deed()
     return found
 

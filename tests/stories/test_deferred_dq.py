@@ -13,8 +13,7 @@ from ring_attention_pytorch.comm.fabric_kernels import OneStream
 from ring_attention_pytorch.kernels import eager
 from ring_attention_pytorch.plan import prepare
 from ring_attention_pytorch.runtime import observe as observing
-from ring_attention_pytorch.runtime.accumulate import GradAccumulator
-from ring_attention_pytorch.runtime.deferred import Deferred
+from ring_attention_pytorch.runtime.accumulate import Deferred, GradAccumulator
 from ring_attention_pytorch.runtime.interfaces import Grads, KVBlock
 from ring_attention_pytorch.schedule.steps import Part
 from tests.support import threads
@@ -75,10 +74,10 @@ def nothing_is_left_where_parts_have_their_times(patch: pytest.MonkeyPatch) -> N
     fabric = OneStream(SimpleNamespace(rank=0), None, (0,), arranged=(None,), overlap=True)
     program, beside = SimpleNamespace(blocks=(None,)), []
     for record in (None, "a record"):
-        patch.setattr(observing._thread, "record", record)
-        beside.append(fabric.channel(program, None).overlap)
+        patch.setattr(observing.observed, "record", record)
+        beside.append(fabric.channel_type(fabric, program, None, None).overlap)
     assert beside == [True, False]
-    patch.setattr(observing._thread, "record", None)
+    patch.setattr(observing.observed, "record", None)
     patch.setattr(observing.Record, "end", ended)
     patch.setattr("ring_attention_pytorch.attention.Deferred", Seen)
     q = torch.randn(1, 6, 2, 4, requires_grad=True)

@@ -19,8 +19,7 @@ import torch
 import ring_attention_pytorch
 from ring_attention_pytorch import RingError
 from ring_attention_pytorch.ranks.agreement import agree
-from ring_attention_pytorch.ranks.ring import Ring
-from ring_attention_pytorch.ranks.steps import Steps
+from ring_attention_pytorch.ranks.ring import Ring, Steps
 from tests.support import threads
 from tests.support.exchanging import EXCHANGING, WITHOUT_BACKWARD, Forward, Results
 from tests.support.random_series import count, is_late

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ring_attention_pytorch import RingAttention, RingError, RingPlan, fail_together, ring_attn
 from ring_attention_pytorch.ranks import failures
+from ring_attention_pytorch.ranks import ring as rings
 from ring_attention_pytorch.ranks.notes import _host_group
 from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
@@ -280,8 +281,8 @@ def test_what_ranks_disagree_about_breaks_nothing():
 def waits_for_long(seconds: float) -> list[str]:
     """For a pool: what is logged while rank 1 is late twice: for notes, and for keys."""
     told: list[str] = []
-    failures.logger.addFilter(lambda record: told.append(record.getMessage()))
-    mine, look = shards(ring := Ring(), 1), partial(mock.patch.object, failures.waits, "_seconds")
+    rings.logger.addFilter(lambda record: told.append(record.getMessage()))
+    mine, look = shards(ring := Ring(), 1), partial(mock.patch.object, rings.waits, "_seconds")
     plan = RingPlan.make(*mine, transport="ring")
     try:
         with look(0.2):
@@ -292,7 +293,7 @@ def waits_for_long(seconds: float) -> list[str]:
                 time.sleep(seconds * ring.rank)  # the thread may have slept for one before
                 call()
     finally:
-        failures.logger.filters.clear()
+        rings.logger.filters.clear()
     return told
 
 
