@@ -58,8 +58,8 @@ Saved = tuple[  # and out, lse, dout, dlse
 Gradients = tuple[Tensor | Any, ...]  # None where the input was None
 
 
-def forward(plan: RingPlan, *inputs: *Inputs, into: Result | None = None) -> Result:
-    """Compute (out, lse) of this rank's (q, k, v, sinks), into the tensors `into` if given.
+def forward(plan: RingPlan, *inputs: *Inputs) -> Result:
+    """Compute (out, lse) of this rank's (q, k, v, sinks).
 
     q `[b, n, h, d]`, k `[b, m, h_kv, d]`, v `[b, m, h_kv, d_v]`, sinks `[h]` or None -> out
     `[b, n, h, d_v]`, lse `[b, h, n]`. Parameters of the plan's kernel, if it has some, follow.
@@ -68,7 +68,7 @@ def forward(plan: RingPlan, *inputs: *Inputs, into: Result | None = None) -> Res
     reset_side_streams(q.device)
     kernel = plan.kernel.begin(params)
     calls = plan.calls(back=False) if sinks is None else None
-    result = OutputAccumulator(q, plan.d_v, calls, into)
+    result = OutputAccumulator(q, plan.d_v, calls)
     with torch.autocast(q.device.type, enabled=False):
         for keys in plan.transport.stream(plan.keys(k, v)):
             for samples, tiles in plan.tiles(keys.segments):
@@ -79,21 +79,20 @@ def forward(plan: RingPlan, *inputs: *Inputs, into: Result | None = None) -> Res
     return result.finalize()
 
 
-def backward(plan: RingPlan, *saved: *Saved, into: Gradients | None = None) -> Gradients:
+def backward(plan: RingPlan, *saved: *Saved) -> Gradients:
     """Compute (dq, dk, dv, dsinks) of this rank's (q, k, v, sinks, out, lse, dout, dlse).
 
-    The gradients are written to the tensors `into`, if given. Parameters of the plan's kernel come
-    after sinks, and so do their gradients, which are of this rank's queries alone.
+    Parameters of the plan's kernel come after sinks, and so do their gradients, which are of this
+    rank's queries alone.
     """
     q, k, v, sinks, *params, out, lse, dout, dlse = saved
-    dq, dk, dv, dsinks = (None,) * 4 if into is None else into
     reset_side_streams(q.device)
     kernel, calls, deferred = plan.kernel.begin(params), plan.calls(back=True), Deferred()
     kv_calls = calls if plan.alone else None
     own = Grads(
-        GradAccumulator(q, calls, place=dq, deferred=deferred),
-        GradAccumulator(k, kv_calls, place=dk),
-        GradAccumulator(v, kv_calls, place=dv),
+        GradAccumulator(q, calls, deferred=deferred),
+        GradAccumulator(k, kv_calls),
+        GradAccumulator(v, kv_calls),
     )
     with torch.autocast(q.device.type, enabled=False):
         residuals = Residuals(q, out, lse, dout, dlse)
@@ -103,8 +102,7 @@ def backward(plan: RingPlan, *saved: *Saved, into: Gradients | None = None) -> G
                 grads = Grads(own.dq, dk, dv).samples(samples)
                 kernel.backward(rows, kv, tiles, plan.terms, grads)
         deferred.do()
-        if sinks is not None:
-            dsinks = grad_of_sinks(sinks, residuals, dsinks)
+        dsinks = None if sinks is None else grad_of_sinks(sinks, residuals)
     return *(total.finalize() for total in own), dsinks, *kernel.grads()
 
 

@@ -191,17 +191,14 @@ class OutputAccumulator(_Accumulator):
     """An accumulator of (out, lse) for queries like q and values of head size `d_v`; first empty.
 
     `calls` is the number of kernel calls that make up the whole result, None if unknown.
-    `place` is the memory for out and lse at the end, if given.
     """
 
     _dims = (1, 2)
     _nothing = (0.0, -torch.inf)
     _combine = staticmethod(merge_)
 
-    def __init__(
-        self, q: Tensor, d_v: int, calls: int | None = None, place: Tensors | None = None
-    ) -> None:
-        super().__init__(q, q.dtype, calls, place=place)
+    def __init__(self, q: Tensor, d_v: int, calls: int | None = None) -> None:
+        super().__init__(q, q.dtype, calls)
         self._d_v = d_v
 
     def alloc(self, rows: slice) -> Tensors:
@@ -251,12 +248,7 @@ class OutputAccumulator(_Accumulator):
             self._join_in_place(self._place)
         whole = self._wide is None and self._begins_whole
         out, lse = self._fold_into_first() if whole else self._update()
-        if self._place is None or not self._given:
-            return out.to(self._end), lse
-        for there, t in zip(self._place, (out, lse)):
-            if there is not t:
-                there.copy_(t)
-        return self._place[0], self._place[1]
+        return out.to(self._end), lse
 
     def _anew(self, at: slice, dtype: torch.dtype) -> Tensors:
         b, _, h, _ = self._like.shape
@@ -265,12 +257,10 @@ class OutputAccumulator(_Accumulator):
         return out, self._like.new_empty((b, h, n), dtype=self._dtype)
 
     def _blank(self, dtype: torch.dtype) -> Tensors:
-        ends = self._given and dtype == self._end
         if self._wide is None:
-            return self._alloc(self._whole) if ends else self._anew(self._whole, dtype)
+            return self._anew(self._whole, dtype)
         out, lse = self._wide  # lse stays where it is
-        out = self._alloc(self._whole)[0] if ends else torch.empty_like(out, dtype=dtype)
-        return out, lse
+        return torch.empty_like(out, dtype=dtype), lse
 
 
 class GradAccumulator(_Accumulator):

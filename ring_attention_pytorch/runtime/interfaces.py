@@ -393,10 +393,10 @@ def sink_weights(sinks: Tensor, lse: Tensor) -> Tensor:
     return p.masked_fill_(lse == -torch.inf, 0.0)
 
 
-def grad_of_sinks(sinks: Tensor, saved: Residuals, into: Tensor | None = None) -> Tensor:
-    """Return the gradient [h] of sinks from this rank's queries, in the tensor `into` if given.
+def grad_of_sinks(sinks: Tensor, saved: Residuals) -> Tensor:
+    """Return the gradient [h] of sinks from this rank's queries.
 
     A sink has no value, so its d(score) is -p * delta.
     """
     total = (sink_weights(sinks, saved.lse) * saved.delta).sum(dim=(0, 2))
-    return torch.neg(total.to(sinks.dtype), out=into)
+    return -total.to(sinks.dtype)
