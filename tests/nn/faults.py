@@ -16,7 +16,7 @@ ORIGINAL = [
     ),
     Mutant(
         "gathered gradients are a rank's own alone", "comm/collectives.py:_sum_on_owners",
-        "return sums[ring.rank]", "return pieces[ring.rank]",
+        "sums[ring.rank]", "pieces[ring.rank]",
     ),
 ]  # fmt: skip
 
