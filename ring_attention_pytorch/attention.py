@@ -39,7 +39,6 @@ from ring_attention_pytorch.plan.ring_plan import RingPlan
 from ring_attention_pytorch.runtime.accumulate import Deferred, GradAccumulator, OutputAccumulator
 from ring_attention_pytorch.runtime.codec import Codec
 from ring_attention_pytorch.runtime.interfaces import Grads, Residuals, grad_of_sinks
-from ring_attention_pytorch.runtime.streams import reset_side_streams
 from ring_attention_pytorch.runtime.torch_func import Function, forward_mode, resolved
 from ring_attention_pytorch.second_order import (
     gathered_attention,
@@ -65,7 +64,6 @@ def forward(plan: RingPlan, *inputs: *Inputs) -> Result:
     `[b, n, h, d_v]`, lse `[b, h, n]`. Parameters of the plan's kernel, if it has some, follow.
     """
     q, k, v, sinks, *params = inputs
-    reset_side_streams(q.device)
     kernel = plan.kernel.begin(params)
     calls = plan.calls(back=False) if sinks is None else None
     result = OutputAccumulator(q, plan.d_v, calls)
@@ -86,7 +84,6 @@ def backward(plan: RingPlan, *saved: *Saved) -> Gradients:
     rank's queries alone.
     """
     q, k, v, sinks, *params, out, lse, dout, dlse = saved
-    reset_side_streams(q.device)
     kernel, calls, deferred = plan.kernel.begin(params), plan.calls(back=True), Deferred()
     kv_calls = calls if plan.alone else None
     own = Grads(

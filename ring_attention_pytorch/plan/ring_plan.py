@@ -48,6 +48,7 @@ from ring_attention_pytorch.runtime.interfaces import (
 )
 from ring_attention_pytorch.runtime.observe import Record, spanned, switch, watched
 from ring_attention_pytorch.runtime.statistics import Statistics, statistics_of
+from ring_attention_pytorch.runtime.streams import reset_side_streams
 from ring_attention_pytorch.runtime.tape import Tapes
 from ring_attention_pytorch.runtime.uncopied import replaced, uncopied
 from ring_attention_pytorch.schedule.pieces import Workload
@@ -280,11 +281,15 @@ class RingPlan:
         with self.ring.call(f"ring attention{of_layer}, {direction}", number, back_of):
             if always:
                 check_same_call(self.ring, digest_of_shard(q) if back_of is None else None)
-            if switch.on:
-                return watched(self, direction, function, (q, *others))
-            if self.tapes is None:
-                return function(self, q, *others)
-            return self.tapes.run(function, self, q, *others)
+            try:
+                if switch.on:
+                    return watched(self, direction, function, (q, *others))
+                if self.tapes is None:
+                    return function(self, q, *others)
+                return self.tapes.run(function, self, q, *others)
+            except BaseException:
+                reset_side_streams(q.device)
+                raise
 
     @checked
     def statistics(self) -> Statistics:

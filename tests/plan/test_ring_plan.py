@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ring_attention_pytorch import RingPlan, ring_attn
+from ring_attention_pytorch.plan import ring_plan
 from ring_attention_pytorch.ranks.ring import Ring
 from tests.support import threads
 from tests.support.cases import Attention, check, errors, miscounted, oracle, results
@@ -110,3 +111,16 @@ def copied() -> float:
     other = copy.deepcopy(plan)
     assert other.transport is plan.transport
     return relative_error(ring_attn(q, q, q, plan=other), ring_attn(q, q, q, plan=plan))
+
+
+def test_a_call_that_fails_leaves_no_work_on_side_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> tuple[()]:
+        raise MemoryError
+
+    forgotten: list[torch.device] = []
+    monkeypatch.setattr(ring_plan, "reset_side_streams", forgotten.append)
+    q = torch.randn(1, 4, 2, 8)
+    plan = RingPlan.make(q, q, q)
+    with pytest.raises(MemoryError):
+        plan.run("forward", fails, q, back_of=None)
+    assert forgotten == [q.device]
