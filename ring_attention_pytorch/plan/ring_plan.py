@@ -93,6 +93,8 @@ class RingPlan:
     shared: "RingPlan | None" = field(default=None, compare=False, repr=False)  # of keys on all
     handle: int = field(init=False, compare=False, repr=False)  # its number in traced graphs
     tapes: Tapes | None = field(init=False, compare=False, repr=False)  # None: can't be recorded
+    # a CUDA graph can capture calls: nothing in them waits for the host
+    capturable: bool = field(init=False, compare=False, repr=False)
     _shared: Worked = field(default_factory=Worked, compare=False, repr=False)
     _own: Own = field(default_factory=Own, init=False, compare=False, repr=False)
 
@@ -101,6 +103,8 @@ class RingPlan:
         fabric = self.transport.fabric
         taped = fabric.taped and self.kernel.traits.taped and self.terms.mask_mod is None
         object.__setattr__(self, "tapes", Tapes(fabric.follow_stream) if taped else None)
+        on_gpu = self.expected.device.type == "cuda" and self.codec is None
+        object.__setattr__(self, "capturable", on_gpu and not fabric.sends_messages)
 
     @classmethod
     @typed(report_to_group("ring attention", ring_of=attention_ring), apart=True)
@@ -335,12 +339,6 @@ class RingPlan:
         return known[back]
 
     @property
-    def capturable(self) -> bool:
-        """True if a CUDA graph can capture calls: nothing in them waits for the host."""
-        on_gpu = self.expected.device.type == "cuda" and self.codec is None
-        return on_gpu and not self.transport.fabric.sends_messages
-
-    @property
     def codec(self) -> Codec | None:
         """The codec by which keys are encoded while they travel; None if they are not."""
         return self.kernel.codec
@@ -470,7 +468,7 @@ class _TracedLayer(RingPlan):
     # torch 2.11 hands a frozen dataclass its defaults, whatever its __init__ takes
     def __init__(self, plan: RingPlan, number: int, **_defaults: object) -> None:
         for name in (
-            "ring", "layout", "seen", "terms", "kernel", "chosen", "ulysses", "replay",
+            "ring", "layout", "seen", "terms", "kernel", "chosen", "ulysses", "capturable",
         ):  # fmt: skip
             object.__setattr__(self, name, getattr(plan, name))
         object.__setattr__(self, "handle", handle_of_layer(plan.handle, number))

@@ -146,8 +146,8 @@ class Board(SharedGuard):
     ) -> "Barrier":
         """Return this barrier, to be called many times while this device is current.
 
-        Each time `back_of` tells which call is differentiated, so that two backwards of equal calls
-        differ; None is no backward.
+        `back_of` is asked each time for the call that is differentiated, so that two backwards of
+        equal calls differ; None is no backward.
         """
         number = crc32(kind.encode()) % _KINDS
         self._kinds[number] = kind

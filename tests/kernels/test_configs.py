@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from ring_attention_pytorch.kernels._configs import Config, apart, config_for, configured
-from ring_attention_pytorch.kernels._descriptors import padded
+from ring_attention_pytorch.runtime.launches import power_of_2
 
 WIDTHS = (*range(1, 270), *range(270, 513, 11), 512)
 
 
 def shared_bytes(direction: str, config: Config, d: int, d_v: int, dtype: torch.dtype) -> int:
     """Shared memory of the blocks that a kernel stays with, and of those of all its stages."""
-    d, d_v = padded(d), padded(d_v)
+    d, d_v = power_of_2(d), power_of_2(d_v)
     rows, cols = dict(forward=(d, d + d_v), dv=(d + d_v, d)).get(direction, (d + d_v, d + d_v))
     rows, cols = rows * config.rows, cols * config.cols
     stays, passes = (rows, cols) if direction in ("forward", "queries") else (cols, rows)

@@ -7,16 +7,8 @@ from ring_attention_pytorch.kernels._descriptors import (
     Blocks,
     in_blocks,
     operands,
-    padded,
     tma_fits,
 )
-
-
-def test_head_sizes_are_rounded_up_to_a_power_of_two():
-    for width in range(1, 257):
-        want = next(size for size in (16, 32, 64, 128, 256) if size >= width)
-        assert padded(width) == want
-
 
 T = torch.zeros(2, 6, 4, 64, dtype=torch.bfloat16)
 FITS = {

@@ -26,7 +26,7 @@ RIGHT = [
     partial(checks.check_angles, X, torch.zeros(3, 4), 4, False),
     partial(checks.check_angles, X, torch.zeros(2, 3, 4), 4, True),
     partial(checks.check_ids, IDS, None, IDS.masked_fill(IDS == 0, -100), 5, -100),
-    partial(checks.check_summaries, True, None, 0, False, 1, False),
+    partial(checks.check_summaries, True, None, 0, 1, False),
 ]
 WRONG = [
     (partial(checks.check_shape, **SHAPE | {"heads": 0}), "heads must be at least 1, got 0"),
@@ -59,7 +59,7 @@ WRONG = [
     (partial(checks.check_ids, IDS, None, None, 4, -100), "ids must be 0 to 3, got 0 to 4"),
     (partial(checks.check_ids, IDS, None, IDS - 1, 5, -100), "labels must be 0 to 4, or ignore_i"),
     (partial(checks.check_plans, [], 0, ()), "plans must be one for each of 0 blocks, got 0"),
-    (partial(checks.check_summaries, False, None, 0, False, 1, False), "needs causal=True"),
+    (partial(checks.check_summaries, False, None, 0, 1, False), "needs causal=True"),
 ]  # fmt: skip
 
 

@@ -132,6 +132,12 @@ def test_launches_are_equal_if_all_but_the_given_is() -> None:
     assert not any(t is x for t in a._call.args for x in given[0])  # which may be freed
 
 
+def test_widths_are_rounded_up_to_a_power_of_two() -> None:
+    for width in range(1, 257):
+        want = next(size for size in (16, 32, 64, 128, 256) if size >= width)
+        assert launches.power_of_2(width) == want
+
+
 # ---- compiled ahead
 
 

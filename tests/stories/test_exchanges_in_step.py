@@ -55,6 +55,7 @@ ELSEWHERE = {
     "recurrent/fla_passes.py": "kernels of fla",
     "recurrent/plan.py": "makes the callers of the others",
     "routing/cross_attention.py": "the mean token of one kind of layer",
+    "routing/router.py": "makes the caller of the threshold of `soft_topk`",
     "summaries/cache.py": "a cache of summaries takes a prompt",
 }
 
