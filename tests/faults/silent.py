@@ -144,7 +144,6 @@ def what_is_compiled_fits() -> None:
 def found_again() -> Iterator[Case]:
     """Cached values are found again by all that they depend on."""
     from tests.kernels import test_flex
-    from tests.stories import test_graphs_of_modules
     from tests.support.flex_on_cpu import stood_in
 
     def of_masks() -> None:
@@ -152,12 +151,7 @@ def found_again() -> Iterator[Case]:
             test_flex.masks_of_plans_are_their_own()
             test_flex.masks_of_owners_are_their_own()
 
-    def of_layouts() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            test_graphs_of_modules.layouts_make_another_kind(patch)
-
     yield of_masks
-    yield of_layouts
 
 
 if __name__ == "__main__":
