@@ -143,7 +143,7 @@ class MachineChannel(RelayChannel):
 class MachineMemory(Relays):
     """A fabric of messages between machines, and of the memory `shared` inside this one."""
 
-    channel_type = MachineChannel
+    channel_type = MachineChannel  # type: ignore[assignment]
 
     shared: PeerGroup | Any = None
     directions: dict[bool, tuple[Holders, Program]] = field(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,7 +134,7 @@ class MessageChannel:
 class Messages:
     """A fabric of messages; it is `idle` if there never are any."""
 
-    channel_type: ClassVar[type[MessageChannel]] = MessageChannel
+    channel_type = MessageChannel
 
     ring: Ring
     idle: bool = False

@@ -13,7 +13,7 @@ results do not depend on the order of arrival. Each transfer is two exchanges, o
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -244,7 +244,7 @@ class RelayChannel(MessageChannel):
 class Relays(Messages):
     """A fabric of messages by way of relays; `machines` numbers the ranks' machines."""
 
-    channel_type: ClassVar[type[MessageChannel]] = RelayChannel
+    channel_type = RelayChannel  # type: ignore[assignment]
 
     machines: Machines = ()
     routes: dict[Transfer, Route] = field(default_factory=dict, compare=False, repr=False)

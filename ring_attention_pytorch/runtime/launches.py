@@ -313,8 +313,8 @@ def launches_recorded() -> Iterator[None]:
         named = {name: options.pop(name) for name in kernel.arg_names if name in options}
         bound = kernel.signature.bind(*args, **named)
         bound.apply_defaults()
-        programs = tuple(grid(bound.arguments) if callable(grid) else grid)
-        call = KernelCall(kernel, programs, [*bound.arguments.values()], options)
+        sizes: Any = grid(bound.arguments) if callable(grid) else grid
+        call = KernelCall(kernel, tuple(sizes), [*bound.arguments.values()], options)
         given = [arg for arg in call.args if isinstance(arg, Tensor)]
         return opaque(PreparedLaunch(call, given))(*given)
 

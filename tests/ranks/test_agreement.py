@@ -17,6 +17,7 @@ from ring_attention_pytorch.ranks import notes
 from ring_attention_pytorch.ranks.agreement import (
     MustMatch,
     agree,
+    check_same_call,
     error_of,
     report_to_group,
     report_to_ring_of,
@@ -337,3 +338,20 @@ def test_a_wrong_type_is_reported_to_the_ring_of_the_plan_or_to_the_default_one(
     assert [(where is ring, what) for where, what in reports] == [
         (True, error), (False, error), (False, error),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("size", "queries", "alike"),
+    [(2, (5, 5), True), (2, (5, 6), False), (2, (None, None), False), (1, (5,), False)],
+)
+def test_ranks_of_a_ring_have_queries_of_their_own(size, queries, alike) -> None:
+    def main(ring: Ring) -> str:
+        with ring.call("a call", 1, None):
+            try:
+                check_same_call(ring, queries[ring.rank])
+            except ValueError as error:
+                return str(error)
+        return ""
+
+    told = threads.run(size, main)[0] if size > 1 else [main(Ring.alone())]
+    assert ["the same queries" in each for each in told] == [alike] * size
