@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, partial, wraps
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -303,23 +302,28 @@ def launches_recorded() -> Iterator[None]:
     if not recording():
         yield
         return
-    from triton.runtime.jit import JITFunction
+    from triton.runtime import jit
 
-    run = JITFunction.run
+    kernels: Any = jit.JITFunction
+    with _recorded_one_by_one:
+        run = kernels.run
 
-    def recorded(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if warmup or not recording():  # another thread's
-            return run(kernel, *args, grid=grid, warmup=warmup, **options)
-        named = {name: options.pop(name) for name in kernel.arg_names if name in options}
-        bound = kernel.signature.bind(*args, **named)
-        bound.apply_defaults()
-        sizes: Any = grid(bound.arguments) if callable(grid) else grid
-        call = KernelCall(kernel, tuple(sizes), [*bound.arguments.values()], options)
-        given = [arg for arg in call.args if isinstance(arg, Tensor)]
-        return opaque(PreparedLaunch(call, given))(*given)
+        def recorded(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            if warmup or not recording():  # another thread's
+                return run(kernel, *args, grid=grid, warmup=warmup, **options)
+            named = {name: options.pop(name) for name in kernel.arg_names if name in options}
+            bound = kernel.signature.bind(*args, **named)
+            bound.apply_defaults()
+            sizes: Any = grid(bound.arguments) if callable(grid) else grid
+            call = KernelCall(kernel, tuple(sizes), [*bound.arguments.values()], options)
+            given = [arg for arg in call.args if isinstance(arg, Tensor)]
+            return opaque(PreparedLaunch(call, given))(*given)
 
-    with _recorded_one_by_one, mock.patch.object(JITFunction, "run", recorded):
-        yield
+        kernels.run = recorded
+        try:
+            yield
+        finally:
+            kernels.run = run
 
 
 _recorded_one_by_one = threading.Lock()
