@@ -15,7 +15,7 @@ from benchmarks.lib.machines import take_gpu
 from ring_attention_pytorch.ranks.machines import machine_name
 from tests.support.launched import launched
 from tests.support.sampling import in_ci
-from tests.support.scripts import SOON, Script, linux
+from tests.support.scripts import Script, linux
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--device", "cpu", "--tokens", "32", "--heads", "4", "--rounds", "1"]
@@ -59,7 +59,7 @@ start(2, "timeit", ["-n", "1", {BEGUN!r} + "; time.sleep(1000)"], "cpu")
 def test_all_ranks_of_all_machines_end_when_they_are_told_to(tmp_path) -> None:
     """Ranks that wait for one another on GPUs would take these from whatever runs next."""
     with Script("-c", ASLEEP, folder=tmp_path) as script:
-        script.until(lambda: len([*tmp_path.glob("[0-3]")]) == 4, SOON)
+        script.until(lambda: len([*tmp_path.glob("[0-3]")]) == 4)
         os.kill(script.process.pid, signal.SIGTERM)
         assert script.ends() == 1
 
