@@ -3,7 +3,10 @@
 A rank's board is memory that all ranks write: `[2, ranks]` words, one per rank for each of the last
 two barriers. A word is the barrier's number and, below it, its purpose:
 
-    | 63 .. 32: number | 31 .. 0: purpose |
+    | 63 .. 32: number | 30 .. 24: call | 23 .. 0: kind and plan |
+
+A purpose is all below the number. Its call is the one that a backward differentiates; 0 if that is
+unknown, as in compiled code, which then matches any.
 
 A rank that has given up writes `FAILED` on all boards instead, and waits for no rank any more.
 """
@@ -13,6 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 FAILED = tl.constexpr(-1)
+CALL = tl.constexpr(127 << 24)  # the bits of a word that are its call
 # the words of a guard's state: whether anything is wrong, the number of barriers so far, how many
 # programs of a kernel have left its barrier, the addresses of the report and of the boards
 WRONG, MET, LEFT, REPORT, BOARDS = (tl.constexpr(i) for i in range(5))
@@ -79,7 +83,8 @@ def wait_at_barrier(
         failed = tl.sum((peer & (so_far == FAILED)).to(tl.int32))
         waiting = (absent > 0) & (failed == 0) & (globaltimer() - begin < patience)
     seen = tl.atomic_add(own, 0, mask=peer, sem="acquire", scope="sys")
-    wrong = peer & (seen != word)
+    compared = tl.where(((seen & CALL) == 0) | ((word & CALL) == 0), ~CALL, -1)
+    wrong = peer & (((seen ^ word) & compared) != 0)
     gives_up = tl.sum(wrong.to(tl.int32)) > 0
     if gives_up:
         gave_up = peer & (seen == FAILED)  # the ranks that make others absent

@@ -147,7 +147,7 @@ class Board(SharedGuard):
         """Return this barrier, to be called many times while this device is current.
 
         `back_of` is asked each time for the call that is differentiated, so that two backwards of
-        equal calls differ; None is no backward.
+        equal calls differ. None and 0, of a call that is unknown, match any.
         """
         number = crc32(kind.encode()) % _KINDS
         self._kinds[number] = kind
@@ -205,7 +205,7 @@ class Barrier(Live):
 
     def read(self) -> int:
         back_of = self.back_of()
-        call = 0 if back_of is None else 1 + back_of % _CALLS
+        call = 1 + back_of % _CALLS if back_of else 0
         return call * _PLANS * _KINDS + self.number
 
     def __call__(self, *_: object, **__: object) -> None:

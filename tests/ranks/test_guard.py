@@ -133,6 +133,16 @@ def test_a_backward_of_another_call_is_found_by_all(ranks):
     )
 
 
+def test_a_backward_of_an_unknown_call_matches_any(ranks):
+    """As of compiled code on one rank; its kind and its plan must still be the others'."""
+    known, unknown = "gradients@3/7", "gradients@3/0"
+    for found in met(ranks, (known, known), (unknown, unknown), (known, unknown)):
+        assert found["trouble"] is None
+        assert found["read"] == [1.0] * 2
+    for found in met(ranks, (known,), ("gradients@4/0",), (known,)):
+        assert math.isnan(found["read"][0])
+
+
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(ranks):
     seconds = unhurried(2.0)
     found = met(ranks, ("keys", "keys"), ("keys",), ("keys", "keys"), patience=seconds)
