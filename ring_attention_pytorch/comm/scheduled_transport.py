@@ -102,9 +102,8 @@ class ScheduledTransport:
                     deferred.do()
                 keys = call.keys(part)
                 grads = None if own is None else call.grads(part, keys)
-                if (
-                    keys.segments or program.blocks[part.block].whole
-                ):  # all of an owner's, be it none
+                # a whole block is computed, too, if its owner has no keys
+                if keys.segments or program.blocks[part.block].whole:
                     yield keys, grads
                 del keys, grads  # frees them before more arrive
                 call.computed(part)
